@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 from cloister.private import exchange
 from cloister.private.exchange import Body
 from cloister.private.problems import ProblemError
-from cloister.server.body_budget import BodyBudget, BodyPace
+from cloister.server.load_shedding import BodyBudget, BodyPace
 from cloister.server.middleware.body import BodyReader
 from cloister.trust.sealing import CHUNKED, WHOLE, HttpRequest, RequestHead
 from tests.private.inner import ANSWER, Inner

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from cloister.engine import EngineClient, ThreadTransport
-from cloister.server.middleware.disconnect import Patience
+from cloister.server.middleware.body import Patience
 from cloister.types.events import Ended, Stepped
 from cloister.types.request import FinishReason
 from tests.engine.replica import SteppedRunner, make_config, make_replica

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from cloister.server.connection import Connection
-from cloister.server.connection_table import ConnectionTable, network_of
+from cloister.server.load_shedding import ConnectionTable, network_of
 from cloister.server.tls import HandshakeQueue
 from cloister.types.config import ServerConfig
 from tests.server.house import House, ScriptedEngine, says, serving_script

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.server.middleware.ignored import IGNORED_HEADER, MAX_NAMED, UNPRINTABLE
+from cloister.server.parse import IGNORED_HEADER, MAX_NAMED, UNPRINTABLE
 from cloister.types.config import ServerConfig
 from tests.server.house import MODEL, serving, start_speaking
 from tests.server.test_bad_input import CHAT, HELLO, SECRET, TEXT, check_error

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cloister.server.pdf import reading
-from cloister.server.pdf.limits import PdfAnswer, PdfLimits
+from cloister.server.pdf.child import PdfAnswer, PdfLimits
 from cloister.server.pdf.reading import PdfReader
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, InvalidRequestError

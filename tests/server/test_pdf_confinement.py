@@ -14,7 +14,7 @@ import pytest
 
 from cloister.server.errors import OverloadedError
 from cloister.server.pdf import reading
-from cloister.server.pdf.limits import PdfAnswer, PdfLimits
+from cloister.server.pdf.child import PdfAnswer, PdfLimits
 from cloister.server.pdf.reading import PdfReader
 from cloister.types.errors import InvalidRequestError, NotFoundError
 

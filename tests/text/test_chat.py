@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import chat as chat_module
-from cloister.text.guard import MARK, Guard
 from cloister.text.spelling import SpecialTokens
+from cloister.text.tokenizer import MARK, Guard
 from cloister.types.errors import InvalidRequestError, ModelError
 from tests.text import models
 

@@ -8,7 +8,7 @@ import pytest
 
 from cloister.models import locate
 from cloister.text import ChatTemplate, Tokenizer
-from cloister.text.release_prefixes import read_release_prefixes
+from cloister.text.chat import read_release_prefixes
 from cloister.types.errors import ConfigError
 
 PROMPT = "You answer questions about SQLite and say so when you do not know."

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cloister.engine.machine import resident_bytes
 from cloister.models import locate
 from cloister.text import Tokenizer
-from cloister.text.guard import MARK
+from cloister.text.tokenizer import MARK
 from cloister.types.errors import InvalidRequestError, ModelError
 from tests.text import models
 

@@ -13,8 +13,7 @@ from typer.main import get_command, get_group
 
 from cloister import __version__
 from cloister.cli.console import print_error
-from cloister.cli.help import CONTENTS, SUMMARIES, Row, Verb, VerbGroup, summarize
-from cloister.cli.usage import UsageError, print_usage_error
+from cloister.cli.help import CONTENTS, SUMMARIES, Row, UsageError, Verb, VerbGroup, print_usage_error, summarize
 from cloister.types.errors import CloisterError
 
 PROGRAM: Final = "cloister"
@@ -28,10 +27,10 @@ VERBS: Final[Mapping[str, str]] = {
     "run": "run",
     "chat": "chat",
     "models": "models",
-    "pull": "pull",
+    "pull": "models:pull",
     "list": "models:models",
-    "show": "show",
-    "rm": "remove",
+    "show": "models:show",
+    "rm": "models:remove",
     "doctor": "doctor",
     "roofline": "roofline",
     "quantize": "quantize",

@@ -1,9 +1,11 @@
-"""`cloister bench`: throughput and latency of an engine, a server under the load of a trace, and single steps (`profiling`)."""
+"""`cloister bench`: throughput and latency of an engine, a server under the load of a trace, operators against the
+roofline, and where a step's time goes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,25 +13,206 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
-from cloister.cli import profiling
-from cloister.cli.console import err, make_folder, make_progress, out, print_json, print_table
+from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_table, wide_console
 from cloister.cli.options import GivenSettings, with_settings
-from cloister.cli.profiling import AsJson, open_engine
+from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+from cloister.types.request import Request, SamplingParams
 from cloister.types.text_files import read_text_file
 
 if TYPE_CHECKING:
+    from cloister.backends.spec import DecoderSpec
+    from cloister.bench.kernels import KernelRate, KernelTable
     from cloister.bench.load import Target
     from cloister.bench.measure import Measurement
+    from cloister.bench.profile import ProfiledStep, ProfileNode
+    from cloister.bench.roofline_operators import Numbers
     from cloister.bench.workloads import Workload
     from cloister.engine import EngineCore
 
 app = typer.Typer(help="Measure an engine or a server, with real traces, or the operators of a step.", no_args_is_help=True)
-app.command()(profiling.kernels)
-app.command()(profiling.profile)
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+Prompt = Annotated[int, typer.Option(help="Tokens of each made-up prompt.", min=1)]
+Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
+
+_WIDE = 120
+_WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0}
+_TYPICAL_INPUTS = 4096  # what a scale per output is spread over
+
+
+@app.command()
+@with_settings(EngineConfig)
+def kernels(
+    settings: GivenSettings,
+    chip: Annotated[str, typer.Option(help="Roof to measure by: a chip of `cloister roofline`, or `here`.")] = "here",
+    prompt: Prompt = 512,
+    context: Annotated[int, typer.Option(help="Keys of each sequence in the decode step.", min=1)] = 512,
+    batch: Batch = 1,
+    repeats: Annotated[int, typer.Option(help="Steps of each kind; the median counts.", min=1)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure each operator of one prefill and one decode step, beside its roof."""
+    from cloister.bench.kernels import measure_kernels, num_blocks
+    from cloister.bench.profile import program_of
+    from cloister.bench.roofline_operators import Work
+
+    config, engine = open_engine(settings)
+    if config.device == "cuda" and chip == "here":
+        raise ConfigError("`here` measures the processor; name the GPU with --chip", param="chip")
+    works = (Work.prefill(prompt, batch), Work.decode(context, batch))
+    _check_room(engine, max(prompt, context), max(num_blocks(work, config.block_size) for work in works))
+    spec, program = read_model_spec(engine.model.path), program_of(engine)
+    roof, numbers = open_chip(chip, config.num_threads), _numbers(config, spec)
+    tables = [
+        measure_kernels(program, spec, work, roof, numbers, block_size=config.block_size, num_repeats=repeats) for work in works
+    ]
+    if as_json:
+        print_json({"model": engine.model.name, "chip": asdict(roof), "steps": [asdict(table) for table in tables]})
+        return
+    out.print(f"{engine.model.name} on {config.backend}; roof: {roof.name}, {roof.source}", highlight=False, soft_wrap=True)
+    for table in tables:
+        _print_kernels(table)
+
+
+@app.command()
+@with_settings(EngineConfig)
+def profile(
+    settings: GivenSettings,
+    prompt: Prompt = 128,
+    new: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 32,
+    batch: Batch = 4,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write every span for Perfetto or chrome://tracing.", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the time of a step goes: Python and program, by operator and by thread.
+
+    It starts an engine of its own in this process and feeds it made-up prompts. A running server cannot be profiled: that would
+    be privileged access to what its users do, and there is none. A trace holds names of operators, counts and times.
+    """
+    from cloister.bench.profile import profile_engine, to_trace
+    from cloister.bench.workloads import make_tokens
+
+    trace = find_place(trace) if trace is not None else None
+    config, engine = open_engine(settings)
+    _check_room(engine, prompt + new, -(-(prompt + new) // config.block_size))
+    steps: list[ProfiledStep] = []
+    for run in ("warm-up", "profile"):  # the first run fills tables and caches, and does not count
+        prompts = [make_tokens([len(run), number], prompt, engine.model.vocab_size) for number in range(batch)]
+        steps = profile_engine(engine, [_make_request(f"{run}-{n}", tokens, new) for n, tokens in enumerate(prompts)])
+    by_kind = {kind: [step for step in steps if step.kind == kind] for kind in ("prefill", "decode")}
+    by_kind = {kind: chosen for kind, chosen in by_kind.items() if chosen}
+    if as_json:
+        print_json({kind: _describe(chosen) for kind, chosen in by_kind.items()})
+    else:
+        for kind, chosen in by_kind.items():
+            _print_profile(kind, chosen, str(config.backend))
+    if trace is not None:
+        trace.write_text(json.dumps(to_trace(steps, str(config.backend))) + "\n", encoding="utf-8")
+        err.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing", highlight=False)
+
+
+def open_engine(settings: GivenSettings) -> tuple[EngineConfig, EngineCore]:
+    """Loads an engine into this process.
+
+    Raises:
+        ConfigError: a setting has no meaning.
+    """
+    from cloister.launch import build_engine, resolve_settings
+
+    resolved = resolve_settings(settings.of(EngineConfig), settings.config_file, listens=False)
+    return resolved.engine.config, build_engine(resolved.engine.config)
+
+
+def _make_request(name: str, tokens: list[int], num_new: int) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+    return Request(request_id=name, token_ids=tokens, sampling=sampling)
+
+
+def _check_room(engine: EngineCore, num_positions: int, num_blocks: int) -> None:
+    from cloister.bench.profile import num_blocks_of
+
+    longest, held = engine.model.max_model_len, num_blocks_of(engine)
+    if num_positions > longest:
+        raise ConfigError(f"the model holds {longest} positions, not {num_positions}; measure shorter prompts", param="prompt")
+    if num_blocks > held:
+        raise ConfigError(f"this takes {num_blocks} KV blocks and there are {held}; raise --kv-memory-mb", param="batch")
+
+
+def _numbers(config: EngineConfig, spec: DecoderSpec) -> Numbers:
+    import numpy as np
+
+    from cloister.backends.tensors import stored_bits
+    from cloister.bench.roofline_operators import Numbers
+    from cloister.launch import NO_QUANT, number_format
+    from cloister.quant import choose_kv_dtype
+
+    bits = _WIDTHS[config.dtype or "bfloat16"]
+    if config.quant == NO_QUANT:
+        return Numbers(bits, bits, _WIDTHS[config.kv_dtype] if config.kv_dtype else bits, bits)
+    chosen, matrix = number_format(config.quant), np.zeros((1, _TYPICAL_INPUTS), np.float32)
+    return Numbers(
+        weights_bits=stored_bits(chosen.quantize(matrix)),
+        activation_bits=8.0,
+        kv_bits=_WIDTHS[config.kv_dtype or choose_kv_dtype(chosen, spec)],
+        head_bits=stored_bits(chosen.quantize_vocabulary(matrix)),
+    )
+
+
+def _print_kernels(table: KernelTable) -> None:
+    from cloister.bench.roofline_report import describe_work
+
+    headers = ("operator", "measured", "share", "FLOP/s", "B/s", "roof", "of the roof")
+    whole_s = table.rates[-1].seconds
+    print_table(describe_work(table.work), headers, [_kernel_row(rate, whole_s) for rate in table.rates], wide_console(_WIDE))
+
+
+def _kernel_row(rate: KernelRate, whole_s: float) -> tuple[str, ...]:
+    from cloister.bench.roofline_report import scale, scale_time
+
+    measured = (rate.name, scale_time(rate.seconds), f"{100 * rate.seconds / whole_s:.1f}%")
+    if rate.roof_s is None or not rate.seconds:
+        return (*measured, "-", "-", "-", "-")
+    rates = (scale(rate.num_flops / rate.seconds), scale(rate.num_bytes / rate.seconds))
+    return (*measured, *rates, scale_time(rate.roof_s), f"{100 * rate.roof_s / rate.seconds:.0f}%")
+
+
+def _print_profile(kind: str, steps: Sequence[ProfiledStep], backend: str) -> None:
+    from cloister.bench.profile import list_parts, list_threads
+
+    parts = list_parts(steps)
+    whole_s = parts[0].seconds
+    headers = ("part", "where", "calls a step", "ms a step", "own ms", "own share")
+    print_table(
+        f"{len(steps)} {kind} steps, {1e3 * whole_s / len(steps):.2f} ms each",
+        headers,
+        [_part_row(part, len(steps), whole_s, backend) for part in parts],
+        wide_console(_WIDE),
+    )
+    python_s = sum(part.own_s for part in parts if not part.in_program)
+    out.print(f"Python {100 * python_s / whole_s:.1f}%, {backend} {100 * (1 - python_s / whole_s):.1f}%", highlight=False)
+    table = list_threads(steps)
+    threads = sorted({thread for row in table.values() for thread in row})
+    rows = [(name, *(f"{1e3 * row.get(thread, 0.0) / len(steps):.3f}" for thread in threads)) for name, row in table.items()]
+    print_table("ms a step, by thread", ("operator", *(f"thread {thread}" for thread in threads)), rows, wide_console(_WIDE))
+
+
+def _part_row(part: ProfileNode, num_steps: int, whole_s: float, backend: str) -> tuple[str, ...]:
+    name = "  " * (len(part.path) - 1) + part.path[-1]
+    times = (f"{1e3 * part.seconds / num_steps:.3f}", f"{1e3 * part.own_s / num_steps:.3f}")
+    where = backend if part.in_program else "Python"
+    return (name, where, f"{part.num_calls / num_steps:g}", *times, f"{100 * part.own_s / whole_s:.1f}%")
+
+
+def _describe(steps: Sequence[ProfiledStep]) -> dict[str, object]:
+    from cloister.bench.profile import list_parts, list_threads
+
+    threads = {name: {str(thread): seconds for thread, seconds in row.items()} for name, row in list_threads(steps).items()}
+    return {"num_steps": len(steps), "parts": [asdict(part) for part in list_parts(steps)], "threads": threads}
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.console import err, out, print_error
+from cloister.cli.console import err, print_error, print_line
 from cloister.cli.options import GivenSettings, MaxTokens, Seed, Temperature, TopK, TopP, choose_sampling, with_settings
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
@@ -111,7 +111,7 @@ def answer(conversation: Conversation, text: str) -> None:
     try:
         with closing(outputs):
             for output in outputs:
-                out.print(output.text, end="", markup=False, highlight=False, soft_wrap=True)
+                print_line(output.text, end="")
                 if output.error is not None:
                     print_error(output.error)
     except CloisterError as error:

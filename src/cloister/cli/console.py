@@ -6,7 +6,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -18,9 +20,20 @@ out = Console()
 err = Console(stderr=True)
 
 
+def print_line(line: str, style: str = "", *, console: Console | None = None, end: str = "\n") -> None:
+    """Prints a line as it is, on standard output or on another console: no markup, no colours but `style`, no wrapping."""
+    (console or out).print(line, style=style, end=end, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_error(message: str) -> None:
     """Prints one red line on standard error."""
-    err.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    print_line(f"error: {message}", "bold red", console=err)
+
+
+def leave(line: str, status: int) -> NoReturn:
+    """Prints one red line on standard error, and exits with `status`."""
+    print_line(line, "bold red", console=err)
+    raise typer.Exit(status) from None
 
 
 def print_json(value: object) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from cloister.cli.console import err, out, print_json
+from cloister.cli.console import leave, print_json, print_line
 from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def monitor(
     try:
         report = _run(url, trust, peer or [], witness or [], state, publish, from_start)
     except CloisterError as error:
-        err.print(f"could not check: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(CANNOT_CHECK) from None
+        leave(f"could not check: {error.message}", CANNOT_CHECK)
     _print(report, quiet, as_json)
     raise typer.Exit(FAULT if report.faults else 0)
 
@@ -161,13 +160,11 @@ def _print(report: Report, quiet: bool, as_json: bool) -> None:
         return
     for remark in report.remarks:
         if remark.is_fault:
-            out.print(f"FAULT {remark.kind}: {remark.text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"FAULT {remark.kind}: {remark.text}", "bold red")
         elif not quiet:
-            out.print(f"{remark.kind}: {remark.text}", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"{remark.kind}: {remark.text}")
     for proof in report.proofs:
-        out.print(f"\n{proof}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"\n{proof}")
     if not quiet and not report.faults:
         course = report.state.course
-        out.print(
-            f"{report.state.size} entries, {course.epoch} epochs: nothing is wrong", style="green", markup=False, soft_wrap=True
-        )
+        print_line(f"{report.state.size} entries, {course.epoch} epochs: nothing is wrong", "green")

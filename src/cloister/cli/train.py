@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from cloister.cli.console import err, print_json, print_table
+from cloister.cli.console import err, print_json, print_line, print_table
 from cloister.cli.console import out as console
 from cloister.types.errors import ConfigError
 
@@ -269,5 +269,5 @@ def _show_progress(material: Material) -> Iterator[_Bars]:
         kept = (
             f"run it again to go on; {material.work} keeps what was done" if material.work else "nothing is kept without --work"
         )
-        err.print(f"Stopped: {kept}.", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"Stopped: {kept}.", console=err)
         raise

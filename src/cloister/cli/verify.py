@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated, Final
+
 import typer
 
-from cloister.cli import verify_issuer, verify_node, verify_receipt, verify_routing, verify_traces
+from cloister.cli import verify_node, verify_receipt, verify_routing, verify_traces
+from cloister.cli.console import leave, print_line
+from cloister.types.errors import CloisterError, ConfigError
 
 app = typer.Typer(help="Check what a node claims and what it keeps.", no_args_is_help=True)
+
+PROVES_NOTHING: Final = 1
+CANNOT_CHECK: Final = 2
 
 
 @app.callback()
@@ -16,6 +24,46 @@ def verify() -> None:
 
 app.command("node")(verify_node.node)
 app.command("receipt")(verify_receipt.receipt)
-app.command("issuer")(verify_issuer.issuer)
+
+
+@app.command()
+def issuer(
+    proof: Annotated[Path, typer.Argument(help="File that a client wrote (issuer-proof-....json).", metavar="FILE")],
+    trust: Annotated[Path | None, typer.Option(help="Trust file that names the issuer and its key.", metavar="FILE")] = None,
+    issuer_key: Annotated[str, typer.Option(help="Its verifier key, instead of a trust file.", metavar="KEY")] = "",
+) -> None:
+    """Check a client's proof against an issuer that could tell whose a token is by the key that signed it.
+
+    Exit status 0: the issuer signed both, and both cannot be; 1: the file proves nothing; 2: it could not be checked.
+    """
+    from cloister.trust.transparency.issuer_keys import check_proof
+    from cloister.trust.transparency.note import PublicKey
+    from cloister.trust.transparency.refusal import TransparencyError
+    from cloister.trust.transparency.trust import read_trust
+
+    try:
+        if (trust is None) == (not issuer_key):
+            raise ConfigError("say whose statements they should be: give --trust FILE or --issuer-key KEY", param="trust")
+        named = None if trust is None else read_trust(trust.expanduser()).issuer
+        if trust is not None and named is None:
+            raise ConfigError(f"{trust} names no issuer; give its key with --issuer-key", param="trust")
+        key = named.key if named is not None else PublicKey.parse(issuer_key)
+        content = proof.expanduser().read_bytes()
+    except OSError as error:
+        leave(f"could not check: cannot read {proof}: {error.strerror}", CANNOT_CHECK)
+    except CloisterError as error:
+        leave(f"could not check: {error.message}", CANNOT_CHECK)
+    try:
+        statements = check_proof(content, key)
+    except TransparencyError as error:
+        leave(f"PROVES NOTHING: {error.message}", PROVES_NOTHING)
+    print_line(f"PROVED: the issuer {key.name} signed both of these, and both cannot be:")
+    for entry in statements:
+        shown = entry.token_key.hex()[-32:]
+        print_line(
+            f"  {entry.url}: the key ...{shown} signs from {entry.not_before} until {entry.not_after} (Unix seconds)",
+        )
+
+
 app.command("traces")(verify_traces.traces)
 app.command("routing")(verify_routing.routing)

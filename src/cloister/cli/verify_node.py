@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from cloister.cli.console import err, out, print_json
+from cloister.cli.console import leave, print_json, print_line
 from cloister.cli.options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
 from cloister.types.errors import CloisterError, ConfigError
 
@@ -58,8 +58,7 @@ def node(
         )
         checked = _check(url, trust, policy, profile, state, accept_software, limits)
     except CloisterError as error:
-        err.print(f"could not check: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(CANNOT_CHECK) from None
+        leave(f"could not check: {error.message}", CANNOT_CHECK)
     if as_json:
         print_json(_to_data(checked))
     else:
@@ -102,17 +101,17 @@ def _check(
 
 
 def _print(url: str, checked: Checked) -> None:
-    say(f"{url}")
+    print_line(f"{url}")
     print_steps(checked.epoch)
     for node_id, findings in checked.nodes.items():
-        say(f"\nnode {node_id[:16]}")
+        print_line(f"\nnode {node_id[:16]}")
         print_steps(findings)
     if not checked.accepted:
-        say("\nREFUSED: a client would send nothing", "bold red")
+        print_line("\nREFUSED: a client would send nothing", "bold red")
     elif checked.proved:
-        say("\nPROVED: everything that was asked for", "bold green")
+        print_line("\nPROVED: everything that was asked for", "bold green")
     else:
-        say("\nNOT PROVED in full: a client would send, and what is not proved stands above", "bold yellow")
+        print_line("\nNOT PROVED in full: a client would send, and what is not proved stands above", "bold yellow")
 
 
 def print_steps(findings: Findings) -> None:
@@ -126,12 +125,7 @@ def print_steps(findings: Findings) -> None:
     }
     for step in findings:
         word, style = marks[step.outcome]
-        say(f"  {word} {step.text}", style)
-
-
-def say(line: str, style: str = "") -> None:
-    """Prints a line as it is."""
-    out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        print_line(f"  {word} {step.text}", style)
 
 
 def _to_data(checked: Checked) -> dict[str, object]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.console import err, print_json
-from cloister.cli.verify_node import CANNOT_CHECK, REFUSED, print_steps, say, steps_to_data
+from cloister.cli.console import leave, print_json, print_line
+from cloister.cli.verify_node import CANNOT_CHECK, REFUSED, print_steps, steps_to_data
 from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def receipt(
         read = read_receipt(_read(file, MAX_RECEIPT_BYTES))
         shown = Shown(_read_shown(request), _read_shown(answer), method, target)
     except CloisterError as error:
-        err.print(f"could not check: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(CANNOT_CHECK) from None
+        leave(f"could not check: {error.message}", CANNOT_CHECK)
     proof = verify_receipt(read, shown, keys, wanted)
     if as_json:
         print_json(_to_data(proof))
@@ -77,17 +76,21 @@ def _read_shown(path: Path | None) -> bytes | None:
 
 def _print(proof: Proof, shown: Shown) -> None:
     if proof.moment:
-        say(f"As of {datetime.fromtimestamp(proof.moment, UTC):%Y-%m-%d %H:%M} UTC, when this node was listed or said so:")
+        print_line(
+            f"As of {datetime.fromtimestamp(proof.moment, UTC):%Y-%m-%d %H:%M} UTC, when this node was listed or said so:"
+        )
     print_steps(proof.findings)
     if proof.statement is not None:
         told = proof.statement
-        say(f"\nrelease {proof.release or told.release}\nmodel   {told.model}\nprofile {told.profile}\nnode    {told.node_id}")
+        print_line(
+            f"\nrelease {proof.release or told.release}\nmodel   {told.model}\nprofile {told.profile}\nnode    {told.node_id}"
+        )
     if not proof.findings.accepted:
-        say("\nREFUSED: this receipt proves nothing", "bold red")
+        print_line("\nREFUSED: this receipt proves nothing", "bold red")
     elif proof.findings.proved and shown.request is not None and shown.answer is not None:
-        say("\nPROVED: this release gave this answer to this request", "bold green")
+        print_line("\nPROVED: this release gave this answer to this request", "bold green")
     else:
-        say("\nNOT PROVED in full: what stands above as not proved is open", "bold yellow")
+        print_line("\nNOT PROVED in full: what stands above as not proved is open", "bold yellow")
 
 
 def _to_data(proof: Proof) -> dict[str, object]:

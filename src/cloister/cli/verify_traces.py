@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.console import err, out, print_json
+from cloister.cli.console import leave, print_json, print_line
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.trust.residue.report import describe, to_data
 from cloister.types.config import EngineConfig
@@ -51,8 +51,7 @@ def traces(
         finally:
             path.stop()
     except (CloisterError, OSError, ValueError, TimeoutError) as error:
-        err.print(f"could not test: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(CANNOT_TEST) from None
+        leave(f"could not test: {error}", CANNOT_TEST)
     _print(verdict, as_json)
     raise typer.Exit(verdict.exit_code)
 
@@ -111,20 +110,15 @@ def _print(verdict: TraceVerdict, as_json: bool) -> None:
         )
         return
     sent = verdict.sent.by_shape
-    say = _say
-    say(f"{sum(sent.values())} marked requests of {len(sent)} kinds, {verdict.num_needles} needles")
+    print_line(f"{sum(sent.values())} marked requests of {len(sent)} kinds, {verdict.num_needles} needles")
     for title, looked in (("While requests ran", verdict.during), ("One second after the last answer", verdict.after)):
-        say(f"\n{title} ({looked.elapsed_s:.1f} s):")
+        print_line(f"\n{title} ({looked.elapsed_s:.1f} s):")
         for line in describe(looked.searched, looked.roles, verdict.shapes):
-            say(line)
-    say(f"{len(verdict.after.ended)} processes ended before the search" + (":" if verdict.after.ended else ""))
+            print_line(line)
+    print_line(f"{len(verdict.after.ended)} processes ended before the search" + (":" if verdict.after.ended else ""))
     for process in verdict.after.ended[:20]:
-        say(f"    {str(process)[:100]}")
+        print_line(f"    {str(process)[:100]}")
     for obstacle in verdict.obstacles:
-        say(f"could not test: {obstacle}")
+        print_line(f"could not test: {obstacle}")
     words = {0: "nothing was found", 1: f"{verdict.after.num_finds} finds: this node keeps what it was sent", 2: "not tested"}
-    say(f"\n{words[verdict.exit_code]}")
-
-
-def _say(line: str) -> None:
-    out.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_line(f"\n{words[verdict.exit_code]}")

@@ -202,7 +202,7 @@ def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) ->
     if config.release_prefixes is None:
         return []
     from cloister.text import ChatTemplate
-    from cloister.text.release_prefixes import read_release_prefixes
+    from cloister.text.chat import read_release_prefixes
 
     return read_release_prefixes(
         Path(config.release_prefixes).expanduser(), tokenizer, ChatTemplate.load(path, tokenizer.special)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 from cloister.launch.processes import close_front
 from cloister.launch.sealed import open_node
 from cloister.launch.settings import Settings
-from cloister.launch.several import open_rotation
-from cloister.launch.site import build_gate, open_plain
+from cloister.launch.site import build_gate, open_plain, open_rotation
 from cloister.policy import is_loopback
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError

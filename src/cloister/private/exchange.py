@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.private.problems import DATE_TYPE, ProblemError
 from cloister.private.shaping import WRITE_TIMEOUT_S
-from cloister.server.body_budget import BodyBudget, BodyPace, ShedError, receive_piece
-from cloister.server.connection_table import client_network
+from cloister.server.load_shedding import BodyBudget, BodyPace, ShedError, client_network, receive_piece
 from cloister.trust.sealing import Fields, find_field
 
 BODY_TIMEOUT_S: Final = 60.0

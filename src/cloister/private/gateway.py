@@ -35,7 +35,7 @@ from cloister.private.sealed_reply import SealedReply
 from cloister.private.serving import File, HealthEndpoint, Lifespan, LogFiles, Post, handlers
 from cloister.private.unsealing import Opened, Unsealer, open_request, read_head, read_parts
 from cloister.private.upstream import Upstream, UpstreamResponse
-from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
+from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
 from cloister.trust.sealing import (
     FORMS,
     KEYS_MEDIA_TYPE,

@@ -35,8 +35,8 @@ from cloister.private.sealed_reply import AnswerEnding, SealedReply
 from cloister.private.serving import File, Lifespan, Post, handlers
 from cloister.private.shaping import ReplyWriter, open_reply
 from cloister.private.unsealing import Opened, Unsealer, open_request
-from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
 from cloister.server.calls import OUTPUT_BUDGET
+from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
 from cloister.trust.receipts import ReceiptError
 from cloister.trust.sealing import (
     FORMS,

@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cloister.server.connection import ACCEPTS_AT_ONCE, Connection, PacedServer
-from cloister.server.connection_table import ConnectionTable
+from cloister.server.load_shedding import ConnectionTable
 from cloister.server.serve import fit_connections
 from cloister.server.tls import HandshakeQueue
 

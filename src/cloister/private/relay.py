@@ -28,7 +28,7 @@ from cloister.private.exchange import (
 from cloister.private.problems import ProblemError
 from cloister.private.serving import HealthEndpoint, Post, handlers
 from cloister.private.upstream import Upstream, UpstreamResponse
-from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
+from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
 from cloister.trust.sealing import CHUNKED, FORMS, Fields
 from cloister.trust.tokens.purchase import PURCHASE_BYTES, PURCHASE_PATH, STATEMENT_PATH
 from cloister.trust.tokens.purchase import REQUEST_TYPE as PURCHASE_TYPE

@@ -26,19 +26,17 @@ from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
 from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
 from cloister.server.middleware.auth import Authentication, LocalHostOnly
-from cloister.server.middleware.body import BodyReader
+from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyReader, CancelOnDisconnect
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
-from cloister.server.middleware.disconnect import WRITE_TIMEOUT_S, CancelOnDisconnect
 from cloister.server.middleware.failures import ErrorForms, Failures, KeyLimits, Prefixed
-from cloister.server.middleware.ignored import TellIgnored
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS, FORM_PATHS
+from cloister.server.parse import TellIgnored
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.routes import (
-    adapters,
     chat,
     completions,
     embeddings,
@@ -46,7 +44,6 @@ from cloister.server.routes import (
     health,
     llamacpp,
     messages,
-    metrics,
     models,
     ollama,
     page,
@@ -55,7 +52,6 @@ from cloister.server.routes import (
     reference,
     responses,
     tokens,
-    vllm,
 )
 from cloister.server.state import PREPARE_TIMEOUT_S, ServerState, limit_text_threads
 from cloister.text import ChatTemplate, Tokenizer
@@ -70,20 +66,14 @@ _ROUTERS: Final = (
     messages.router,
     completions.router,
     models.router,
-    adapters.router,
     health.router,
-    metrics.router,
     policy.router,
-    embeddings.router,
     embeddings.router,
     tokens.router,
     ollama.router,
     files.router,
-    files.router,
     pdf.router,
     llamacpp.router,
-    vllm.router,
-    health.router,
     reference.router,
 )
 PLAIN_PATHS: Final = frozenset(

@@ -14,8 +14,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
-from cloister.server.connection_table import ConnectionTable, network_of
 from cloister.server.errors import OverloadedError, error_body, error_headers, invalid
+from cloister.server.load_shedding import ConnectionTable, network_of
 from cloister.server.tls import HandshakeQueue, is_hello_whole
 from cloister.types.errors import CloisterError
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from cloister.server.errors import invalid
-from cloister.server.middleware.ignored import ignored_fields
+from cloister.server.parse import ignored_fields
 from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, Message, NamedChoice
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import grammar as grammars

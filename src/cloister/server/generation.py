@@ -13,25 +13,14 @@ from typing import Final
 import msgspec
 
 from cloister.policy.gate import Admission
-from cloister.server.answers import CachedTokens, ReasoningTokens, Usage
+from cloister.server.answers import CachedTokens, Echo, ReasoningTokens, Usage
+from cloister.server.calls import HttpCall
 from cloister.server.errors import TOO_LATE, failure_of
 from cloister.text.answer_parser import AnswerForm
 from cloister.types.errors import DeadlineError
 from cloister.types.request import FinishReason, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
 
 # A generation job: one HTTP request as engine requests, one per prompt, with what the reply needs.
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """A prompt as its reply repeats it.
-
-    Attributes:
-        first_token: its bytes; the log-probabilities that the engine gives begin with the second token.
-    """
-
-    text: str
-    first_token: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +234,39 @@ class Tally:
             CachedTokens(sum(self._num_cached)),
             ReasoningTokens(self._num_reasoning_tokens),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times in seconds, None where they are not known. What is left of `total_s` was waited.
+
+    Attributes:
+        total_s: since the request's head arrived.
+        load_s: from there until the engine had the prompt: body, model (where others had its place), template, tokens.
+        prompt_s: from the first slot to the first token.
+        answer_s: from the first token to the end.
+    """
+
+    total_s: float | None = None
+    load_s: float | None = None
+    prompt_s: float | None = None
+    answer_s: float | None = None
+
+
+def read_timings(call: HttpCall | None, job: GenerationJob) -> Timings:
+    """Returns the times of a job whose outputs have all come; of several prompts, only the first two."""
+    if call is None:
+        return Timings()
+    engine_stats = [stats for request in job.requests if (stats := call.engine_stats.get(request.request_id)) is not None]
+    arrivals = [stats.arrival_s for stats in engine_stats if stats.arrival_s is not None]
+    total_s, load_s = time.monotonic() - call.began_s, _between(call.began_s, min(arrivals, default=None))
+    if len(engine_stats) != 1:
+        return Timings(total_s, load_s)
+    (stats,) = engine_stats
+    return Timings(
+        total_s, load_s, _between(stats.scheduled_s, stats.first_token_s), _between(stats.first_token_s, stats.ended_s)
+    )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

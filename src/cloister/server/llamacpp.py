@@ -9,15 +9,12 @@ from typing import Annotated, Any, Final
 from pydantic import Field, PlainValidator
 
 from cloister.policy.gate import Admission
-from cloister.server.answers import Usage
+from cloister.server.answers import LOWEST_LOGPROB, Usage
 from cloister.server.calls import HttpCall
 from cloister.server.errors import invalid
-from cloister.server.generation import GenerationJob
-from cloister.server.infill import require_infill
-from cloister.server.logprobs import LOWEST_LOGPROB
+from cloister.server.generation import GenerationJob, read_timings
 from cloister.server.parse import Refused, check_fields, parse_body
-from cloister.server.prompts import PromptReader
-from cloister.server.renaming import renamed
+from cloister.server.prompts import PromptReader, renamed, require_infill
 from cloister.server.schemas import (
     INT32,
     MAX_LOGPROBS,
@@ -40,7 +37,6 @@ from cloister.server.schemas import (
     TopK,
     TopP,
 )
-from cloister.server.timings import read_timings
 from cloister.types.request import SamplingParams, SequenceOutput, TokenLogprobs
 
 # Requests of llama.cpp's API as strict models.

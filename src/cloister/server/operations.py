@@ -29,19 +29,19 @@ from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, 
 from cloister.server.parse import REFUSED, Refused
 from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
-from cloister.server.routes.adapters import LoadBody, UnloadBody, Unloaded
+from cloister.server.routes.embeddings import PooledList
 from cloister.server.routes.files import DeletedFile, FileList, FileObject, UploadForm
-from cloister.server.routes.health import Version
+from cloister.server.routes.health import Load, Version
 from cloister.server.routes.llamacpp import TemplatedPrompt
+from cloister.server.routes.models import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.pdf import PdfForm, PdfText
 from cloister.server.routes.policy import PolicyReport
 from cloister.server.routes.responses import DeletedResponse
-from cloister.server.routes.vllm import Load, PooledList
+from cloister.server.routes.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 from cloister.server.schemas import ChatBody, CompletionBody
 from cloister.server.scoring import Ranking, RerankBody, ScoreBody, ScoreList
 from cloister.server.stream import EVENTS
-from cloister.server.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 
 HTML: Final = "text/html"
 FORM: Final = "multipart/form-data"

@@ -2,30 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from cloister.policy.gate import Admission, Gate
+from cloister.server.answers import Echo
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import invalid
-from cloister.server.generation import Echo, GenerationJob, make_job
-from cloister.server.infill import read_suffix
+from cloister.server.generation import GenerationJob, make_job
 from cloister.server.messages import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages import CountBody, MessagesBody
 from cloister.server.messages import to_chat as message_to_chat
-from cloister.server.parse import parse_body
-from cloister.server.renaming import MESSAGES, RESPONSES, renamed
+from cloister.server.parse import parse_body, renamed_fields
 from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.reading import to_chat as response_to_chat
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.sampling import check_length, check_number_of_sequences, fit_length, sampling_params
 from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody
 from cloister.text import Tokenizer
-from cloister.types.errors import NotFoundError
+from cloister.text.infill import Infill
+from cloister.types.errors import InvalidRequestError, NotFoundError
 from cloister.types.request import AdapterInfo, ModelInfo
+
+
+def require_infill(tokenizer: Tokenizer, param: str | None = None) -> Infill:
+    """Returns how the model fills in the middle.
+
+    Args:
+        param: the field that asks for it; None where the whole request does.
+
+    Raises:
+        InvalidRequestError: the model was not trained to.
+    """
+    if (infill := Infill.of(tokenizer)) is None:
+        what = f"`{param}` is refused: this model" if param else "This model"
+        raise invalid(
+            f"{what} does not fill in the middle: its vocabulary has no tokens for that. Serve one that was trained to.",
+            param,
+            "no_infill",
+        )
+    return infill
+
+
+def read_suffix(body: CompletionBody, tokenizer: Tokenizer) -> CompletionBody:
+    """Returns a body whose prompts have its `suffix` in them, between the model's own tokens.
+
+    Raises:
+        InvalidRequestError: the model, or another field, does not go with a suffix.
+    """
+    if not body.suffix:
+        return body
+    infill = require_infill(tokenizer, "suffix")
+    if body.echo:
+        raise invalid("`echo` does not go with `suffix`: the prompt has an end too. Leave one of them out.", "echo")
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    if len(texts) < len(body.prompt):
+        raise invalid("`prompt` must be text where `suffix` is set, not token ids.", "prompt", "invalid_type")
+    return body.model_copy(
+        update={
+            "prompt": [infill.encode(text, body.suffix) for text in texts],
+            "stop_token_ids": [*(body.stop_token_ids or ()), *infill.stop_token_ids],
+        }
+    )
+
+
+RESPONSES: Final[Mapping[str, str]] = {
+    r"messages": "input",
+    r"max_tokens": "max_output_tokens",
+    r"max_completion_tokens": "max_output_tokens",
+    r"reasoning_effort": "reasoning.effort",
+    r"(tools\[\d+\])\.function\.(\w+)": r"\1.\2",
+    r"response_format\.json_schema\.(\w+)": r"text.format.\1",
+    r"response_format": "text.format",
+}
+MESSAGES: Final[Mapping[str, str]] = {
+    r"reasoning_effort": "thinking",
+    r"stop": "stop_sequences",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\])\.function\.(\w+)": r"\1.\2",
+    r"response_format\.json_schema\.(\w+)": r"output_config.format.\1",
+}
+_QUOTED: Final = re.compile(r"`([^`]*)`")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Names fields in errors that pass through as the client knows them.
+
+    Args:
+        names: a pattern of the whole name in /v1/chat/completions -> the name here.
+    """
+    try:
+        with renamed_fields(lambda path: _rename(path, names)):
+            yield
+    except InvalidRequestError as error:
+        error.message = _QUOTED.sub(lambda quoted: f"`{_rename(quoted[1], names)}`", error.message)
+        error.param = None if error.param is None else _rename(error.param, names)
+        raise
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    for pattern, ours in names.items():
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, ours, name)
+    return name
 
 
 @dataclass(frozen=True, slots=True)

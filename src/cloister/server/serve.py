@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from cloister.server.connection import ACCEPTS_AT_ONCE, BACKLOG, Connection, PacedServer
-from cloister.server.connection_table import ConnectionTable
+from cloister.server.load_shedding import ConnectionTable
 from cloister.server.reload import Reloader, WatchedFiles
 from cloister.server.tls import Certificate, HandshakeQueue
 from cloister.types.config import ServerConfig

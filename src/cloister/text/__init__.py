@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cloister.text.chat import ChatTemplate
-    from cloister.text.detokenizer import Detokenizer
-    from cloister.text.stops import StopStrings
+    from cloister.text.detokenizer import Detokenizer, StopStrings
     from cloister.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "Tokenizer"]
 
-_MODULES = {"ChatTemplate": "chat", "Detokenizer": "detokenizer", "StopStrings": "stops", "Tokenizer": "tokenizer"}
+_MODULES = {"ChatTemplate": "chat", "Detokenizer": "detokenizer", "StopStrings": "detokenizer", "Tokenizer": "tokenizer"}
 
 
 def __getattr__(name: str) -> object:

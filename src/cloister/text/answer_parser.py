@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cloister.text.parts import CallBroken, Part, Reasoning, Text
-from cloister.text.tools.base import THREAT, Tool, ToolCallFormat
-from cloister.text.tools.parser import read_calls
+from cloister.text.tools.base import THREAT, Tool, ToolCallFormat, read_calls
 from cloister.text.tools.reading import OutputBuffer, Reading
 from cloister.types.registry import Registry
 

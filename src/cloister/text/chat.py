@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -16,11 +16,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cloister.text.guard import MARK, Guard
 from cloister.text.history import EXAMPLE, Habits, Message, completed, with_objects
 from cloister.text.source import open_source
 from cloister.text.spelling import SpecialTokens
-from cloister.types.errors import InvalidRequestError, ModelError
+from cloister.text.tokenizer import MARK, Guard, Tokenizer
+from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, ModelError
 
 MAX_RENDERED_CHARS = 32 * 2**20
 
@@ -85,7 +85,7 @@ class ChatTemplate:
         call_example: str = EXAMPLE,
         **variables: Any,
     ) -> str:
-        """Returns the text to tokenize with `Tokenizer.encode(text)`, which knows the marks in it (see `guard`).
+        """Returns the text to tokenize with `Tokenizer.encode(text)`, which knows the marks in it (see `Guard`).
 
         Where no content spells a control token, that is what transformers' `apply_chat_template` renders.
 
@@ -217,3 +217,43 @@ def _refuse(message: str) -> NoReturn:
 
 def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
+
+
+MAX_BYTES: Final = 1 << 20
+_WHERE: Final = {"param": "release_prefixes"}
+
+
+def read_release_prefixes(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> list[list[int]]:
+    """Returns the token ids with which conversations begin that open with these system prompts.
+
+    Args:
+        path: a JSON list of texts.
+
+    Raises:
+        ConfigError: the file is no such list, or the model's template takes no system message by itself.
+    """
+    prompts = _read(path)
+    found = []
+    for prompt in prompts:
+        try:
+            text = template.render([{"role": "system", "content": prompt}], add_generation_prompt=False)
+        except CloisterError as error:
+            raise ConfigError(
+                f"a release prefix cannot be written by the model's chat template: {error.message}", **_WHERE
+            ) from None
+        found.append(tokenizer.encode(text))
+    return found
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_BYTES} bytes; keep release prefixes short", **_WHERE)
+        prompts = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the release prefixes {path} cannot be read: {error.strerror}", **_WHERE) from None
+    except ValueError:
+        raise ConfigError(f"{path} is not JSON; write a list of system prompts", **_WHERE) from None
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        raise ConfigError(f"{path} is not a list of texts; write a JSON list of system prompts", **_WHERE)
+    return prompts

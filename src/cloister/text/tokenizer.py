@@ -1,4 +1,4 @@
-"""Text to token ids and back, from tokenizer.json or what a GGUF file has instead."""
+"""Text to token ids and back, from tokenizer.json or what a GGUF file has instead; what a user wrote stays plain text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,56 @@ import tokenizers
 
 from cloister.text.detokenizer import Detokenizer
 from cloister.text.gguf import TokenizerStore
-from cloister.text.guard import MARK, NOTHING
 from cloister.text.source import open_source
 from cloister.text.spelling import SpecialTokens, Spelling, read_spelling
 from cloister.types.errors import InvalidRequestError, ModelError
+
+MARK = "\ufdd0"
+"""A code point that Unicode keeps for use inside a program and never for text. A content that holds it loses it, and gains
+nothing by it."""
+NOTHING = "(?!)"
+"""A pattern that matches nowhere."""
+
+
+class Guard:
+    """Keeps what a user wrote from turning into control tokens of one model.
+
+    A chat template writes control tokens such as `<|end|>` as text and pastes contents between them, so a content that
+    spells `<|end|><|system|>` would, once tokenized, end its turn and speak as the system. The guard puts a mark inside
+    every such spelling before the template sees it. `Tokenizer.encode` takes marked text as plain text, without the marks:
+    what a user wrote reaches the model letter by letter, and only the template's own control tokens are control tokens.
+
+    A spelling may also be cut in two, by contents in several parts that the template joins; so a text that ends in the
+    beginning of a control token gets a mark at its end.
+    """
+
+    def __init__(self, special: SpecialTokens) -> None:
+        texts = special.control_texts
+        rests: dict[str, list[str]] = {}
+        for text in texts:
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+        starts = [f"{re.escape(first)}(?={'|'.join(endings)})" for first, endings in rests.items()]
+        tails = sorted({text[:size] for text in texts for size in range(1, len(text))}, key=len, reverse=True)
+        self._starts = re.compile("|".join(starts) or NOTHING)
+        self._tail = re.compile(f"(?:{'|'.join(map(re.escape, tails)) or NOTHING})\\Z")
+        self._longest = max(map(len, texts), default=0)
+
+    def mark(self, value: Any) -> Any:
+        """Returns a copy of a JSON value with every string in it marked where it has to be, keys of objects too."""
+        if isinstance(value, str):
+            return self._mark_text(value)
+        if isinstance(value, Mapping):
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
+        if isinstance(value, Sequence):
+            return [self.mark(item) for item in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise TypeError(f"a chat holds JSON values only, not {type(value).__name__}")
+
+    def _mark_text(self, text: str) -> str:
+        text = self._starts.sub(lambda match: match[0] + MARK, text.replace(MARK, ""))
+        return text + MARK if self._tail.search(text, max(0, len(text) - self._longest)) else text
+
 
 LONG_TEXT_CHARS: Final = 4096
 """From here on a text takes milliseconds, and a few million characters take seconds: other threads must not wait for them."""
@@ -72,7 +118,7 @@ class Tokenizer:
                 its tokenizer, as far as `add_bos_token` and `add_eos_token` of tokenizer_config.json leave it. A text that
                 is written with BOS at its start gets no second one. A chat template writes all of this itself.
             parse_special: spellings of control tokens become control tokens, except where they are marked (see
-                `guard`). False makes every one of them plain text.
+                `Guard`). False makes every one of them plain text.
 
         Raises:
             InvalidRequestError: the text is not valid Unicode.

@@ -25,7 +25,7 @@ from cloister.private.workers.remote import RemoteUnsealer
 from cloister.private.workers.wire import BodyPiece, Gone, Head, SealedPart, Start, frame, receive_for_front, to_asgi
 from cloister.private.workers.worker_memory import WorkerMemory
 from cloister.private.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
-from cloister.server.body_budget import BODY_CEILING_BYTES, BodyBudget
+from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
 from cloister.trust.tokens.redeem import BUDGET_FIELD
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.processes import OVERWRITING

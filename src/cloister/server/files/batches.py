@@ -20,8 +20,7 @@ from cloister.policy.gate import Admission, Gate
 from cloister.server.errors import invalid
 from cloister.server.files.inward import RouteReply, post
 from cloister.server.files.store import FileStore, Kept, Owner, Shelf
-from cloister.server.middleware.ignored import IgnoredFields, noting
-from cloister.server.parse import check_fields, parse_json
+from cloister.server.parse import IgnoredFields, check_fields, noting, parse_json
 from cloister.server.schemas import MAX_METADATA, MetadataText, Strict
 from cloister.types.errors import CloisterError, InvalidRequestError, NotFoundError
 from cloister.types.logs import describe

@@ -23,8 +23,7 @@ from cloister.server.ollama.schemas import (
     Options,
 )
 from cloister.server.parse import check_fields, parse_body
-from cloister.server.prompts import PromptReader
-from cloister.server.renaming import renamed
+from cloister.server.prompts import PromptReader, renamed
 from cloister.server.schemas import INT32, ChatBody, CompletionBody
 from cloister.text.infill import Infill
 from cloister.types.request import PoolingParams

@@ -2,18 +2,132 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
 import re
 import resource
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from cloister.server.pdf.confinement import confine
-from cloister.server.pdf.limits import PdfAnswer, PdfLimits
+from cloister.trust.hardening import Measure, Missing, Needs, kernel
+from cloister.trust.hardening.dumps import CoreLimit, Dumpable
+from cloister.trust.hardening.landlock import Landlock
+from cloister.trust.hardening.privileges import Capabilities, NoNewPrivileges
+from cloister.trust.hardening.seccomp import Closing, Condition, Rule, Seccomp, install
+
+
+class PdfLimits(msgspec.Struct, frozen=True):
+    """Bounds of one file.
+
+    Attributes:
+        cpu_s: processor time, whole seconds.
+        deadline_s: time until the answer.
+        memory_bytes: address space of the process that reads.
+        num_chars: of the text.
+    """
+
+    cpu_s: int = 20
+    deadline_s: float = 30.0
+    memory_bytes: int = 1 << 30
+    num_pages: int = 500
+    num_chars: int = 1 << 20
+
+
+class PdfAnswer(msgspec.Struct, frozen=True):
+    """What the process found.
+
+    Attributes:
+        fault: why there is no text, as one of `reading.FAULTS`, or `unconfined`; empty if there is.
+    """
+
+    num_pages: int = 0
+    text: str = ""
+    fault: str = ""
+
+
+NEEDS: Final = Needs("pdf")
+LATE: Final = ("_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_multibytecodec")
+"""Extension modules that pypdf loads when a font asks for them, which a closed process cannot."""
+CHANGING_RIGHTS: Final = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+)
+"""Landlock has no say in these."""
+DISTURBING: Final = (
+    *("kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open", "pidfd_send_signal"),
+    *("setpriority", "ioprio_set", "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler"),
+)
+"""What one process of a user may do to another."""
+
+
+class Disturbing:
+    """The filter for what a sealed node's processes may do and this one need not."""
+
+    name = "disturbing"
+    stops = "signals to other processes, changes of their priority and limits, changed rights of files"
+
+    def apply(self, needs: Needs) -> str:
+        return f"{install(_rules(os.getpid()))} instructions"
+
+    def probe(self) -> str:
+        return Seccomp().probe()
+
+
+MEASURES: Final[tuple[Measure, ...]] = (
+    CoreLimit(),
+    Capabilities(),
+    NoNewPrivileges(),
+    Landlock(),
+    Dumpable(),
+    Disturbing(),
+    Seccomp(),
+    Closing(),
+)
+"""In the order of application; `Closing` when everything is loaded."""
+
+
+def confine(parent: int) -> bool:
+    """Applies every measure that this machine has to this process, for good. Call it when pypdf is loaded.
+
+    Args:
+        parent: the process to end with.
+
+    Returns:
+        Whether it has all of them.
+    """
+    for name in LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # not the engine, if the two do not fit
+    results = [_apply(measure) for measure in MEASURES]
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the capabilities: the kernel forgets it when they change
+    if os.getppid() != parent:
+        os._exit(1)
+    return all(results)
+
+
+def _apply(measure: Measure) -> bool:
+    try:
+        measure.apply(NEEDS)
+    except (Missing, OSError):
+        return False
+    return True
+
+
+def _rules(pid: int) -> Iterator[Rule]:
+    yield from (Rule(name) for name in (*CHANGING_RIGHTS, *DISTURBING))
+    yield Rule("tgkill", (Condition(0, pid, equal=False),))  # abort(3) sends it to its own process
+    yield Rule("prlimit64", (Condition(0, 0, equal=False),))
+
 
 UNSEEN: Final = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tabs and new lines

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from cloister.server.errors import OverloadedError, invalid
-from cloister.server.pdf.limits import PdfAnswer, PdfLimits
+from cloister.server.pdf.child import PdfAnswer, PdfLimits
 from cloister.types.errors import NotFoundError
 
 SIDE_BY_SIDE: Final = 2

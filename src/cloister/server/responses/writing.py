@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 
-from cloister.server.answers import TokenPosition, Usage
+from cloister.server.answers import TokenPosition, Usage, chat_logprobs
+from cloister.server.choices import Turn, make_call_id
 from cloister.server.generation import GenerationJob
-from cloister.server.logprobs import chat_logprobs
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.stream import named_events
-from cloister.server.turns import Turn, make_call_id
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, Part, Reasoning, Text
 from cloister.types.errors import CloisterError
 

@@ -24,13 +24,12 @@ from cloister.server.answers import (
     ToolCallAnswer,
     ToolCallDelta,
     Usage,
+    chat_logprobs,
 )
-from cloister.server.choices import Choice
+from cloister.server.choices import Choice, Turn, make_call_id, read_turns
 from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
-from cloister.server.logprobs import chat_logprobs
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
-from cloister.server.turns import Turn, make_call_id, read_turns
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Part, Reasoning, Text
 from cloister.types.request import SequenceOutput
 

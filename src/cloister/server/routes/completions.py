@@ -12,10 +12,17 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from cloister.server.answers import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    Echo,
+    LegacyLogprobs,
+    Usage,
+    joined,
+)
 from cloister.server.choices import Choice, choose_best, collect
-from cloister.server.generation import Echo, GenerationJob, Numbered, Tally, run_job
-from cloister.server.logprobs import LegacyLogprobs, joined
+from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.types.request import SequenceOutput, TokenLogprobs

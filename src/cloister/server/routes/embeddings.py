@@ -1,16 +1,38 @@
-"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`."""
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and vLLM's `/pooling`."""
 
 from __future__ import annotations
 
+import secrets
+import time
+from typing import Literal
+
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.embeddings import read_embeddings, run_pooled, write_embeddings
+from cloister.server.embeddings import EmbeddingUsage, read_embeddings, run_pooled, usage_of, vector_of, write_embeddings
 from cloister.server.scoring import rank_documents, read_rerank, read_score, score_pairs
 from cloister.server.state import admission_of, json_response, state_of
 
 router = APIRouter()
+
+
+class PooledItem(msgspec.Struct, frozen=True):
+    index: int
+    data: list[float]
+    object: Literal["pooling"] = "pooling"
+
+
+class PooledList(msgspec.Struct, frozen=True):
+    """Reply of /pooling."""
+
+    id: str
+    created: int
+    model: str
+    data: list[PooledItem]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
 
 
 @router.post("/v1/embeddings")
@@ -43,3 +65,14 @@ async def create_ranking(request: Request) -> Response:
     asked = await state.off_the_loop(read_rerank, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
     return json_response(await state.off_the_loop(rank_documents, asked, embeddings))
+
+
+@router.post("/pooling")
+async def create_pooled(request: Request) -> Response:
+    """Makes a vector of each text, as /v1/embeddings does."""
+    state = state_of(request)
+    asked = await state.off_the_loop(read_embeddings, state.reader, await request.body(), admission_of(request))
+    embeddings = await run_pooled(state.generate, asked.job)
+    items = [PooledItem(i, vector_of(embedding).tolist()) for i, embedding in enumerate(embeddings)]
+    reply = PooledList(f"pool-{secrets.token_hex(12)}", int(time.time()), asked.job.model_name, items, usage_of(asked.job))
+    return json_response(reply)

@@ -19,11 +19,11 @@ from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
 from cloister.server.llamacpp import CompletionWriter, LlamaJob, apply_template, describe_sampling, read_completion, read_infill
 from cloister.server.parse import check_fields
 from cloister.server.prompts import PromptReader
+from cloister.server.routes.tokens import tokenizer_info
 from cloister.server.sampling import sampling_params
 from cloister.server.schemas import GenerationBody
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, events, open_stream
-from cloister.server.tokens import tokenizer_info
 
 router = APIRouter()
 

@@ -1,16 +1,23 @@
-"""`/v1/models` and `/v1/models/{id}`."""
+"""`/v1/models`, `/v1/models/{id}`, `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
+import msgspec
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.engine.adapters import AdapterCalls
 from cloister.server.answers import Model, ModelList
+from cloister.server.errors import invalid
+from cloister.server.parse import parse_body
 from cloister.server.prompts import unknown_model
-from cloister.server.state import ServerState, json_response, state_of
+from cloister.server.schemas import Strict
+from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.request import AdapterInfo
 
 router = APIRouter()
@@ -48,3 +55,50 @@ def _served_names(state: ServerState) -> Iterator[Model]:
     model = state.reader.model
     for name in (state.reader.model_name, *state.reader.other_names):
         yield Model(name, model.created_s, model.max_model_len, model.default_max_tokens, root=model.name)
+
+
+class LoadBody(Strict):
+    lora_name: str = Field(max_length=128)
+    lora_path: str = Field(max_length=4096)
+
+
+class Unloaded(msgspec.Struct, frozen=True):
+    id: str
+    deleted: bool = True
+    object: Literal["model"] = "model"
+
+
+class UnloadBody(Strict):
+    lora_name: str = Field(max_length=128)
+    lora_int_id: int | None = None  # that vLLM's clients send; a name says it all
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(request: Request) -> Response:
+    """Loads an adapter's directory of this machine; it is a model of its own from then on."""
+    state = state_of(request)
+    adapters = _check_operator(request, state)
+    body = parse_body(await request.body(), LoadBody)
+    if body.lora_name in (state.reader.model_name, *state.reader.other_names):
+        raise invalid("`lora_name` is a name of the model itself; choose another one.", "lora_name")
+    return json_response(adapter_model(state, await adapters.load(body.lora_name, body.lora_path)))
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(request: Request) -> Response:
+    """Takes an adapter away when the requests that use it have ended."""
+    state = state_of(request)
+    adapters = _check_operator(request, state)
+    body = parse_body(await request.body(), UnloadBody)
+    await adapters.unload(body.lora_name)
+    return json_response(Unloaded(body.lora_name))
+
+
+def _check_operator(request: Request, state: ServerState) -> AdapterCalls:
+    """Returns the adapters of the engine, for whoever may change them.
+
+    Raises:
+        PolicyError: this caller may not.
+    """
+    state.reader.gate.check_operator(admission_of(request))
+    return state.engine.adapters

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.calls import call_of
+from cloister.server.choices import read_turns
 from cloister.server.embeddings import run_pooled, vector_of
 from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
 from cloister.server.ollama.models import list_running, list_tags, show_model
@@ -34,7 +35,6 @@ from cloister.server.parse import parse_body
 from cloister.server.routes.health import VERSION
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, open_stream
-from cloister.server.turns import read_turns
 from cloister.types.errors import NotFoundError, PolicyError
 
 router = APIRouter()

@@ -1,9 +1,16 @@
-"""`/openapi.json` and `/docs`: the API reference."""
+"""`/openapi.json` and `/docs`: the API reference, as OpenAPI and as one HTML page without scripts or external requests."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from html import escape
+from importlib.resources import files
+from itertools import groupby
 from typing import Any, Final
 
 import msgspec
@@ -11,11 +18,151 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.middleware.ignored import ignored_fields
 from cloister.server.openapi import describe_api
+from cloister.server.parse import ignored_fields
 from cloister.server.prompts import PromptReader
-from cloister.server.reference import CONTENT_SECURITY, write_reference
 from cloister.server.state import state_of
+
+STYLE: Final = files("cloister.server").joinpath("reference.css").read_text(encoding="utf-8")
+_STYLE_HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+CONTENT_SECURITY: Final = (
+    f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+Json = Mapping[str, Any]
+
+
+def write_reference(document: Json) -> str:
+    """Returns the page."""
+    info, schemas = document["info"], document["components"]["schemas"]
+    operations = [(path, method, op) for path, methods in document["paths"].items() for method, op in methods.items()]
+    groups = [(group, list(members)) for group, members in groupby(operations, lambda item: item[2]["tags"][0])]
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">',
+        f"<title>{escape(info['title'])} API</title><style>{STYLE}</style></head><body>",
+        '<a class="skip" href="#main">Skip to the reference</a>',
+        f"<header><h1>{escape(info['title'])} API</h1><p>Version {escape(info['version'])}. The same as a file: ",
+        '<a href="openapi.json">openapi.json</a>.</p></header>',
+        '<nav aria-label="Operations">',
+        *(_menu(group, members) for group, members in groups),
+        '<h2>Models</h2><ul><li><a href="#models">All models</a></li></ul></nav><main id="main">',
+        *(_section(group, members, schemas) for group, members in groups),
+        '<section id="models"><h2>Models</h2>',
+        *(_model(name, schema) for name, schema in sorted(schemas.items())),
+        "</section></main></body></html>\n",
+    ]
+    return "".join(parts)
+
+
+def _menu(group: str, members: list[tuple[str, str, Json]]) -> str:
+    items = "".join(
+        f'<li><a href="#{op["operationId"]}"><b class="{method}">{method.upper()}</b> {escape(path)}</a></li>'
+        for path, method, op in members
+    )
+    return f"<h2>{escape(group)}</h2><ul>{items}</ul>"
+
+
+def _section(group: str, members: list[tuple[str, str, Json]], schemas: Json) -> str:
+    articles = "".join(_operation(*member, schemas) for member in members)
+    return f"<section><h2>{escape(group)}</h2>{articles}</section>"
+
+
+def _operation(path: str, method: str, op: Json, schemas: Json) -> str:
+    head = f'<h3><b class="{method}">{method.upper()}</b> <code>{escape(path)}</code></h3><p>{escape(op["summary"])}.</p>'
+    key = "<p>Asks for an API key: <code>Authorization: Bearer KEY</code>.</p>" if op.get("security") else ""
+    body = "".join(
+        f"<p>Body, {escape(media_type)}: {write_type(content['schema'])}</p>{_fields(_resolve(content['schema'], schemas))}"
+        for media_type, content in op.get("requestBody", {}).get("content", {}).items()
+    )
+    answer = "".join(
+        f"<p>Answer, {escape(media_type)}: {write_type(content['schema'])}</p>"
+        for media_type, content in op["responses"]["200"]["content"].items()
+    )
+    rows = "".join(_reply(status, reply) for status, reply in op["responses"].items() if status != "200")
+    errors = _table(("Status", "Meaning", "Body"), rows)
+    return (
+        f'<article id="{op["operationId"]}">{head}{key}{body}{answer}'
+        f"<details><summary>What may go wrong</summary>{errors}</details></article>"
+    )
+
+
+def _resolve(schema: Json, schemas: Json) -> Json:
+    found: Json = schemas.get(schema.get("$ref", "").rpartition("/")[2], schema)
+    return found
+
+
+def _reply(status: str, reply: Json) -> str:
+    bodies = "<br>".join(write_type(content["schema"]) for content in reply["content"].values())
+    return f"<tr><td>{status}</td><td>{_prose(reply['description'])}</td><td>{bodies}</td></tr>"
+
+
+def _table(columns: tuple[str, ...], rows: str) -> str:
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>' if rows else ""
+
+
+def _prose(text: str) -> str:
+    """Returns text with what stands between backticks as code."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text, quote=False))
+
+
+def _model(name: str, schema: Json) -> str:
+    about = f"<p>{_prose(schema['description'])}</p>" if "description" in schema else ""
+    return f'<article id="model-{escape(name)}"><h3><code>{escape(name)}</code></h3>{about}{_fields(schema)}</article>'
+
+
+def _fields(schema: Json) -> str:
+    required = set(schema.get("required", ()))
+    rows = "".join(_field(field, kind, field in required) for field, kind in schema.get("properties", {}).items())
+    return _table(("Field", "Type", ""), rows)
+
+
+def _field(name: str, schema: Json, is_required: bool) -> str:
+    return f"<tr><td><code>{escape(name)}</code></td><td>{write_type(schema)}</td><td>{'required' * is_required}</td></tr>"
+
+
+def write_type(schema: Json) -> str:
+    """Returns a JSON schema in a few words of HTML."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#model-{name}">{name}</a>'
+    if "x-event" in schema:
+        return f"with <code>stream</code>, events, each with {write_type(schema['x-event'])}"
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(dict.fromkeys(write_type(choice) for choice in schema.get("anyOf", schema.get("oneOf", ()))))
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " or ".join(f"<code>{escape(str(value))}</code>" for value in values)
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        kind = f"list of {write_type(schema.get('items', {}))}"
+    elif kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        kind = f"object of {write_type(schema['additionalProperties'])}"
+    bounds = ", ".join(_bounds(schema))
+    about = f" <small>{_prose(schema['description'])}</small>" if "description" in schema else ""
+    return f"{kind} <small>({bounds})</small>{about}" if bounds else f"{kind}{about}"
+
+
+_BOUNDS: Final = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "more than {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "less than {}",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "minItems": "at least {}",
+    "maxItems": "at most {}",
+    "maxProperties": "at most {}",
+    "pattern": "matching {}",
+}
+
+
+def _bounds(schema: Json) -> Iterator[str]:
+    for name, words in _BOUNDS.items():
+        if name in schema:
+            yield escape(words.format(schema[name]))
+
 
 router = APIRouter()
 

@@ -11,12 +11,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.server.choices import read_turns
 from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.responses.writing import ResponseWriter
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
-from cloister.server.turns import read_turns
 from cloister.types.errors import NotFoundError
 
 router = APIRouter()

@@ -4,8 +4,7 @@ Importing this package registers every family in `FAMILIES`.
 """
 
 from cloister.text.tools import deepseek, hermes, llama3, mistral, qwen3_coder
-from cloister.text.tools.base import FAMILIES, Tool, ToolCallFormat
-from cloister.text.tools.parser import detect_family, read_calls
+from cloister.text.tools.base import FAMILIES, Tool, ToolCallFormat, detect_family, read_calls
 
 __all__ = [
     "FAMILIES",
