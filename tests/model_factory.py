@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 """By model type."""
 TEMPLATE = (
@@ -50,6 +52,12 @@ SMALL: dict[str, Any] = {
 }
 """Fields of Llama, and of all that follow it."""
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,
+}  # fmt: skip
+"""Fields of DeepSeek."""
 OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
@@ -61,6 +69,8 @@ OWN: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
     "smollm3": {"num_hidden_layers": 4},
+    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": LATENT,
 }  # fmt: skip
 """What a family has beside `SMALL`."""
 INSTEAD: dict[str, dict[str, Any]] = {
@@ -104,12 +114,16 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:
-    """Fills every parameter so that logits spread over some units and no tensor is 0 or 1 throughout."""
+    """Fills every parameter so that logits spread over some units and no tensor is 0 or 1 throughout; and the biases by which
+    experts are chosen, which are buffers."""
     for name, tensor in model.named_parameters():
         if tensor.dim() >= 2:
             torch.nn.init.normal_(tensor, std=1.0 if "embed" in name and not tied else tensor.shape[-1] ** -0.5)
         else:
             torch.nn.init.normal_(tensor, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+    for name, tensor in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(tensor, std=0.3)
 
 
 def write_tokenizer(directory: Path) -> None:

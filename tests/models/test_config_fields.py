@@ -34,6 +34,10 @@ LOCAL_AND_GLOBAL = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 0.7,
+    "mscale_all_dim": 1.3, "beta_fast": 2.0, "beta_slow": 1.0,
+}  # fmt: skip
 PARTLY = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SLIDING = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 BASES: dict[str, dict[str, Any]] = {
@@ -54,10 +58,16 @@ BASES: dict[str, dict[str, Any]] = {
                 "layer_types": ["full_attention", "sliding_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
     "granite": {},
     "olmo2": {},
+    "deepseek_v2": {"rope_parameters": YARN},
+    "deepseek_v3": {"rope_parameters": YARN},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
 ACTIVATION = {"hidden_act": "gelu"}
 THETA = {"rope_parameters.rope_theta": 300.0}
+YARN_FIELDS = {
+    "rope_parameters.factor": 3.0, "rope_parameters.original_max_position_embeddings": 300, "rope_parameters.mscale": 1.5,
+    "rope_parameters.mscale_all_dim": 0.6, "rope_parameters.beta_fast": 8.0, "rope_parameters.beta_slow": 0.3,
+}  # fmt: skip
 # family -> field (a dot goes into an object) -> another value that transformers computes with the same tensors
 HONOURED: dict[str, dict[str, Any]] = {
     "llama": {
@@ -122,6 +132,14 @@ HONOURED: dict[str, dict[str, Any]] = {
         "residual_multiplier": 1.0,
     },
     "olmo2": {**EPS, **ACTIVATION, **THETA},
+    "deepseek_v2": {
+        **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_method": "greedy", "topk_group": 3, "n_group": 2,
+        "num_experts_per_tok": 2, "routed_scaling_factor": 0.5,
+    },
+    "deepseek_v3": {
+        **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2,
+        "routed_scaling_factor": 0.5, "norm_topk_prob": False, "rope_interleave": False,
+    },
 }  # fmt: skip
 # fields that no tensor of the checkpoint would fit any more, or that are not computed
 REFUSED: dict[str, Any] = {
@@ -153,6 +171,13 @@ _NO_ROPE = {
     "rope_parameters.partial_rotary_factor": None,
 }
 _GPT = {"num_key_value_heads": 2, "head_dim": 16, "mlp_bias": True}
+_LATENT = {
+    "use_sliding_window": None, "rope_parameters.rope_type": "linear", "rope_parameters.beta_fast": -1.0,
+    "num_key_value_heads": 2, "q_lora_rank": 20,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "qk_head_dim": 24, "v_head_dim": 8, "n_routed_experts": 4,
+    "moe_intermediate_size": 20, "n_shared_experts": 1, "first_k_dense_replace": 2, "moe_layer_freq": 2,
+    "topk_method": "best",
+}  # fmt: skip
 REFUSED_OF: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
     "qwen2": {"use_sliding_window": False},
@@ -180,6 +205,8 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 100, "tie_word_embeddings": False},
     "gpt_neox": {**_GPT, "attention_bias": False, "partial_rotary_factor": None},
     "smollm3": {"use_sliding_window": False, "num_hidden_layers": 5},
+    "deepseek_v2": {**_LATENT, "norm_topk_prob": True, "rope_interleave": False, "scoring_func": "sigmoid"},
+    "deepseek_v3": {**_LATENT, "scoring_func": "softmax"},
 }  # fmt: skip
 """What differs from `REFUSED`; None where the field has no place in the config."""
 ALONE = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec
+from cloister.backends.spec import AnyAttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -32,7 +32,7 @@ class AdapterWeights:
 def target_shapes(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     """Returns product, such as "layers.0.q" -> (outputs, inputs): q, k, v, o and the feed-forward of every layer.
 
-    Experts of a mixture are not among them.
+    Experts of a mixture are not among them. Of latent attention it is q, or q_a and q_b, and kv_a and o: kv_b is absorbed.
     """
     return {
         f"layers.{number}.{name}": shape
@@ -60,11 +60,18 @@ def _kept_numbers(layer: LayerSpec, hidden: int) -> int:
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int) -> Mapping[str, tuple[int, int]]:
-    attention = layer.attention
-    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    shapes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+    shapes = _attention_shapes(layer.attention, hidden)
     if isinstance(layer.mlp, MlpSpec):
         inner = layer.mlp.intermediate_size
         shapes |= {"gate": (inner, hidden)} if layer.mlp.gated else {}
         shapes |= {"up": (inner, hidden), "down": (hidden, inner)}
     return shapes
+
+
+def _attention_shapes(attention: AnyAttentionSpec, hidden: int) -> dict[str, tuple[int, int]]:
+    if isinstance(attention, LatentAttentionSpec):
+        queries, rank = attention.num_heads * attention.qk_head_dim, attention.q_lora_rank
+        shapes = {"q": (queries, hidden)} if rank is None else {"q_a": (rank, hidden), "q_b": (queries, rank)}
+        return {**shapes, "kv_a": (attention.head_dim, hidden), "o": (hidden, attention.num_heads * attention.v_head_dim)}
+    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    return {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 FOREIGN_FAMILY: Final = "transformers"
 """The family of a model without a spec: no layers are known of it."""
@@ -16,16 +16,19 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al. 2021), half-split layout (the first half of the turned part pairs with the second).
+    """Rotary position embedding (Su et al. 2021).
 
     Attributes:
         inv_freq: angular frequencies after any scaling, in radians per position: head_dim / 2 of them, or fewer: the first
             2 * len(inv_freq) values of a head are turned, the rest stay as they are (GPT-NeoX, Black et al. 2022).
         attention_scale: multiplies cos and sin (YaRN's mscale; 1.0 otherwise).
+        interleaved: pair i is the values 2 i and 2 i + 1 of the turned part (GPT-J, Wang and Komatsuzaki 2021); otherwise the
+            layout is half-split: value i of its first half pairs with value i of its second.
     """
 
     inv_freq: tuple[float, ...]
     attention_scale: float = 1.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,71 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    A head's query and key are a part without positions beside a rotated part; the rotated part of the key is one for all heads.
+    Keys without positions and values are kv_b(c), where the latent c = norm(kv_a(x)) has `kv_lora_rank` numbers; the cache
+    holds c and the rotated key. Queries are q(x), or q_b(norm(q_a(x))) where there is a `q_lora_rank`.
+
+    Computed in absorbed form, that is one KV head of `head_dim` numbers, whose first `kv_lora_rank` are its value too:
+    q . kv_b(c) = kv_b^T(q) . c (section 2.1.2). `num_kv_heads`, `head_dim`, `window` and `softcap` describe that head.
+
+    Attributes:
+        q_lora_rank: size of the queries' own latent; None where q is one projection.
+        scale: multiplies q . k: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, times the square of YaRN's mscale.
+        latent_norm_eps: of the RMSNorms on both latents.
+        qkv_bias: q_a and kv_a carry biases (q, q_b and kv_b never do).
+        output_bias: the output projection carries a bias.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    latent_norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of a head's query before it absorbs kv_b."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the absorbed form."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key in the absorbed form: what one position takes in the cache."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def window(self) -> None:
+        """There is none."""
+
+    @property
+    def softcap(self) -> None:
+        """There is none."""
+
+
+AnyAttentionSpec: TypeAlias = AttentionSpec | LatentAttentionSpec
+
+
+def kv_size(attention: AnyAttentionSpec) -> int:
+    """Returns how many numbers one position takes in one layer's KV cache."""
+    if isinstance(attention, LatentAttentionSpec):
+        return attention.head_dim
+    return 2 * attention.num_kv_heads * attention.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
     """Feed-forward: down(act(gate(x)) * up(x)) where gated, else down(act(up(x)))."""
 
@@ -77,6 +145,12 @@ class MoeSpec:
         renormalize: the chosen scores are divided by their sum.
         shared: a feed-forward that every token passes beside its experts, or None.
         shared_gate: the shared one's output is multiplied by sigmoid(shared_router(x)) (Qwen2-MoE).
+        scoring: "sigmoid" scores each expert by itself (DeepSeek-V3, arXiv:2412.19437, equation 15).
+        correction_bias: experts are chosen by score + bias, and weighted by their scores (equation 16).
+        num_groups: experts are cut into so many groups of equal size, in the order of their numbers.
+        num_chosen_groups: a token chooses only among the experts of that many groups (DeepSeek-V2, section 2.2.2).
+        num_group_scores: a group's score is the sum of that many of its highest: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
+        routed_scale: multiplies the experts' weights after all of that.
     """
 
     num_experts: int
@@ -85,6 +159,12 @@ class MoeSpec:
     renormalize: bool = True
     shared: MlpSpec | None = None
     shared_gate: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    num_group_scores: int = 1
+    routed_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +180,23 @@ class LayerSpec:
         residual_scale: s (Granite).
     """
 
-    attention: AttentionSpec
+    attention: AnyAttentionSpec
     mlp: MlpSpec | MoeSpec
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False
     residual_scale: float = 1.0
+
+    @property
+    def grouped_attention(self) -> AttentionSpec:
+        """The attention of a layer that was checked to be grouped-query attention.
+
+        Raises:
+            TypeError: it is another.
+        """
+        if not isinstance(self.attention, AttentionSpec):
+            raise TypeError("this computes grouped-query attention only; the spec must be checked before")
+        return self.attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from cloister.backends.spec import DecoderSpec
+from cloister.backends.spec import DecoderSpec, kv_size
 from cloister.bench.chips import Chip
 from cloister.bench.roofline_operators import Numbers, Operator, Work, cut, list_operators
 from cloister.models.decoder import tensor_shapes
@@ -167,5 +167,4 @@ def _weights_bytes(spec: DecoderSpec, numbers: Numbers) -> float:
 
 def _token_bytes(spec: DecoderSpec, numbers: Numbers) -> float:
     """Bytes of KV that one position takes in all layers."""
-    sizes = (2 * layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers)
-    return sum(sizes) * numbers.kv_bits / 8
+    return sum(kv_size(layer.attention) for layer in spec.layers) * numbers.kv_bits / 8

@@ -128,8 +128,10 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
 
     Raises:
-        ConfigError: the decoder cannot be cut into that many parts.
+        ConfigError: the decoder cannot be cut into that many parts, or has latent attention.
     """
+    if not all(isinstance(layer.attention, AttentionSpec) for layer in spec.layers):
+        raise ConfigError("the roofline counts grouped-query attention only, not latent attention", param="model")
     count = _Counting(work, numbers, spec.hidden_size, num_chips)
     part = cut(spec, num_chips)
     kinds = Counter(part.layers)
@@ -157,7 +159,7 @@ def cut(spec: DecoderSpec, num_chips: int) -> DecoderSpec:
 
 
 def _cut_layer(layer: LayerSpec, num_chips: int) -> LayerSpec:
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.grouped_attention, layer.mlp
     num_kv_heads = attention.num_kv_heads
     shares_kv = num_kv_heads % num_chips == 0 or num_chips % num_kv_heads == 0
     widths = [part.intermediate_size for part in _mlps_of(mlp)]
@@ -203,7 +205,7 @@ class _Counting:
     def layer(self, layer: LayerSpec) -> Iterator[Operator]:
         if layer.pre_norm:
             yield self._norm("attention norm", "norm", self._rows, self._hidden)
-        yield from self._attention(layer.attention)
+        yield from self._attention(layer.grouped_attention)
         if layer.post_norm:
             yield self._norm("attention post norm", "output", self._rows, self._hidden)
         yield from self._joined("attention", "output")

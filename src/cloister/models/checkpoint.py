@@ -67,6 +67,8 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
         entries[name] = stored[whole] if place.source.is_plain else Mapped(stored[whole], place)
     if spec.tied_embeddings:
         _check_tied(found.pop(f"{family.tensors['head'].name}.weight", None), entries["embed.weight"])
+    if family.mtp:
+        _drop_mtp(found, len(spec.layers))
     _refuse_extra(found, family)
     return ModelCheckpoint(entries)
 
@@ -159,6 +161,16 @@ def _check_tied(head: TensorEntry | None, embedding: Stored) -> None:
             "tie_word_embeddings to false if the head is meant",
             param="tie_word_embeddings",
         )
+
+
+def _drop_mtp(found: dict[str, TensorEntry], num_layers: int) -> None:
+    """Takes the multi-token-prediction layers behind the last layer: each is known by the projection that it begins with."""
+    number = num_layers
+    while f"model.layers.{number}.eh_proj.weight" in found:
+        prefix = f"model.layers.{number}."
+        for name in [name for name in found if name.startswith(prefix)]:
+            del found[name]
+        number += 1
 
 
 def _refuse_extra(found: Mapping[str, TensorEntry], family: Family) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
-from cloister.backends.spec import Activation, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
+from cloister.backends.spec import (
+    Activation,
+    AnyAttentionSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+)
 from cloister.models.config import ConfigFields
 from cloister.models.families import FAMILIES
 from cloister.models.family import Bias, Family
@@ -50,7 +59,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
         found = ", ".join(str(name) for name in names) or "none"
         known = ", ".join(FAMILIES)
         raise ModelError(f"config.json names the architecture {found}; supported are: {known}", param="architectures")
-    if config.get("model_type", family.model_type) != family.model_type:
+    if config.get("model_type", family.model_type) not in (family.model_type, *family.other_model_types):
         raise ModelError(f"model_type in config.json must be {family.model_type!r} for {family.architecture}")
     return family
 
@@ -92,7 +101,12 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
     if num_layers > _MOST_LAYERS:
         raise ModelError(f"a model has {_MOST_LAYERS} layers at most, not {num_layers}", param="num_hidden_layers")
     max_positions = fields.take_size("max_position_embeddings", family.max_positions)
-    attentions, max_positions = _read_attentions(family, fields, (hidden, num_layers, max_positions), max_model_len)
+    sizes = (hidden, num_layers, max_positions)
+    attentions: Sequence[AnyAttentionSpec]
+    if family.attentions is None:
+        attentions, max_positions = _read_attentions(family, fields, sizes, max_model_len)
+    else:
+        attentions, max_positions = family.attentions(fields, sizes, max_model_len)
     feeds = family.feed_forwards(fields, _read_mlp(family, fields, hidden), num_layers)
     shape: dict[str, Any] = {
         "pre_norm": family.pre_norm,
@@ -218,7 +232,24 @@ def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:
         yield from _norm("mlp_post_norm", hidden, norm_bias)
 
 
-def _attention_shapes(spec: AttentionSpec, hidden: int) -> Shapes:
+def _latent_shapes(spec: LatentAttentionSpec, hidden: int) -> Shapes:
+    q_size, q_rank, rank = spec.num_heads * spec.qk_head_dim, spec.q_lora_rank, spec.kv_lora_rank
+    if q_rank is None:
+        yield "q.weight", (q_size, hidden)
+    else:
+        yield from _projection("q_a", q_rank, hidden, spec.qkv_bias)
+        yield "q_a_norm.weight", (q_rank,)
+        yield "q_b.weight", (q_size, q_rank)
+    yield from _projection("kv_a", spec.head_dim, hidden, spec.qkv_bias)
+    yield "kv_a_norm.weight", (rank,)
+    yield "kv_b.weight", (spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), rank)
+    yield from _projection("o", hidden, spec.num_heads * spec.v_head_dim, spec.output_bias)
+
+
+def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
+    if isinstance(spec, LatentAttentionSpec):
+        yield from _latent_shapes(spec, hidden)
+        return
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield from _projection("q", q_size, hidden, spec.qkv_bias)
     yield from _projection("k", kv_size, hidden, spec.qkv_bias)
@@ -232,6 +263,8 @@ def _attention_shapes(spec: AttentionSpec, hidden: int) -> Shapes:
 
 def _moe_shapes(spec: MoeSpec, hidden: int) -> Shapes:
     yield "router.weight", (spec.num_experts, hidden)
+    if spec.correction_bias:
+        yield "router.e_score_correction_bias", (spec.num_experts,)
     for number in range(spec.num_experts):
         yield from _mlp_shapes(f"experts.{number}.", spec.expert, hidden)
     if spec.shared is not None:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from cloister.backends.spec import MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import AnyAttentionSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -30,6 +30,9 @@ PLAIN_TENSORS: Mapping[str, Source] = {
     "down": Source("model.layers.{}.mlp.down_proj"),
 }
 """Of Llama, and of all that follow it."""
+
+
+AttentionReader: TypeAlias = Callable[[ConfigFields, tuple[int, int, int], int | None], tuple[Sequence[AnyAttentionSpec], int]]
 
 
 class Bias(Enum):
@@ -72,6 +75,7 @@ class Family:
     Attributes:
         architecture: entry of `architectures` in config.json.
         model_type: what `model_type` in config.json must be.
+        other_model_types: what it may be beside that: models of the same build under a name of their own.
         max_positions: when the config has none.
         names: what the config calls a field; the names of Llama are those of this package. The first that is there counts.
         defaults: of fields, by those names, where they differ from Llama's.
@@ -89,6 +93,9 @@ class Family:
         learned_positions: positions are learned, and nothing is turned.
         partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
         rope_types: what this family means by a kind of scaling.
+        attentions: reads the attention of each layer, and the positions that can be used, of (hidden_size, layers,
+            `max_position_embeddings`) and the greatest length of a sequence; None where it is grouped-query attention, which
+            the fields above and three functions below describe.
         windows: reads the window of each layer.
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
@@ -96,6 +103,7 @@ class Family:
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
         tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on.
+        mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
         prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
         buffers: names in old checkpoints of what is no weight.
     """
@@ -104,6 +112,7 @@ class Family:
     architecture: str
     model_type: str
     max_positions: int
+    other_model_types: tuple[str, ...] = ()
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     only: Mapping[str, object] = field(default_factory=dict)
@@ -124,6 +133,7 @@ class Family:
     learned_positions: bool = False
     partial_rotary: float | None = None
     rope_types: Mapping[str, str] = field(default_factory=dict)
+    attentions: AttentionReader | None = None
     windows: Callable[[ConfigFields, int], Sequence[int | None]] = see_everything
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
     scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
@@ -131,5 +141,6 @@ class Family:
     ends: Callable[[ConfigFields, int], Ends] = _plain_ends
     residual_scale: str | None = None
     tensors: Mapping[str, Source] = field(default_factory=lambda: PLAIN_TENSORS)
+    mtp: bool = False
     prefix: str = "model."
     buffers: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

@@ -71,7 +71,7 @@ def key_factors(factors: FloatArray, layer: LayerSpec) -> FloatTensors:
     Args:
         factors: [num_kv_heads, head_dim], alike in both numbers of a pair that is turned, so that they pass through rotation.
     """
-    spec = layer.attention
+    spec = layer.grouped_attention
     if spec.qk_norm and spec.qk_norm_over == "head":
         return {"q_norm.weight": factors[0], "k_norm.weight": 1 / factors[0]}
     queries = np.repeat(factors, spec.num_heads // spec.num_kv_heads, axis=0).reshape(-1)

@@ -37,6 +37,8 @@ def check_forward(spec: DecoderSpec) -> None:
         feed_forward_of(layer)
         rope_of(layer)
         attention = layer.attention
+        if not isinstance(attention, AttentionSpec):
+            raise ConfigError(f"{_FACED}: {spec.family!r} has latent attention", param="method")
         if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head":
             raise ConfigError(f"{_FACED}: {spec.family!r} has blocks of its own", param="method")
 
@@ -51,7 +53,7 @@ def feed_forward_of(layer: LayerSpec) -> MlpSpec:
 def rope_of(layer: LayerSpec) -> RopeSpec:
     """Returns what a layer turns by, which must be all of a head (ConfigError otherwise)."""
     rope = layer.attention.rope
-    if rope is None or 2 * len(rope.inv_freq) != layer.attention.head_dim:
+    if rope is None or rope.interleaved or 2 * len(rope.inv_freq) != layer.attention.head_dim:
         raise ConfigError(f"{_FACED}: its heads are not turned, or not whole", param="method")
     return rope
 
@@ -177,7 +179,7 @@ class LayerForward:
         `o`, `gate_up` and `down`, and the output as `out`. A matrix is read when its turn comes, so a caller may replace those
         that read the inputs it was just given.
         """
-        spec = self._spec.attention
+        spec = self._spec.grouped_attention
         normed = rms_norm(hidden, self._vector("attention_norm"), self._eps)
         yield "qkv", normed
         inputs = _Inputs(normed)
@@ -207,8 +209,8 @@ class LayerForward:
 
     def _heads(self, name: str, inputs: _Inputs) -> FloatArray:
         rows = self._multiply(name, inputs)
-        heads = rows.reshape(len(rows), -1, self._spec.attention.head_dim)
-        if self._spec.attention.qk_norm and name != "v":
+        heads = rows.reshape(len(rows), -1, self._spec.grouped_attention.head_dim)
+        if self._spec.grouped_attention.qk_norm and name != "v":
             return rms_norm(heads, self._vector(f"{name}_norm"), self._eps)
         return heads
 

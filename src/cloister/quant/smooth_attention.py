@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import Weights
-from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, QuantizedTensor, Tensor
 from cloister.quant.base import FloatArray
 from cloister.quant.folding import FloatTensors, key_factors
@@ -48,7 +48,7 @@ def estimate_key_sizes(tensors: Mapping[str, FloatArray], layer: LayerSpec) -> F
     Normalised inputs have a mean square of 1 before the norm's weight, so a key's is the squared length of its row, plus its
     bias; a norm on heads fixes it outright.
     """
-    spec = layer.attention
+    spec = layer.grouped_attention
     if spec.qk_norm:
         norm = np.abs(tensors["k_norm.weight"]).reshape(-1, spec.head_dim)
         return np.tile(norm, (spec.num_kv_heads, 1)) if _shares_norm(layer) else norm
@@ -61,7 +61,7 @@ def estimate_key_sizes(tensors: Mapping[str, FloatArray], layer: LayerSpec) -> F
 
 def _shares_norm(layer: LayerSpec) -> bool:
     """Whether one norm serves all heads, whose factors must then be alike."""
-    return layer.attention.qk_norm and layer.attention.qk_norm_over == "head"
+    return layer.grouped_attention.qk_norm and layer.grouped_attention.qk_norm_over == "head"
 
 
 class SmoothedKeys(Weights):
@@ -85,6 +85,8 @@ class SmoothedKeys(Weights):
         tensor, parts = self._weights.read(name), name.split(".", 2)
         if parts[0] != "layers" or isinstance(tensor, GroupedTensor | ProgressiveTensor):
             return tensor
+        if not isinstance(self._spec.layers[int(parts[1])].attention, AttentionSpec):
+            return tensor  # latents are normalised: they have no outliers to move
         factors = self._layer_factors(int(parts[1])).get(parts[2])
         return tensor if factors is None else np.asarray(tensor, np.float32) * factors
 

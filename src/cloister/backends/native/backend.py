@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cloister.backends.base import KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
+from cloister.backends.native.limits import check_computable
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
 from cloister.backends.native.packing import LAYOUT, PackedKind, Packer, buffer_bytes
 from cloister.backends.native.program import KV_KINDS, NativeProgram
@@ -58,7 +59,12 @@ class NativeBackend:
         self.fingerprint = f"native-{NUMERICS}-{LAYOUT}-{self.kernels}-{dtype}-{self._kv_dtype}"
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
-        """Says what `build` and `step` will take (`backends.base.Backend.need`)."""
+        """Says what `build` and `step` will take (`backends.base.Backend.need`).
+
+        Raises:
+            ConfigError: the kernels do not compute such a decoder.
+        """
+        check_computable(spec)
         return MemoryNeed(
             weights_bytes=packed_model_bytes(spec, weights, self._dense),
             kv_block_bytes=sum(
@@ -81,8 +87,9 @@ class NativeBackend:
         """Packs the weights, or reads them as they were packed before, and makes an empty cache.
 
         Raises:
-            ConfigError: the block size is outside 1 to 256, or there is no block.
+            ConfigError: the block size is outside 1 to 256, there is no block, or the kernels do not compute such a decoder.
         """
+        check_computable(spec)
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
         model = self._pack(spec, weights, identity)

@@ -68,7 +68,7 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.grouped_attention, layer.mlp
     yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
     yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
     if isinstance(mlp, MlpSpec):
@@ -106,9 +106,10 @@ def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
         yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
     if layer.post_norm:
         yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
-    if layer.attention.qk_norm:
-        yield from (("q_norm", _qk_length(layer.attention, layer.attention.num_heads)),)
-        yield from (("k_norm", _qk_length(layer.attention, layer.attention.num_kv_heads)),)
+    attention = layer.grouped_attention
+    if attention.qk_norm:
+        yield from (("q_norm", _qk_length(attention, attention.num_heads)),)
+        yield from (("k_norm", _qk_length(attention, attention.num_kv_heads)),)
 
 
 def _qk_length(attention: AttentionSpec, num_heads: int) -> int:

@@ -167,7 +167,7 @@ class NativeProgram(Program):
         )
 
     def _add_layer(self, layer: LayerSpec, prefix: str, rope: int, kv: KVLayout, kind: int) -> None:
-        attention, matrices, vectors = layer.attention, self._model.matrices, self._model.vectors
+        attention, matrices, vectors = layer.grouped_attention, self._model.matrices, self._model.vectors
         block_bytes = _native.kv_block_bytes(kind, attention.num_kv_heads, attention.head_dim, kv.block_size)
         cache = reserve(block_bytes * kv.num_blocks, streamed=False)
         self._caches.append(cache.reshape(kv.num_blocks, block_bytes))

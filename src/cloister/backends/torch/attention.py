@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cloister.backends.torch.cache import SlotLayout
 from cloister.backends.torch.layers import cap
 from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch
 from cloister.backends.torch.tiles import FEWEST_COLUMNS, measure_tiles
@@ -19,30 +20,29 @@ _VECTOR = 32  # exp is taken on whole vectors: torch rounds the scalar tail of a
 
 
 def attend(
-    queries: Tensor, slots: Tensor, num_kv_heads: int, batch: UnitBatch, out: Tensor, softcap: float | None = None
+    queries: Tensor, slots: Tensor, layout: SlotLayout, batch: UnitBatch, out: Tensor, softcap: float | None = None
 ) -> None:
     """Writes the attention outputs of one batch of units.
 
     Args:
-        queries: [num_tokens * num_heads, head_dim] float32, rotated and scaled.
-        slots: [num_slots + 1, 2 * num_kv_heads * head_dim], one layer of the cache.
-        out: [num_tokens * num_heads + 1, head_dim] float32.
+        queries: [num_tokens * num_heads, key_dim] float32, rotated and scaled.
+        slots: [num_slots + 1, size], one layer of the cache.
+        out: [num_tokens * num_heads + 1, value_dim] float32.
         softcap: bends scores (`backends.spec.AttentionSpec`).
     """
-    head_dim = queries.shape[-1]
-    shape = (num_kv_heads, batch.num_units, batch.num_rows)
-    rows = queries.index_select(0, batch.sources).view(*shape, head_dim)
+    shape = (layout.num_kv_heads, batch.num_units, batch.num_rows)
+    rows = queries.index_select(0, batch.sources).view(*shape, layout.key_dim)
     state = _State(
         highest=queries.new_full((*shape, 1), _NOTHING_YET),
         total=queries.new_zeros(*shape, 1),
-        mixed=queries.new_zeros(*shape, head_dim),
+        mixed=queries.new_zeros(*shape, layout.value_dim),
     )
     for run in batch.runs:
         pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
         found = pages.index_select(0, run.pages).float()
-        found = found.view(run.num_splits, run.num_units, run.width, 2, -1)
-        _attend_run(rows[:, : run.num_units], found, run, state, softcap)
-    out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, head_dim))
+        found = found.view(-1, run.width, layout.size)
+        _attend_run(rows[:, : run.num_units], found, layout, run, state, softcap)
+    out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, layout.value_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,18 @@ class _State:
     mixed: Tensor
 
 
-def _attend_run(rows: Tensor, found: Tensor, run: Run, state: _State, softcap: float | None) -> None:
+def _attend_run(rows: Tensor, found: Tensor, layout: SlotLayout, run: Run, state: _State, softcap: float | None) -> None:
     """Computes every split of a run against the running maximum at that split, then joins them in order.
 
     Args:
-        rows: [num_kv_heads, num_units, num_rows, head_dim].
-        found: [num_splits, num_units, width, 2, num_kv_heads * head_dim], keys before values.
+        rows: [num_kv_heads, num_units, num_rows, key_dim].
+        found: [num_splits * num_units, width, size].
     """
-    num_kv_heads, num_units, num_rows, head_dim = rows.shape
-    found = found.view(run.num_splits * num_units, run.width, 2, num_kv_heads, head_dim)
+    num_kv_heads, num_units, num_rows, _ = rows.shape
     rows = rows if run.num_splits == 1 else rows.repeat(1, run.num_splits, 1, 1)
     scores = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, run.width)
     for head in range(num_kv_heads):
-        torch.bmm(rows[head], found[:, :, 0, head].transpose(1, 2), out=scores[head])
+        torch.bmm(rows[head], _keys(found, layout, head).transpose(1, 2), out=scores[head])
     if softcap is not None:
         cap(scores, softcap)
     if run.hidden is not None:
@@ -77,15 +76,23 @@ def _attend_run(rows: Tensor, found: Tensor, run: Run, state: _State, softcap: f
     fading = (peaks[:, :-1] - peaks[:, 1:]).expand(*scores.shape[:-1], _VECTOR).contiguous().exp_()[..., :1]
     weights = scores.sub_(peaks[:, 1:]).exp_()
     sums = weights.sum(-1, keepdim=True)
-    values = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, head_dim)
+    values = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, layout.value_dim)
     for head in range(num_kv_heads):
-        _mix(weights[head].flatten(0, 1), found[:, :, 1, head], values[head])
-    values = values.view(num_kv_heads, run.num_splits, num_units, num_rows, head_dim)
+        _mix(weights[head].flatten(0, 1), _values(found, layout, head), values[head])
+    values = values.view(num_kv_heads, run.num_splits, num_units, num_rows, layout.value_dim)
     total, mixed = state.total[:, :num_units], state.mixed[:, :num_units]
     for split in range(run.num_splits):
         total.mul_(fading[:, split]).add_(sums[:, split])
         mixed.mul_(fading[:, split]).add_(values[:, split])
     highest.copy_(peaks[:, -1])
+
+
+def _keys(found: Tensor, layout: SlotLayout, head: int) -> Tensor:
+    return found[..., head * layout.key_dim : (head + 1) * layout.key_dim]
+
+
+def _values(found: Tensor, layout: SlotLayout, head: int) -> Tensor:
+    return found[..., layout.value_start + head * layout.value_dim :][..., : layout.value_dim]
 
 
 def _mix(weights: Tensor, values: Tensor, out: Tensor) -> None:
@@ -98,38 +105,39 @@ def _mix(weights: Tensor, values: Tensor, out: Tensor) -> None:
 
 
 @cache
-def attention_tiles(num_kv_heads: int, head_dim: int, device: torch.device) -> tuple[int, ...]:
+def attention_tiles(layout: SlotLayout, device: torch.device) -> tuple[int, ...]:
     """Returns how many query rows a unit may have (`tiles.measure_tiles`), for both products of attention."""
-    generator = torch.Generator().manual_seed(head_dim)
-    found = torch.randn(3, SPLIT, 2, num_kv_heads, head_dim, generator=generator).to(device)
-    keys, values = found[:, :, 0, -1].transpose(1, 2), found[:, :, 1, -1]
+    generator = torch.Generator().manual_seed(layout.key_dim)
+    found = torch.randn(3, SPLIT, layout.size, generator=generator).to(device)
+    keys, values = (part(found, layout, layout.num_kv_heads - 1) for part in (_keys, _values))
+    keys = keys.transpose(1, 2)
 
     def score(rows: Tensor) -> Tensor:
         return torch.bmm(rows.expand(3, -1, -1).contiguous(), keys).transpose(0, 1)
 
     def mix(rows: Tensor) -> Tensor:
-        mixed = rows.new_empty(3, len(rows), head_dim)
+        mixed = rows.new_empty(3, len(rows), layout.value_dim)
         _mix(rows.expand(3, -1, -1).contiguous(), values, mixed)
         return mixed.transpose(0, 1)
 
-    scoring = measure_tiles(score, head_dim, torch.float32, device)
+    scoring = measure_tiles(score, layout.key_dim, torch.float32, device)
     return tuple(size for size in measure_tiles(mix, SPLIT, torch.float32, device) if size in scoring)
 
 
 @cache
-def split_widths(num_kv_heads: int, head_dim: int, device: torch.device) -> tuple[int, ...]:
+def split_widths(layout: SlotLayout, device: torch.device) -> tuple[int, ...]:
     """Returns how many keys of a split may be computed when all the others are hidden, measured to change no bit."""
-    generator = torch.Generator().manual_seed(head_dim)
-    found = torch.randn(3, SPLIT, 2, num_kv_heads, head_dim, generator=generator).to(device)
-    keys, values = found[:, :, 0, -1], found[:, :, 1, -1]
+    generator = torch.Generator().manual_seed(layout.key_dim)
+    found = torch.randn(3, SPLIT, layout.size, generator=generator).to(device)
+    keys, values = (part(found, layout, layout.num_kv_heads - 1) for part in (_keys, _values))
 
     def mixed(weights: Tensor, values: Tensor) -> Tensor:
-        out = weights.new_empty(*weights.shape[:2], head_dim)
+        out = weights.new_empty(*weights.shape[:2], layout.value_dim)
         _mix(weights, values, out)
         return out
 
     def agrees(width: int, size: int) -> bool:
-        rows = torch.randn(3, size, head_dim, generator=torch.Generator().manual_seed(width)).to(device)
+        rows = torch.randn(3, size, layout.key_dim, generator=torch.Generator().manual_seed(width)).to(device)
         weights = torch.bmm(rows, keys.transpose(1, 2)).abs_()
         weights[..., width:] = 0
         part = weights[..., :width].contiguous()
@@ -139,5 +147,5 @@ def split_widths(num_kv_heads: int, head_dim: int, device: torch.device) -> tupl
             and torch.equal(part.sum(-1), weights.sum(-1))
         )
 
-    sizes = attention_tiles(num_kv_heads, head_dim, device)
+    sizes = attention_tiles(layout, device)
     return tuple(width for width in _WIDTHS if width == SPLIT or all(agrees(width, size) for size in sizes))

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
-from cloister.backends.spec import DecoderSpec, widest_feed_forward
-from cloister.backends.torch.cache import slot_size
+from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
 from cloister.backends.torch.cuda.limits import check_computable
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.program import TorchProgram
@@ -59,7 +58,7 @@ class TorchBackend:
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
-        slots = sum(slot_size(layer.attention) for layer in spec.layers)
+        slots = sum(kv_size(layer.attention) for layer in spec.layers)
         return MemoryNeed(
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=slots * block_size * self._dtype.itemsize,
@@ -101,12 +100,17 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
 
 def _row_bytes(spec: DecoderSpec) -> int:
     """Bytes that one token takes at the widest place of a step, its logits included (all may be asked for)."""
-    widest = max(
-        3 * widest_feed_forward(layer.mlp)
-        + 4 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
-        for layer in spec.layers
-    )
+    widest = max(3 * widest_feed_forward(layer.mlp) + 4 * _attention_numbers(layer) for layer in set(spec.layers))
     return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size))
+
+
+def _attention_numbers(layer: LayerSpec) -> int:
+    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed."""
+    attention = layer.attention
+    numbers = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    if isinstance(attention, LatentAttentionSpec):
+        numbers += attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
+    return numbers
 
 
 # The installed torch, described for `cloister doctor`.

@@ -4,11 +4,52 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cloister.backends.spec import DecoderSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec
 from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.feed_forward import make_feed_forward
+from cloister.backends.torch.latent import HeadwiseLinear, LatentProjections
 from cloister.backends.torch.layers import Norm, rms_norm, rotate
 from cloister.backends.torch.reading import AnyLinear, WeightReader
+
+
+class GroupedProjections:
+    """What goes into grouped-query attention and comes out of it, row by row; attributes as in `LatentProjections`."""
+
+    def __init__(self, spec: AttentionSpec, reader: WeightReader, prefix: str, eps: float) -> None:
+        self._spec, self._prefix, self._eps = spec, prefix, eps
+        self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=spec.qkv_bias)
+        names = ("q_norm", "k_norm") if spec.qk_norm else ()
+        self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") for name in names]
+        self.linears: tuple[AnyLinear, ...] = (self._qkv,)
+        self.num_operations, self.num_output_operations = self._qkv.num_operations, 0.0
+
+    def project(
+        self, normed: Tensor, cos_sin: Tensor | None, queries: Tensor, slots: Tensor, adapters: RowAdapters | None
+    ) -> None:
+        """Writes queries [num_rows, num_heads, head_dim], scaled, and slots [num_rows, size]: keys, then values."""
+        spec = self._spec
+        interleaved = spec.rope is not None and spec.rope.interleaved
+        projected = self._qkv(normed)
+        if adapters is not None:
+            adapters.add(self._prefix, "qkv", normed, projected)
+        heads = projected.view(len(normed), -1, spec.head_dim)
+        query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
+        if spec.qk_norm:
+            query, key = (self._norm_heads(part, weight) for part, weight in zip((query, key), self._qk_norms, strict=True))
+        keys_values = slots.view(len(slots), 2, spec.num_kv_heads, spec.head_dim)
+        rotate(query, cos_sin, queries, interleaved=interleaved)
+        queries.mul_(spec.scale)
+        rotate(key, cos_sin, keys_values[:, 0], interleaved=interleaved)
+        keys_values[:, 1] = value
+
+    def join(self, mixed: Tensor) -> Tensor:
+        """Returns what the output projection reads."""
+        return mixed
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        if self._spec.qk_norm_over == "head":
+            return rms_norm(heads, weight, self._eps)
+        return rms_norm(heads.flatten(1), weight, self._eps).view(heads.shape)
 
 
 class DecoderLayer:
@@ -22,7 +63,6 @@ class DecoderLayer:
         self._prefix = prefix = f"layers.{number}"
         self._spec = spec.layers[number]
         self.attention = attention = self._spec.attention
-        self._eps = spec.norm_eps
 
         def norm(name: str, wanted: bool) -> Norm | None:
             return reader.norm(f"{prefix}.{name}", spec) if wanted else None
@@ -31,44 +71,35 @@ class DecoderLayer:
         self._attention_post_norm = norm("attention_post_norm", self._spec.post_norm)
         self._mlp_norm = norm("mlp_norm", self._spec.pre_norm)
         self._mlp_post_norm = norm("mlp_post_norm", self._spec.post_norm)
-        self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=attention.qkv_bias)
+        self._projections = (
+            LatentProjections(attention, reader, prefix)
+            if isinstance(attention, LatentAttentionSpec)
+            else GroupedProjections(attention, reader, prefix, spec.norm_eps)
+        )
         self._o = reader.linear(f"{prefix}.o", bias=attention.output_bias)
         self._mlp = make_feed_forward(self._spec.mlp, reader, prefix)
-        names = ("q_norm", "k_norm") if attention.qk_norm else ()
-        self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") for name in names]
-        self.linears: tuple[AnyLinear, ...] = (self._qkv, self._o, *self._mlp.linears)
-        self.project_operations = self._qkv.num_operations
-        self.finish_operations = self._o.num_operations + self._mlp.num_operations
+        self.linears: tuple[AnyLinear | HeadwiseLinear, ...] = (*self._projections.linears, self._o, *self._mlp.linears)
+        self.project_operations = self._projections.num_operations
+        self.finish_operations = self._projections.num_output_operations + self._o.num_operations + self._mlp.num_operations
 
     def project(
         self,
         hidden: Tensor,
         cos_sin: Tensor | None,
         queries: Tensor,
-        keys_values: Tensor,
+        slots: Tensor,
         adapters: RowAdapters | None = None,
     ) -> None:
-        """Writes queries [num_rows, num_heads, head_dim], scaled, and keys and values [num_rows, 2, num_kv_heads, head_dim].
+        """Writes queries [num_rows, num_heads, head_dim], scaled, and the slots of the cache [num_rows, size].
 
         Args:
             cos_sin: [2, num_rows, 1, num_frequencies], None where nothing is turned.
         """
-        spec = self.attention
-        normed = _apply(self._attention_norm, hidden)
-        projected = self._qkv(normed)
-        if adapters is not None:
-            adapters.add(self._prefix, "qkv", normed, projected)
-        heads = projected.view(hidden.shape[0], -1, spec.head_dim)
-        query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
-        if spec.qk_norm:
-            query, key = (self._norm_heads(part, weight) for part, weight in zip((query, key), self._qk_norms, strict=True))
-        rotate(query, cos_sin, queries)
-        queries.mul_(spec.scale)
-        rotate(key, cos_sin, keys_values[:, 0])
-        keys_values[:, 1] = value
+        self._projections.project(_apply(self._attention_norm, hidden), cos_sin, queries, slots, adapters)
 
     def finish(self, hidden: Tensor, mixed: Tensor, adapters: RowAdapters | None = None) -> None:
-        """Adds the outputs of attention [num_rows, num_heads * head_dim] and of the feed-forward to `hidden`, in place."""
+        """Adds the outputs of attention [num_rows, num_heads * value_dim] and of the feed-forward to `hidden`, in place."""
+        mixed = self._projections.join(mixed)
         output = self._o(mixed)
         if adapters is not None:
             adapters.add(self._prefix, "o", mixed, output)
@@ -86,11 +117,6 @@ class DecoderLayer:
 
     def _add(self, hidden: Tensor, output: Tensor) -> None:
         hidden.add_(output if self._spec.residual_scale == 1.0 else output * self._spec.residual_scale)
-
-    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
-        if self.attention.qk_norm_over == "head":
-            return rms_norm(heads, weight, self._eps)
-        return rms_norm(heads.flatten(1), weight, self._eps).view(heads.shape)
 
 
 def _apply(norm: Norm | None, rows: Tensor) -> Tensor:

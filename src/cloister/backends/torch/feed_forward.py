@@ -10,6 +10,7 @@ from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.layers import ACTIVATIONS, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles
 from cloister.backends.torch.reading import AnyLinear, WeightReader
+from cloister.backends.torch.routing import choose_experts
 from cloister.backends.torch.tiles import pad_rows
 
 
@@ -60,6 +61,7 @@ class Mixture:
     def __init__(self, spec: MoeSpec, reader: WeightReader, prefix: str) -> None:
         self._spec = spec
         self._router = reader.linear(f"{prefix}.router", bias=False, wide=True)
+        self._correction = reader.vector(f"{prefix}.router.e_score_correction_bias") if spec.correction_bias else None
         self._experts = [Mlp(spec.expert, reader, f"{prefix}.experts.{number}") for number in range(spec.num_experts)]
         self._shared = None if spec.shared is None else Mlp(spec.shared, reader, f"{prefix}.shared")
         self._shared_router = reader.linear(f"{prefix}.shared_router", bias=False, wide=True) if spec.shared_gate else None
@@ -84,15 +86,8 @@ class Mixture:
         return out if self._shared is None else out.add_(self._share(rows, self._shared))
 
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores and the numbers of each row's experts, both [num_rows, num_chosen], the highest first."""
-        scores, numbers = torch.softmax(self._router(rows), dim=-1).sort(dim=-1, descending=True, stable=True)
-        scores, numbers = scores[:, : self._spec.num_chosen], numbers[:, : self._spec.num_chosen]
-        if self._spec.renormalize:
-            total = scores[:, :1].clone()
-            for rank in range(1, self._spec.num_chosen):  # a sum in one order, whatever the number of rows
-                total += scores[:, rank : rank + 1]
-            scores = scores / total
-        return scores, numbers
+        """Returns the weights and the numbers of each row's experts (`routing.choose_experts`)."""
+        return choose_experts(self._spec, self._router(rows), self._correction)
 
     def _share(self, rows: Tensor, shared: Mlp) -> Tensor:
         out = shared(rows)

@@ -91,15 +91,17 @@ class RopeTable:
         return torch.stack([angles.cos(), angles.sin()]).mul_(self._scale)
 
 
-def rotate(heads: Tensor, cos_sin: Tensor | None, turned: Tensor) -> None:
+def rotate(heads: Tensor, cos_sin: Tensor | None, turned: Tensor, *, interleaved: bool = False) -> None:
     """Writes [num_rows, num_heads, head_dim] turned by position (Su et al. 2021), pairing the halves of what is turned.
 
     That is a head's first 2 * num_frequencies numbers; the rest, or everything where there are no angles, stays as it is.
+    Interleaved pairs are neighbours in `heads`; they are written half-split like others, which changes no product of two heads.
     """
     half = 0 if cos_sin is None else cos_sin.shape[-1]
     if cos_sin is not None:
         cos, sin = cos_sin
-        first, second = heads[..., :half], heads[..., half : 2 * half]
+        part = heads[..., : 2 * half]
+        first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
         torch.sub(first * cos, second * sin, out=turned[..., :half])
         torch.add(second * cos, first * sin, out=turned[..., half : 2 * half])
     if 2 * half < heads.shape[-1]:

@@ -15,11 +15,11 @@ from torch import Tensor
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.backends.spec import AttentionSpec, DecoderSpec
+from cloister.backends.spec import AnyAttentionSpec, DecoderSpec
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
-from cloister.backends.torch.cache import KVCache
+from cloister.backends.torch.cache import KVCache, slot_layout
 from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles
@@ -159,8 +159,8 @@ class TorchProgram(Program):
         written = torch.from_numpy(token_slots(batch, self._cache.layout.block_size)).to(self._device)
         for layer, slots in zip(self._layers, self._cache.layers, strict=True):
             rope = layer.attention.rope
-            queries, keys_values = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
-            slots.index_copy_(0, written, keys_values.view(num_rows, -1)[:num_tokens].to(slots.dtype))
+            queries, new_slots = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
+            slots.index_copy_(0, written, new_slots[:num_tokens].to(slots.dtype))
             mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
             tasks = [
                 partial(layer.finish, hidden[rows], mixed[rows], chunk)
@@ -190,8 +190,8 @@ class TorchProgram(Program):
         for layer in self._layers:
             shape, spec = work_shape(layer.attention), layer.attention
             if shape not in units:
-                tiles = attention_tiles(spec.num_kv_heads, spec.head_dim, self._device)
-                widths = split_widths(spec.num_kv_heads, spec.head_dim, self._device)
+                tiles = attention_tiles(slot_layout(spec), self._device)
+                widths = split_widths(slot_layout(spec), self._device)
                 threads = self._team.num_threads
                 units[shape] = schedule_units(batch, keys, shape, tiles, widths, threads, num_rows, self._device)
         return units
@@ -199,31 +199,31 @@ class TorchProgram(Program):
     def _project(
         self, layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor | None, adapters: Sequence[RowAdapters | None]
     ) -> tuple[Tensor, Tensor]:
-        """Returns queries [num_rows, num_heads, head_dim] and keys and values [num_rows, 2, num_kv_heads, head_dim]."""
+        """Returns queries [num_rows, num_heads, head_dim] and slots of the cache [num_rows, size]."""
         spec, num_rows = layer.attention, len(hidden)
         queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
-        keys_values = hidden.new_empty(num_rows, 2, spec.num_kv_heads, spec.head_dim)
+        slots = hidden.new_empty(num_rows, slot_layout(spec).size)
         tasks = [
             partial(
                 layer.project,
                 hidden[rows],
                 None if cos_sin is None else cos_sin[:, rows],
                 queries[rows],
-                keys_values[rows],
+                slots[rows],
                 chunk,
             )
             for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
         ]
         self._team.run(tasks, num_rows * layer.project_operations)
-        return queries, keys_values
+        return queries, slots
 
-    def _attend(self, queries: Tensor, slots: Tensor, spec: AttentionSpec, units: Sequence[UnitBatch]) -> Tensor:
-        """Returns [num_rows, num_heads * head_dim]; a batch of units is a task for one thread."""
-        rows = queries.view(-1, spec.head_dim)
-        out = rows.new_zeros(len(rows) + 1, spec.head_dim)
-        tasks = [partial(attend, rows, slots, spec.num_kv_heads, unit, out, spec.softcap) for unit in units]
+    def _attend(self, queries: Tensor, slots: Tensor, spec: AnyAttentionSpec, units: Sequence[UnitBatch]) -> Tensor:
+        """Returns [num_rows, num_heads * value_dim]; a batch of units is a task for one thread."""
+        layout, rows = slot_layout(spec), queries.view(-1, spec.head_dim)
+        out = rows.new_zeros(len(rows) + 1, layout.value_dim)
+        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap) for unit in units]
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
-        return out[:-1].view(-1, spec.num_heads * spec.head_dim)
+        return out[:-1].view(-1, spec.num_heads * layout.value_dim)
 
     def _compute_normed(self, batch: ForwardBatch) -> Tensor:
         """Computes a step up to the final norm, and returns the rows that were asked for, padded to whole tiles."""
@@ -251,6 +251,6 @@ def _chunks(num_rows: int) -> list[slice]:
     return [slice(start, start + _CHUNK) for start in range(0, num_rows, _CHUNK)]
 
 
-def work_shape(spec: AttentionSpec) -> AttentionShape:
+def work_shape(spec: AnyAttentionSpec) -> AttentionShape:
     """Returns what of a layer decides the order of work in attention."""
     return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.window)

@@ -36,6 +36,10 @@ class WeightReader:
         """A norm's weight or bias; norms are computed in float32."""
         return self.read(name, torch.float32)
 
+    def matrix(self, name: str) -> Tensor:
+        """A matrix [outputs, inputs] in the program's type, dequantised."""
+        return self.read(f"{name}.weight", self._dtype)
+
     def norm(self, name: str, spec: DecoderSpec) -> Norm:
         """A norm of the residual stream."""
         bias = self.vector(f"{name}.bias") if spec.norm_bias else None

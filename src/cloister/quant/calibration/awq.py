@@ -27,7 +27,7 @@ class AWQ(Calibrator):
         inputs = trial.watch(tensors, [folding.inputs for folding in foldings])
         for folding in foldings:
             factors = search_factors(layer, tensors, folding, inputs[folding.inputs], number_format)
-            tensors = fold(tensors, folding, factors, layer.attention)
+            tensors = fold(tensors, folding, factors, layer.grouped_attention)
             inputs[folding.inputs] = inputs[folding.inputs].divided_by(factors)
         return {
             name: number_format.quantize(tensor, inputs[INPUTS_OF[name]].mean_squares) if name in INPUTS_OF else tensor
@@ -45,7 +45,7 @@ def search_factors(
         factors = np.maximum(inputs.mean_magnitudes, _SMALLEST) ** np.float32(strength)
         factors /= np.sqrt(factors.max() * factors.min())
         if folding.source == "v":
-            factors = share_among_groups(factors, layer.attention)
+            factors = share_among_groups(factors, layer.grouped_attention)
         rounded = number_format.quantize(weight * factors, inputs.divided_by(factors).mean_squares)
         loss = output_error(rounded.dequantize() / factors - weight, inputs.gram)
         if loss < best:

@@ -35,7 +35,7 @@ class SmoothQuant(Calibrator):
         inputs = trial.watch(tensors, [folding.inputs for folding in AFTER_NORMS])
         for folding in AFTER_NORMS:
             factors = smoothing(inputs[folding.inputs].peaks, tensors, folding)
-            tensors = fold(tensors, folding, factors, trial.layer.attention)
+            tensors = fold(tensors, folding, factors, trial.layer.grouped_attention)
         return RoundToNearest().calibrate(tensors, trial, number_format)
 
 

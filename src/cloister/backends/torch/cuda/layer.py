@@ -21,7 +21,7 @@ class CudaLayer:
     """
 
     def __init__(self, spec: LayerSpec, reader: MatrixReader, prefix: str, eps: float) -> None:
-        attention, mlp = spec.attention, feed_forward_of(spec)
+        attention, mlp = spec.grouped_attention, feed_forward_of(spec)
         self.spec, self._activation = spec, mlp.activation
         self.heads = Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window or 0)
         self.attention_norm = reader.norm(f"{prefix}.attention_norm")

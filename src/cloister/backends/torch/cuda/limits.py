@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.types.errors import ConfigError
 
 
@@ -56,13 +56,22 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "norms after attention and feed-forward"
     if layer.parallel or layer.residual_scale != 1.0:
         yield "parallel or scaled residuals"
-    if attention.rope is None or 2 * len(attention.rope.inv_freq) != attention.head_dim:
-        yield "partly turned heads"
-    if attention.softcap is not None:
-        yield "soft caps"
-    if attention.qk_norm and attention.qk_norm_over != "head":
-        yield "norms over whole projections of q and k"
+    if isinstance(attention, LatentAttentionSpec):
+        yield "latent attention"
+    else:
+        yield from _missing_of_attention(attention)
     if not isinstance(mlp, MlpSpec):
         yield "experts"
     elif not mlp.gated or mlp.activation == "relu":
         yield "feed-forwards without a gate"
+
+
+def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
+    if attention.rope is None or 2 * len(attention.rope.inv_freq) != attention.head_dim:
+        yield "partly turned heads"
+    elif attention.rope.interleaved:
+        yield "interleaved rotation"
+    if attention.softcap is not None:
+        yield "soft caps"
+    if attention.qk_norm and attention.qk_norm_over != "head":
+        yield "norms over whole projections of q and k"

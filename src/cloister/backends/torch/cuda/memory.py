@@ -8,9 +8,8 @@ from typing import Final
 import torch
 
 from cloister.backends.base import MemoryNeed, Weights
-from cloister.backends.spec import DecoderSpec, LayerSpec, widest_feed_forward
+from cloister.backends.spec import DecoderSpec, LayerSpec, kv_size, widest_feed_forward
 from cloister.backends.tensors import QuantizedTensor, stored_bits
-from cloister.backends.torch.cache import slot_size
 
 PARTIAL_BYTES: Final = 64 << 20
 """Room for splits of attention that are computed apart, of each kind of layer; a sequence that finds none is computed whole."""
@@ -25,7 +24,7 @@ def device_need(
 ) -> MemoryNeed:
     """Says what a program takes of the current CUDA device (`backends.base.Backend.need`)."""
     bits = sum(math.prod(weights.shape(name)) * _bits(weights.form(name), dtype) for name in weights.names())
-    slots = sum(slot_size(layer.attention) for layer in spec.layers)
+    slots = sum(kv_size(layer.attention) for layer in spec.layers)
     num_rows = max(max_batched_tokens, CAPTURED_SEQS)
     return MemoryNeed(
         weights_bytes=round(bits / 8),
