@@ -8,7 +8,7 @@ import pytest
 
 from cloister.scheduler import StepCost, StepSize
 from cloister.scheduler.speculation import DraftDecision, DrafterLimits, FixedSpeculation
-from cloister.scheduler.speculation.allocation import Allocation, Bid
+from cloister.scheduler.speculation.allocation import Allocation, Proposal
 from cloister.scheduler.speculation.draft_times import DraftTimes
 from cloister.scheduler.speculation.step_times import AttentionCost, StepTimes
 from cloister.types.step import Sample
@@ -195,16 +195,16 @@ def test_a_drafter_that_never_has_an_idea_is_known_as_one_where_requests_share_t
 
 def test_one_sequence_whose_drafts_are_right_does_not_slow_down_fifteen_others():
     cost, times, plain_s = StepCost(), StepTimes(), 0.05
-    times.learn(StepSize(16, 1600, 1600), plain_s, cost, is_drafting=False)
+    times.learn(StepSize(16, 1600, 1600), plain_s, cost)
     for rows, seconds in ((20, 0.0575), (80, 0.1)):
-        times.learn(StepSize(rows, 100 * rows, 1600), seconds, cost, is_drafting=True)
-    gains, all_found = [0.95, 0.9, 0.85, 0.8], [1.0] * 4
+        times.learn(StepSize(rows, 100 * rows, 1600), seconds, cost)
+    rates, proposed = [0.95, 0.9, 0.85, 0.8], [1.0] * 4
 
-    def share_out(num_bids: int) -> list[int]:
+    def share_out(num_proposals: int) -> list[int]:
         allocation = Allocation(16, plain_s, times, AttentionCost(cost, StepSize(16, 1600, 1600)), {"one": DraftTimes()})
-        bids = [Bid("one", gains, all_found, 4, 0.0, 0.0, 0.0) for _ in range(num_bids)]
-        allocation.fill(bids, 16 / plain_s, 64)
-        return [bid.num_drafts for bid in bids]
+        proposals = [Proposal("one", rates, proposed, 4) for _ in range(num_proposals)]
+        allocation.fill(proposals, 16 / plain_s, 64)
+        return [proposal.num_drafts for proposal in proposals]
 
     assert share_out(1) == [0]
     assert min(share_out(16)) == 4
