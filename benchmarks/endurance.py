@@ -1,6 +1,10 @@
-"""Endurance: 2,000 concurrent HTTP requests with random disconnects; the engine process is killed by -9 in the middle.
+"""Endurance: clients of every route that come, leave and send bad input, for as long as one likes; the engine may be killed.
 
-Every request must end with an answer or an error of its own, no KV block may stay in use, and the server must serve on.
+    python -m benchmarks.endurance --minutes 60 --clients 4 --pause-s 0.3      # memory must stay flat
+    python -m benchmarks.endurance --minutes 1 --clients 2000 --kill           # the engine gets -9 in the middle
+
+Every request must end with an answer, a refusal that says why, or our own hanging up, and after a kill with an error that says
+so; no KV block may stay in use, and afterwards an idle server must take next to no processor time.
 """
 
 from __future__ import annotations
@@ -16,141 +20,268 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
-from rich.progress import TaskID
+import numpy as np
 
 from benchmarks.harness import MODEL, Bench, console, make_parser, make_progress
-from cloister.bench.plots import BLUE, GREEN, ORANGE, RED, draw
 from tests.serving import ServeProcess, descendants
 
 START_TIMEOUT_S = 120.0
-REQUEST_TIMEOUT_S = 400.0
-RECOVER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-DISCONNECTING = 0.3
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 KILL_AFTER = 0.3
-"""Part of the requests that has ended when the engine is killed."""
+"""Part of the run after which the engine is killed."""
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+SAMPLE_S = 5.0
+REQUEST_TIMEOUT_S = 120.0
+KV_MB = 96
+"""Little, so that the prefix cache is full during the warm-up and does not grow into the measurement."""
+WARM_SHARE = 0.2
+"""Part of the run after which memory must not grow any more."""
+TOPICS = "what does the command vacuum analyze module json sqlite python index table select how do I use list files"
+WORDS = tuple(TOPICS.split())
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 4},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+
+Send = Callable[[httpx.AsyncClient, random.Random], Awaitable[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one request ended: `finished`, `left` (we hung up), `refused` or `failed` with a reply, or `lost` without one."""
-
-    kind: str
-    end_s: float
-
-
-class Wave:
-    """Many requests at once.
+@dataclass(slots=True)
+class Tally:
+    """What a run saw.
 
     Attributes:
-        outcomes: of the requests that ended, in that order.
+        ends: (kind of request, how it ended) -> how many.
+        memory: (seconds since the start, bytes that the server's processes hold).
     """
 
-    def __init__(self, url: str, num_requests: int, seed: int) -> None:
-        self._url = url
-        self._random = random.Random(seed)
-        self._num_requests = num_requests
-        self._start_s = time.monotonic()
-        self.outcomes: list[Outcome] = []
-
-    async def send(self, kill: int | None = None) -> None:
-        """Sends every request; with `kill`, sends -9 to that process once `KILL_AFTER` of them ended."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        with make_progress() as progress:
-            task = progress.add_task("requests", total=self._num_requests)
-            async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=REQUEST_TIMEOUT_S) as client:
-                requests = [self._send_one(client, progress.advance, task) for _ in range(self._num_requests)]
-                await asyncio.gather(*requests, *([self._kill(kill)] if kill is not None else []))
-
-    async def _kill(self, pid: int) -> None:
-        while len(self.outcomes) < KILL_AFTER * self._num_requests:
-            await asyncio.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
-        console.print(f"killed the engine after {len(self.outcomes)} requests", style="yellow")
-
-    async def _send_one(self, client: httpx.AsyncClient, advance: Callable[[TaskID], None], task: TaskID) -> None:
-        body = {
-            "model": MODEL,
-            "prompt": [self._random.randrange(40, 2000) for _ in range(self._random.randrange(8, 200))],
-            "max_tokens": self._random.randrange(4, 64),
-            "ignore_eos": True,
-            "stream": True,
-        }
-        leaves_after = self._random.randrange(0, 20) if self._random.random() < DISCONNECTING else None
-        try:
-            kind = await asyncio.wait_for(converse(client, body, leaves_after), REQUEST_TIMEOUT_S)
-        except (httpx.HTTPError, TimeoutError):
-            kind = "lost"
-        self.outcomes.append(Outcome(kind, time.monotonic() - self._start_s))
-        advance(task)
+    ends: Counter[tuple[str, str]] = field(default_factory=Counter)
+    memory: list[tuple[float, int]] = field(default_factory=list)
 
 
-async def converse(client: httpx.AsyncClient, body: dict[str, object], leaves_after: int | None) -> str:
-    """Sends one streaming request, reads to its end or hangs up after so many pieces; returns how it ended."""
-    if leaves_after == 0:
-        return await hang_up_early(client, body)
-    num_pieces = 0
-    async with client.stream("POST", "/v1/completions", json=body) as reply:
+def question(draw: random.Random) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randrange(3, 120)))
+
+
+def messages(draw: random.Random) -> list[dict[str, str]]:
+    turns = [
+        {"role": "user" if turn % 2 == 0 else "assistant", "content": question(draw)} for turn in range(draw.choice((1, 1, 3)))
+    ]
+    return [{"role": "system", "content": "Be brief."}, *turns] if draw.random() < 0.5 else turns
+
+
+async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any], check: Callable[[Any], bool]) -> str:
+    """Sends one request; returns answered, wrong (an answer that `check` does not take), refused or failed."""
+    reply = await client.post(path, json={"model": MODEL, **body})
+    if reply.status_code == 200:
+        return "answered" if check(reply.json()) else "wrong"
+    said = json.dumps(reply.json())
+    return ("refused" if reply.status_code < 500 else "failed") if "message" in said else "lost"
+
+
+async def chat(client: httpx.AsyncClient, draw: random.Random) -> str:
+    body = {
+        "messages": messages(draw),
+        "max_tokens": draw.randrange(1, 80),
+        "temperature": draw.random(),
+        "n": draw.choice((1, 1, 2)),
+    }
+    if draw.random() < 0.2:
+        body |= {"logprobs": True, "top_logprobs": 3}
+    return await post(client, "/v1/chat/completions", body, lambda reply: len(reply["choices"]) == body["n"])
+
+
+async def stream(client: httpx.AsyncClient, draw: random.Random, leaves_after: int | None = None) -> str:
+    body = {"model": MODEL, "messages": messages(draw), "max_tokens": 100, "stream": True, "ignore_eos": True}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
         if reply.status_code != 200:
             await reply.aread()
-            said_why = bool(reply.json()["error"]["message"])
-            return "lost" if not said_why else "refused" if reply.status_code == 429 else "failed"
+            return "lost" if "message" not in reply.text else "refused" if reply.status_code < 500 else "failed"
+        num_pieces = 0
         async for line in reply.aiter_lines():
-            if not line.startswith("data:"):
-                continue
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                return "finished"
-            if "error" in json.loads(data):
+            if line == "data: [DONE]":
+                return "answered"
+            if line.startswith('data: {"error"'):
                 return "failed"
-            num_pieces += 1
+            num_pieces += line.startswith("data:")
             if num_pieces == leaves_after:
                 return "left"
     return "lost"
 
 
-async def hang_up_early(client: httpx.AsyncClient, body: dict[str, object]) -> str:
-    """Hangs up before anything came back."""
-    try:
-        await asyncio.wait_for(client.post("/v1/completions", json=body), 0.2)
-    except (TimeoutError, httpx.HTTPError):
-        return "left"
-    return "finished"
+async def leave(client: httpx.AsyncClient, draw: random.Random) -> str:
+    return await stream(client, draw, leaves_after=draw.randrange(1, 30))
 
 
-def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--num-requests", type=int, default=2000, help="concurrent requests of the first wave")
-    parser.add_argument("--num-after", type=int, default=500, help="of the second wave, with no kill")
-    options = parser.parse_args()
-    bench = Bench(
-        "endurance",
-        "Endurance: disconnects, and the engine killed by -9",
-        "every request ends with an answer, an error that says so, or our own hanging up; none is lost; after the restart the "
-        "server serves on and no KV block stays in use",
+async def complete(client: httpx.AsyncClient, draw: random.Random) -> str:
+    body = {"prompt": question(draw), "max_tokens": draw.randrange(0, 20), "echo": True, "logprobs": 2}
+    return await post(client, "/v1/completions", body, lambda reply: reply["choices"][0]["logprobs"] is not None)
+
+
+async def call_tool(client: httpx.AsyncClient, draw: random.Random) -> str:
+    body = {"messages": messages(draw), "tools": [WEATHER], "tool_choice": "required", "max_tokens": 150}
+
+    def holds(reply: Any) -> bool:
+        choice = reply["choices"][0]
+        if choice["finish_reason"] == "length":
+            return True
+        return set(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])) == {"city", "unit"}
+
+    return await post(client, "/v1/chat/completions", body, holds)
+
+
+async def structure(client: httpx.AsyncClient, draw: random.Random) -> str:
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    body = {"messages": messages(draw), "response_format": form, "max_tokens": 150}
+
+    def holds(reply: Any) -> bool:
+        choice = reply["choices"][0]
+        return choice["finish_reason"] == "length" or set(json.loads(choice["message"]["content"])) == {"name", "tags"}
+
+    return await post(client, "/v1/chat/completions", body, holds)
+
+
+async def embed(client: httpx.AsyncClient, draw: random.Random) -> str:
+    texts = [question(draw) for _ in range(draw.randrange(1, 6))]
+    return await post(client, "/v1/embeddings", {"input": texts}, lambda reply: len(reply["data"]) == len(texts))
+
+
+async def respond(client: httpx.AsyncClient, draw: random.Random) -> str:
+    return await post(
+        client, "/v1/responses", {"input": question(draw), "max_output_tokens": 30}, lambda reply: bool(reply["output"])
     )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
-    with serve() as running:
-        url, process = running.url, running.process
-        wait_for_health(url, START_TIMEOUT_S)
-        first = Wave(url, options.num_requests, options.seed)
-        asyncio.run(first.send(kill=find_engine(process.pid)))
-        recovered_s = wait_for_health(url, RECOVER_TIMEOUT_S)
-        second = Wave(url, options.num_after, options.seed + 1)
-        asyncio.run(second.send())
-        gauges = wait_for_rest(url)
-        process.send_signal(signal.SIGTERM)
-        status = process.wait(STOP_TIMEOUT_S)
-    report(bench, first.outcomes, second.outcomes, recovered_s, gauges)
-    bench.check_true("SIGTERM ends the server with status 0", status == 0)
-    plot(bench, options, first.outcomes)
-    return bench.finish(options)
+
+
+async def message(client: httpx.AsyncClient, draw: random.Random) -> str:
+    body = {"messages": [{"role": "user", "content": question(draw)}], "max_tokens": 30}
+    return await post(client, "/v1/messages", body, lambda reply: reply["type"] == "message")
+
+
+async def misuse(client: httpx.AsyncClient, draw: random.Random) -> str:
+    """Sends what must be refused with a 4xx; anything else is `wrong`."""
+    path, content = draw.choice(
+        (
+            ("/v1/chat/completions", b"{not json"),
+            ("/v1/chat/completions", b'{"messages": "hello"}'),
+            ("/v1/chat/completions", b'{"model": "no-such-model", "messages": [{"role": "user", "content": "x"}]}'),
+            ("/v1/completions", json.dumps({"prompt": [10**9]}).encode()),
+            ("/v1/completions", json.dumps({"prompt": "x " * 5000}).encode()),
+            ("/v1/embeddings", b'{"input": []}'),
+            ("/v1/no/such/route", b"{}"),
+        )
+    )
+    reply = await client.post(path, content=content, headers={"content-type": "application/json"})
+    if reply.status_code >= 500:
+        return "failed"
+    return "refused" if reply.status_code >= 400 and "message" in reply.text else "wrong"
+
+
+KINDS: Mapping[str, tuple[Send, float]] = {
+    "chat": (chat, 4), "stream": (stream, 4), "leave": (leave, 2), "completion": (complete, 1), "tool": (call_tool, 1),
+    "structure": (structure, 1), "embedding": (embed, 2), "response": (respond, 1), "message": (message, 1),
+    "misuse": (misuse, 2),
+}  # fmt: skip
+
+
+async def load(url: str, pid: int, options: argparse.Namespace) -> Tally:
+    """Keeps `options.clients` clients busy for `options.minutes`; kills the engine on the way if that is wanted."""
+    tally, start_s = Tally(), time.monotonic()
+    end_s = start_s + options.minutes * 60
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
+        with make_progress() as progress:
+            task = progress.add_task("seconds", total=round(options.minutes * 60))
+
+            async def watch() -> None:
+                while (now_s := time.monotonic()) < end_s:
+                    tally.memory.append((now_s - start_s, held_bytes(pid)))
+                    progress.update(task, completed=now_s - start_s)
+                    await asyncio.sleep(SAMPLE_S)
+
+            clients = [
+                work(client, random.Random(options.seed * 1000 + number), end_s, options, tally)
+                for number in range(options.clients)
+            ]
+            await asyncio.gather(watch(), *([kill_engine(pid, options)] if options.kill else []), *clients)
+    return tally
+
+
+async def kill_engine(pid: int, options: argparse.Namespace) -> None:
+    await asyncio.sleep(KILL_AFTER * options.minutes * 60)
+    os.kill(find_engine(pid), signal.SIGKILL)
+    console.print("killed the engine", style="yellow")
+
+
+async def work(client: httpx.AsyncClient, draw: random.Random, end_s: float, options: argparse.Namespace, tally: Tally) -> None:
+    """One client: asks, thinks, asks again."""
+    names, weights = list(KINDS), [weight for _, weight in KINDS.values()]
+    while time.monotonic() < end_s:
+        name = draw.choices(names, weights)[0]
+        try:
+            end = await asyncio.wait_for(KINDS[name][0](client, draw), REQUEST_TIMEOUT_S)
+        except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as error:
+            end = "lost"
+            console.print(f"{name}: {type(error).__name__}", style="red")
+        tally.ends[name, end] += 1
+        await asyncio.sleep(draw.expovariate(1 / options.pause_s))
+
+
+def held_bytes(pid: int) -> int:
+    """Memory of the server and its engine that belongs to no file: what other programs map does not move it."""
+    return sum(_anonymous_bytes(process) for process in (pid, *descendants(pid)))
+
+
+def _anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss_Anon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of the server and its engine so far."""
+    ticks = 0
+    for process in (pid, *descendants(pid)):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure_idle(pid: int, for_s: float) -> float:
+    """Share of one processor that the server takes while nobody asks anything."""
+    before_s = cpu_s(pid)
+    time.sleep(for_s)
+    return (cpu_s(pid) - before_s) / for_s
+
+
+def growth_per_hour(memory: list[tuple[float, int]]) -> float:
+    """Slope of a straight line through the samples after the warm-up, in bytes per hour."""
+    start_s = memory[-1][0] * WARM_SHARE
+    times, sizes = zip(*[(t, size) for t, size in memory if t >= start_s], strict=True)
+    return float(np.polyfit(np.array(times) / 3600, sizes, 1)[0])
 
 
 def serve(*settings: str) -> ServeProcess:
@@ -205,34 +336,62 @@ def find_engine(pid: int) -> int:
     return max(children, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
 
 
-def report(
-    bench: Bench, first: Sequence[Outcome], second: Sequence[Outcome], recovered_s: float, gauges: dict[str, float]
-) -> None:
-    kinds = ("finished", "left", "refused", "failed", "lost")
-    counts = [Counter(outcome.kind for outcome in wave) for wave in (first, second)]
-    names = ("with kill -9", "after it")
-    rows = [(name, sum(c.values()), *(c[kind] for kind in kinds)) for name, c in zip(names, counts, strict=True)]
-    bench.print_rows("Requests", ("wave", "all", *kinds), rows)
-    bench.print_rows("At rest", ("gauge", "value"), list(gauges.items()))
-    bench.figures["seconds until the next answer after the last request of the first wave"] = recovered_s
-    bench.check("requests lost without a reply", sum(c["lost"] for c in counts), high=0)
-    bench.check("requests that failed by the kill (it did hit some)", counts[0]["failed"], low=1)
-    bench.check("requests that failed or were refused after the restart", counts[1]["failed"] + counts[1]["refused"], high=0)
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0, help="of load")
+    parser.add_argument("--clients", type=int, default=8, help="at once")
+    parser.add_argument("--pause-s", type=float, default=0.2, help="mean pause of a client between two requests")
+    parser.add_argument("--kill", action="store_true", help="kill the engine by -9 in the middle")
+    parser.add_argument("--idle-s", type=float, default=60.0, help="how long to look at the idle server")
+    options = parser.parse_args()
+    bench = Bench(
+        "endurance_kill" if options.kill else "endurance",
+        "Endurance: every route, clients that leave, bad input" + (", the engine killed by -9" if options.kill else ""),
+        "no request is lost or answered wrongly, no 5xx but by a kill, memory is flat after the first fifth, an idle server "
+        "takes below 1%, and no KV block stays in use",
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
+    with serve("--kv-memory-mb", str(KV_MB)) as running:
+        url, process = running.url, running.process
+        wait_for_health(url, START_TIMEOUT_S)
+        tally = asyncio.run(load(url, process.pid, options))
+        wait_for_health(url, START_TIMEOUT_S)
+        gauges = wait_for_rest(url)
+        idle = measure_idle(process.pid, options.idle_s)
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(STOP_TIMEOUT_S)
+    report(bench, tally, gauges, idle, status, was_killed=options.kill)
+    return bench.finish(options)
+
+
+def report(bench: Bench, tally: Tally, gauges: dict[str, float], idle: float, status: int, *, was_killed: bool) -> None:
+    ways = ("answered", "left", "refused", "wrong", "failed", "lost")
+    rows = [(name, *(tally.ends[name, way] for way in ways)) for name in KINDS]
+    totals = Counter[str]()
+    for (_, way), count in tally.ends.items():
+        totals[way] += count
+    bench.print_rows("Requests", ("kind", *ways), [*rows, ("all", *(totals[way] for way in ways))])
+    sizes = np.array([size for _, size in tally.memory]) / 2**20
+    slope = growth_per_hour(tally.memory) / 2**20
+    start = float(sizes[int(len(sizes) * WARM_SHARE)])
+    bench.print_rows(
+        "Memory, MiB",
+        ("first", "after warm-up", "last", "greatest", "growth an hour"),
+        [(float(sizes[0]), start, float(sizes[-1]), float(sizes.max()), slope)],
+    )
+    refused = sum(count for (name, way), count in tally.ends.items() if way == "refused" and name != "misuse")
+    bench.check("requests lost without a reply", totals["lost"], high=0)
+    if was_killed:
+        bench.check("requests that failed by the kill (it did hit some)", totals["failed"], low=1)
+    else:
+        bench.check("requests that failed (5xx)", totals["failed"], high=0)
+        bench.check("growth of memory in an hour, as a share", slope / start, high=0.02)
+    bench.check("answers that were not what was asked for", totals["wrong"], high=0)
+    if not was_killed:
+        bench.check("good requests that were refused", refused, high=0)
+    bench.check("processor time of the idle server, as a share of one", idle, high=0.01)
     bench.check("KV blocks in use at rest, as a share", gauges["kv_cache_usage_perc"], high=0)
-    bench.check("requests running or waiting at rest", gauges["num_requests_running"] + gauges["num_requests_waiting"], high=0)
-
-
-def plot(bench: Bench, options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
-    colours = {"finished": GREEN, "left": BLUE, "failed": ORANGE, "refused": RED, "lost": RED}
-    with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
-        for kind, colour in colours.items():
-            times = sorted(outcome.end_s for outcome in outcomes if outcome.kind == kind)
-            if times:
-                label = f"{kind}: {len(times)}"
-                axes.step([0, *times], range(len(times) + 1), where="post", color=colour, label=label)
-        axes.set_xlabel("time, s")
-        axes.set_ylabel("requests ended so far")
-        axes.legend(loc="upper left")
+    bench.check_true("SIGTERM ends the server with status 0", status == 0)
 
 
 if __name__ == "__main__":

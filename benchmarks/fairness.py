@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress, open_engine
-from benchmarks.models import MODELS, dequantize, find_model
+from benchmarks.models import open_checkpoint
 from benchmarks.peers.engines import file_backend
 from cloister.bench.drive import SteppingEngine, Timed, abort, drive
-from cloister.bench.plots import BLUE, GREEN, ORANGE, draw, plot_distribution
 from cloister.bench.workloads import make_tokens
 from cloister.types.events import Ended, Event, Submit
 from cloister.types.request import Request, SamplingParams
@@ -48,7 +47,7 @@ def main() -> int:
     parser.add_argument("--models", default=MODEL, help="models, with commas: names, directories, or smollm2")
     parser.add_argument("--kernels", default="best", help="instruction sets, with commas; best is the processor's own")
     parser.add_argument("--quant", default="none", help="number format of matrices, made on load")
-    parser.add_argument("--no-fcfs", action="store_true", help="leave out what fcfs does, and the picture")
+    parser.add_argument("--no-fcfs", action="store_true", help="leave out what fcfs does")
     parser.add_argument("--runs", type=int, default=1, help="runs of each model and instruction set")
     options = parser.parse_args()
     bench = Bench(
@@ -59,7 +58,7 @@ def main() -> int:
     )
     for model in options.models.split(","):
         for kernels, run in itertools.product(options.kernels.split(","), range(options.runs)):
-            compare(bench, options, Case(find_path(model), kernels), is_first=run == 0 and not options.no_fcfs)
+            compare(bench, options, Case(str(open_checkpoint(model)), kernels), is_first=run == 0 and not options.no_fcfs)
     return bench.finish(options)
 
 
@@ -75,13 +74,8 @@ class Case:
         return f"{Path(self.model).name} {self.kernels}"
 
 
-def find_path(model: str) -> str:
-    stored = find_model(model) if model in MODELS else None
-    return model if stored is None else str(dequantize(stored, stored.parent / "float32"))
-
-
 def compare(bench: Bench, options: argparse.Namespace, case: Case, *, is_first: bool) -> None:
-    """Measures the victim alone and flooded; under `fcfs` and for the picture the first time only."""
+    """Measures the victim alone and flooded; under `fcfs` the first time only."""
     interval_s = options.interval_s or NUM_APART * measure_one(options, case)
     alone = measure(options, case, "fair", interval_s * NUM_APART_ALONE / NUM_APART, flooded=False)
     schedulers = ("fcfs", "fair") if is_first else ("fair",)
@@ -94,14 +88,6 @@ def compare(bench: Bench, options: argparse.Namespace, case: Case, *, is_first: 
         ratio = float(np.percentile(ttfts, 99)) / base
         bound = {"high": 1.5} if name == "fair" else {"low": 1.5}
         bench.check(f"{case.name}: P99 TTFT under a flood, {name} over alone", ratio, **bound)
-    if not is_first:
-        return
-    with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
-        plot_distribution(axes, alone, GREEN, "alone")
-        plot_distribution(axes, flooded["fair"], BLUE, "flooded, fair")
-        plot_distribution(axes, flooded["fcfs"], ORANGE, "flooded, fcfs")
-        axes.set_xlabel("victim's time to first token, ms")
-        axes.legend(loc="center")
 
 
 def open_warm(options: argparse.Namespace, case: Case, scheduler: str) -> SteppingEngine:

@@ -2,9 +2,8 @@
 
 python -m benchmarks.families                            logits and 200 greedy tokens of every family, in real widths
 python -m benchmarks.families --backend native           the same on the native back end
-python -m benchmarks.families --rule6                    bits of a row in every arrangement, narrow to wide, on the torch oracle
-python -m benchmarks.families --rule6 --backend native   the same of every format, KV type and instruction set of this machine
-python -m benchmarks.families --speed                    prefill and decode times of the embedded model
+python -m benchmarks.families --rule6                    bits of a row in every arrangement, for every format, KV type and
+                                                         instruction set of this machine (native; tests do so on the oracle)
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import Bench, make_parser, make_progress
-from cloister.backends.base import LOGITS, Weights
-from cloister.backends.spec import DecoderSpec
-from cloister.models import locate
+from cloister.backends.base import Weights
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.company import differing_arrangements
-from tests.driving import Driver, RandomWeights, build, build_from, make_spec
+from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.model_factory import make_model
 from tests.reference import compare
 
@@ -123,15 +118,6 @@ WIDE: list[tuple[str, str, dict[str, Any]]] = [
 LENGTH = 600
 """Of prompt and answer; the last token is not read, so the greatest length of a sequence is one less."""
 
-RULE6 = {
-    "narrow, hidden 256": make_spec(hidden=256, intermediate=688, heads=(8, 2), head_dim=32, vocab=4096),
-    "hidden 896": make_spec(hidden=896, intermediate=4864, heads=(14, 2), head_dim=64, vocab=32000),
-    "hidden 1024, qk norm, window": make_spec(
-        hidden=1024, intermediate=3072, heads=(16, 8), head_dim=128, vocab=32000, window=100, qk_norm=True
-    ),
-    "wide, hidden 2048": make_spec(hidden=2048, intermediate=5632, heads=(32, 4), head_dim=64, vocab=32000),
-}
-
 NATIVE_SPECS = {
     "tiny": make_spec(hidden=128, intermediate=128, heads=(4, 2), head_dim=32, num_layers=1, vocab=128),
     "narrow": make_spec(hidden=256, intermediate=688, heads=(8, 2), head_dim=32, num_layers=1, vocab=512),
@@ -184,22 +170,6 @@ def show_families(console: Console, backend: str, only: str | None) -> None:
         counted = f"{found.num_equal}/{found.num_tokens}"
         table.add_row(family, name, f"{found.largest:.1f}", f"{found.difference:.1e}", counted)
     console.print(table)
-
-
-def show_rule6(console: Console) -> None:
-    table = Table("model", "dtype", "arrangements that differ")
-    for name, spec in RULE6.items():
-        for dtype in ("float32", "bfloat16"):
-            make = cache(partial(_make, spec, RandomWeights(spec), dtype))
-            tokens = np.random.default_rng(1).integers(0, spec.vocab_size, 300).tolist()
-            found = differing_arrangements(make, tokens, vocab=spec.vocab_size, chunks=(1, 7, 33, 100), block_sizes=(1, 5, 256))
-            table.add_row(name, dtype, ", ".join(found) or "none")
-    console.print(table)
-
-
-def _make(spec: DecoderSpec, weights: RandomWeights, dtype: str, block_size: int, num_threads: int) -> Driver:
-    num_blocks = -(-8192 // block_size)
-    return build(spec, weights, num_blocks=num_blocks, block_size=block_size, num_threads=num_threads, dtype=dtype)
 
 
 def show_native_rule6(options: argparse.Namespace) -> int:
@@ -258,64 +228,15 @@ def arrange(spec: str, kernels: str, form: Form) -> list[str]:
     return differing_arrangements(make, tokens, vocab=decoder.vocab_size, **arrangements(spec))
 
 
-def show_speed(console: Console) -> None:
-    table = Table("step", *(f"{threads} thread(s): {what}, ms" for threads in (1, 2) for what in ("wall", "caller's CPU")))
-    path = locate("cloister-5m")
-    drivers = [build_from(path, num_blocks=4200, num_threads=threads) for threads in (1, 2)]
-    for count in (512, 2048):
-        table.add_row(f"prefill {count}", *_cells(_time(driver, {"prompt": _draw(count)}) for driver in drivers))
-    for count, context in ((1, 128), (1, 1000), (16, 128), (16, 512), (16, 1000), (64, 128), (64, 500)):
-        table.add_row(f"decode {count} at {context}", *_cells(_time_decode(driver, count, context) for driver in drivers))
-    console.print(table)
-
-
-def _draw(count: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(count).integers(0, 4096, count)]
-
-
-def _time_decode(driver: Driver, count: int, context: int) -> tuple[float, float]:
-    for seq in range(count):
-        driver.run(seq, _draw(context - 1))
-    return _time(driver, {seq: [1] for seq in range(count)})
-
-
-def _time(driver: Driver, parts: Mapping[Any, list[int]], repeats: int = 15) -> tuple[float, float]:
-    """Least wall time, and least CPU time of the calling thread, of a step that asks for the last logits of each sequence.
-
-    The step is computed again and again at the same place; its sequences are freed in the end.
-    """
-    ends = np.cumsum([len(tokens) for tokens in parts.values()]) - 1
-    batch = driver.plan(parts, logit_rows=ends.tolist())
-    found = []
-    for _ in range(repeats):
-        wall, used = time.perf_counter(), time.thread_time()
-        driver.program.step(batch, LOGITS)
-        found.append((1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - used)))
-    for seq in parts:
-        driver.free(seq)
-    return min(wall for wall, _ in found), min(used for _, used in found)
-
-
-def _cells(times: Iterator[tuple[float, float]]) -> Iterator[str]:
-    return (f"{value:.1f}" for pair in times for value in pair)
-
-
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rule6", action="store_true", help="bits of a row in every arrangement")
-    parser.add_argument("--backend", choices=("torch", "native"), default="torch", help="whose logits or bits")
+    parser.add_argument("--backend", choices=("torch", "native"), default="torch", help="whose logits")
     parser.add_argument("--family", help="only the variants of one model type")
-    parser.add_argument("--speed", action="store_true", help="times of the embedded model")
     options = parser.parse_args()
-    if options.rule6 and options.backend == "native":
-        return show_native_rule6(options)
-    console = Console()
     if options.rule6:
-        show_rule6(console)
-    elif options.speed:
-        show_speed(console)
-    else:
-        show_families(console, options.backend, options.family)
+        return show_native_rule6(options)
+    show_families(Console(), options.backend, options.family)
     return 0
 
 

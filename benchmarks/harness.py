@@ -34,7 +34,7 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     summary = (about or "").split("\n\n", 1)[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", help="folder of the traces")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for JSON and PNG")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument("--num-threads", type=int, default=None, help="threads of the engine; unset, all that it may use")
     return parser
@@ -122,10 +122,6 @@ class Bench:
         console.print(table)
         self._write(options)
         return 0 if all(held for *_, held in self.checks) else 1
-
-    def picture(self, options: argparse.Namespace) -> Path:
-        """Returns where the benchmark's plot goes."""
-        return Path(options.output) / f"{self.name}.png"
 
     def _write(self, options: argparse.Namespace) -> None:
         machine = read_machine()

@@ -1,8 +1,5 @@
 """A small model in a large one's shape: the answers of the one, the cost of the other.
 
-    python -m benchmarks.inflated DIR            # cloister-5m in the l1b shape (Llama 3.2 1B), 2 GB in bfloat16
-    python -m benchmarks.inflated DIR --verify   # and what became of its answers, on 200 prompts
-
 So a draft model is accepted as often as it really is, and what it saves is what it saves a model of a billion weights. In exact
 arithmetic the function is the same, and no weight of the small model is rounded on the way:
 
@@ -22,7 +19,6 @@ Dense kernels read and multiply zeros as they do any number.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -35,7 +31,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import MODEL, console
+from benchmarks.harness import MODEL
 from benchmarks.inflated_drafters import MARK, write_drafters
 from benchmarks.peers.shapes import KNOWN
 from cloister.models import embedded_names, locate
@@ -100,17 +96,8 @@ class Inflation:
     def config(self) -> dict[str, Any]:
         """Returns the config of the large model."""
         small, large = self.small, self.large
-        kept = (
-            "vocab_size",
-            "max_position_embeddings",
-            "rope_theta",
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "hidden_act",
-        )
         return {
-            **{name: self._config[name] for name in kept},
+            **{name: self._config[name] for name in _KEPT},
             "architectures": ["GraniteForCausalLM"],
             "model_type": "granite",
             "hidden_size": large.hidden,
@@ -244,21 +231,3 @@ def open_inflated(place: Path) -> Path:
     folder = write_inflated(place)
     write_drafters(folder)
     return folder
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
-    parser.add_argument("folder", type=Path, help="where the model goes")
-    parser.add_argument("--verify", action="store_true", help="compare it with the small model, through transformers too")
-    options = parser.parse_args()
-    folder = open_inflated(options.folder)
-    console.print(f"Written: {folder}", style="dim", highlight=False)
-    if options.verify:
-        from benchmarks.inflated_check import check
-
-        return check(folder)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -16,7 +16,6 @@ import numpy as np
 from benchmarks.harness import CONTEXT_TOKENS, Bench, find_scale, make_parser, make_progress, open_engine, read_azure
 from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import Timed, drive, make_requests
-from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.bench.recorder import EventRecorder
 from cloister.bench.workloads import Recipe, WorkItem, build_workload, make_tokens
 from cloister.scheduler import BudgetConfig, SchedulerConfig
@@ -62,7 +61,6 @@ def main() -> int:
     headers = ("lengths", "scheduler", "seconds", "in steps", "predicted", "steps", "tokens /s", "samples a step")
     bench.print_rows("Runs", headers, rows)
     bench.check_true("a request that arrives mid-run gets its first token before the running ones end", joins(options))
-    plot(bench, options, runs)
     return bench.finish(options)
 
 
@@ -138,23 +136,6 @@ def joins(options: argparse.Namespace) -> bool:
     late = WorkItem(0.5, make_tokens((2,), PROMPT_TOKENS, 2048), PROMPT_TOKENS, 8)
     records = drive(engine, make_requests([*running, late])).recorder.records
     return records[4].due_s + records[4].ttft_s < min(record.end_s for record in records[:4])
-
-
-def plot(bench: Bench, options: argparse.Namespace, runs: dict[tuple[str, str], EventRecorder]) -> None:
-    """Draws how many sequences were computed over each run: what static batching leaves empty."""
-    with draw(bench.picture(options), bench.title, 1, 2) as axes:
-        for panel, name in zip(axes, ("heavy", "azure"), strict=True):
-            for scheduler, colour in (("static", ORANGE), ("fcfs", BLUE)):
-                steps = runs[name, scheduler].steps
-                start_s = steps[0].now_s
-                times, samples = [s.now_s - start_s for s in steps], [s.num_running for s in steps]
-                panel.step(times, samples, color=colour, label=f"{scheduler}: {times[-1]:.1f} s", where="post")
-            panel.axhline(BATCH, color=GREY, linewidth=0.8, linestyle=":")
-            panel.set_title({"heavy": "Answers of 8 to 1024 tokens, Pareto", "azure": "Azure conversation lengths"}[name])
-            panel.set_xlabel("time, s")
-            panel.set_ylabel("sequences running")
-            panel.set_ylim(0, BATCH + 4)
-            panel.legend(loc="upper right", ncols=2)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from benchmarks.harness import CONTEXT_TOKENS, MOONCAKE, Bench, make_parser, mak
 from benchmarks.ideal import IdealCache, count_ideal_id_hits
 from benchmarks.replay import make_scheduler, replay_one_by_one
 from cloister.bench.drive import Drive, Timed, drive, make_request
-from cloister.bench.plots import BLUE, GREY, ORANGE, draw
 from cloister.bench.traces import Trace, TraceRow, read_trace
 from cloister.bench.workloads import Recipe, WorkItem, build_workload
 from cloister.scheduler import SchedulerConfig
@@ -40,10 +39,6 @@ class Timing:
     off_s: float
     same_answer: bool
 
-    @property
-    def share(self) -> float:
-        return self.num_hit_tokens / self.num_prompt_tokens
-
 
 def main() -> int:
     parser = make_parser(__doc__)
@@ -59,7 +54,6 @@ def main() -> int:
     count_hits(bench, read_trace(options.traces / MOONCAKE, options.num_pure), options.seed)
     timings = time_hits(options, read_trace(options.traces / MOONCAKE))
     judge(bench, timings)
-    plot(bench, options, timings)
     return bench.finish(options)
 
 
@@ -138,25 +132,6 @@ def judge(bench: Bench, timings: Sequence[Timing]) -> None:
     bench.check("TTFT on / off where least is hit", ratios[0], high=1.1)
     num_same = sum(t.same_answer for t in timings)
     bench.check_true(f"{num_same} of {len(timings)} answers are equal with the cache on and off", num_same == len(timings))
-
-
-def plot(bench: Bench, options: argparse.Namespace, timings: Sequence[Timing]) -> None:
-    hits = [t.num_hit_tokens for t in timings]
-    shares = np.array([t.share for t in timings])
-    with draw(bench.picture(options), bench.title, 1, 2) as (lengths, ratios):
-        lengths.scatter([t.num_prompt_tokens for t in timings], [t.off_s * 1e3 for t in timings], s=8, color=GREY, label="off")
-        lengths.scatter(
-            [t.num_prompt_tokens for t in timings], [t.on_s * 1e3 for t in timings], s=8, c=shares, cmap="viridis", label="on"
-        )
-        lengths.set_title("Colour: share of the prompt that was hit")
-        lengths.set_xlabel("prompt, tokens (grey: cache off)")
-        lengths.set_ylabel("time to first token, ms")
-        ratios.scatter(hits, [t.on_s / t.off_s for t in timings], s=8, color=BLUE)
-        ratios.axhline(1, color=ORANGE, linestyle="--")
-        ratios.set_title("Gain by hit length")
-        ratios.set_xlabel("prompt tokens hit")
-        ratios.set_ylabel("TTFT, cache on / off")
-        ratios.set_ylim(0, 1.6)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What privacy costs: time to first token and throughput of the four profiles, side by side, in turns, on one machine.
 
-All servers are up at once and idle but for the one that is measured. Prompts are random tokens, so no two share a prefix.
+All are sealed nodes, up at once and idle but for the one that is measured. Prompts are random tokens, so no two share a prefix.
 """
 
 from __future__ import annotations
@@ -11,21 +11,16 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from benchmarks.harness import Bench, make_parser, make_progress
 from benchmarks.traffic import live
-from cloister.bench.plots import COLOURS, draw
 from cloister.trust.shape import shape_of
-from tests.serving import ServeProcess
 
 PROFILES = ("open", "team", "private", "paranoid")
-TIMEOUT_S = 300.0
 STREAM: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -54,7 +49,6 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="cloister-5m", help="name or directory")
     parser.add_argument("--quant", default="none", help="number format")
-    parser.add_argument("--way", choices=("plain", "sealed"), default="plain", help="plain servers, or nodes with their shapes")
     parser.add_argument("--rounds", type=int, default=5, help="of each profile, in turns")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt that is alone")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
@@ -62,21 +56,12 @@ def main() -> int:
     options = parser.parse_args()
     label = Path(options.model).name
     bench = Bench(
-        f"profiles_{label}_{options.way}",
-        f"Profiles side by side: {label}, {options.quant}, {options.way}",
+        f"profiles_{label}_sealed",
+        f"Profiles side by side: {label}, {options.quant}, sealed",
         "without shared prefixes the profiles differ by less than a tenth: what they refuse is reuse, and there is none here",
     )
     figures = measure(options)
     report(bench, figures)
-    with draw(bench.picture(options), bench.title, 1, 2) as axes:
-        for place, (title, unit) in enumerate((("Time to first token", "ms"), ("Throughput, all at once", "tokens/s"))):
-            values = [[s * 1e3 for s in f.first_token_s] if place == 0 else f.tokens_per_s for f in figures.values()]
-            for i, (one, colour) in enumerate(zip(values, COLOURS, strict=False)):
-                if one:
-                    axes[place].bar(i, statistics.median(one), color=colour, width=0.6)
-                    axes[place].plot([i] * len(one), one, ".", color="black", markersize=4)
-            axes[place].set_xticks(range(len(values)), list(figures))
-            axes[place].set_title(f"{title}, {unit}")
     return bench.finish(options)
 
 
@@ -84,7 +69,10 @@ def measure(options: argparse.Namespace) -> dict[str, Figures]:
     """Returns the figures of every profile; rounds go through the profiles in another order each time."""
     figures = {profile: Figures() for profile in PROFILES}
     with ExitStack() as stack, make_progress() as progress:
-        urls = {profile: stack.enter_context(serve(options, profile)) for profile in PROFILES}
+        urls = {
+            profile: stack.enter_context(live.run_node(profile, options.model, options.num_threads, options.quant))
+            for profile in PROFILES
+        }
         task = progress.add_task("measure", total=(options.rounds + 1) * len(PROFILES))
         for number in range(options.rounds + 1):  # the first one warms up
             for profile in PROFILES[number % 4 :] + PROFILES[: number % 4]:
@@ -98,42 +86,9 @@ def measure(options: argparse.Namespace) -> dict[str, Figures]:
 
 
 async def reach_and_measure(options: argparse.Namespace, url: str, profile: str, seed: int) -> Figures:
-    """Takes one round over a fresh connection."""
-    reach = reach_sealed if options.way == "sealed" else reach_plain
-    async with reach(options, url, profile) as ask:
-        return await measure_round(options, ask, seed)
-
-
-def serve(options: argparse.Namespace, profile: str) -> AbstractContextManager[str]:
-    """Serves the model under a profile while the block runs; yields the address."""
-    if options.way == "sealed":
-        return live.run_node(profile, options.model, options.num_threads, options.quant)
-    return serve_plain(options, profile)
-
-
-@contextmanager
-def serve_plain(options: argparse.Namespace, profile: str) -> Iterator[str]:
-    """Serves the model under a profile over plain HTTP."""
-    threads = [] if options.num_threads is None else ["--num-threads", str(options.num_threads)]
-    flags = ("--model", options.model, "--quant", options.quant, "--profile", profile, "--kv-memory-mb", "512", *threads)
-    with ServeProcess(*flags) as running:
-        yield running.url
-
-
-@asynccontextmanager
-async def reach_plain(options: argparse.Namespace, url: str, profile: str) -> AsyncIterator[Ask]:
-    """Yields what asks a server over plain HTTP; under `paranoid` it answers whole."""
-    limits = httpx.Limits(max_connections=options.at_once)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
-        ask = ask_whole if profile == "paranoid" else ask_stream
-        yield lambda body: ask(client, body)
-
-
-@asynccontextmanager
-async def reach_sealed(_: argparse.Namespace, url: str, profile: str) -> AsyncIterator[Ask]:
-    """Yields what seals each question to the node at `url`, and opens the answer."""
+    """Takes one round with a node whose key was fetched anew."""
     node = await live.meet(url, shaped=shape_of(profile) is not None)
-    yield lambda body: ask_sealed(node, body)
+    return await measure_round(options, lambda body: ask_sealed(node, body), seed)
 
 
 async def measure_round(options: argparse.Namespace, ask: Ask, seed: int) -> Figures:
@@ -157,24 +112,6 @@ def draw_prompt(rng: random.Random, num_tokens: int) -> list[int]:
 def make_body(prompt: list[int], num_tokens: int) -> dict[str, object]:
     """Returns a request that gets `num_tokens` tokens."""
     return {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0}
-
-
-async def ask_whole(client: httpx.AsyncClient, body: dict[str, object]) -> Answer:
-    began_s = time.perf_counter()
-    reply = (await client.post("/v1/completions", json=body)).raise_for_status()
-    return Answer(None, time.perf_counter() - began_s, reply.json()["usage"]["completion_tokens"])
-
-
-async def ask_stream(client: httpx.AsyncClient, body: dict[str, object]) -> Answer:
-    began_s = time.perf_counter()
-    first_s, counted = None, 0
-    async with client.stream("POST", "/v1/completions", json=body | STREAM) as stream:
-        stream.raise_for_status()
-        async for line in stream.aiter_lines():
-            if first_s is None and line.startswith("data:"):
-                first_s = time.perf_counter() - began_s
-            counted = max(counted, _count_tokens(line))
-    return Answer(first_s, time.perf_counter() - began_s, counted)
 
 
 async def ask_sealed(node: live.Node, body: dict[str, object]) -> Answer:

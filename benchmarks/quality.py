@@ -30,7 +30,6 @@ from cloister.backends import BACKENDS
 from cloister.backends.base import Weights
 from cloister.backends.native import _native
 from cloister.backends.tensors import dequantized
-from cloister.bench.plots import BLUE, GREEN, GREY, ORANGE, draw
 from cloister.launch.calibrating import calibrate_on_load
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
 from tests.driving import build
@@ -96,7 +95,6 @@ def main() -> int:
             check_truth(bench, case)
             measure(bench, options, case)
         judge(bench)
-        plot(bench, options)
     finally:  # what was measured is kept, whatever ended the rest
         status = bench.finish(options)
     return status
@@ -226,31 +224,6 @@ def judge(bench: Bench) -> None:
                 bench.check(what, row["rms of log-probabilities"], high=1e-3)
             if engine.startswith("native") and form in ("bfloat16", "int8"):
                 bench.check(f"{model.name}, {row['row']}: loss, %", row["loss, %"], high=1.0)
-
-
-def plot(bench: Bench, options: argparse.Namespace) -> None:
-    """Draws what each row loses, with its standard error."""
-    shown = [model for model in MODELS.values() if model.title in bench.figures]
-    highest = max(len(bench.figures[model.title]) for model in shown)
-    with draw(bench.picture(options), bench.title, columns=len(shown), size=(6.4, 1.2 + 0.24 * highest)) as panels:
-        for axes, model in zip(panels, shown, strict=True):
-            rows = bench.figures[model.title]
-            labels = [str(row["row"]) for row in rows]
-            axes.barh(
-                labels,
-                [row["loss, %"] for row in rows],
-                color=[choose_colour(label) for label in labels],
-                xerr=[row["± %"] for row in rows],
-                error_kw={"ecolor": GREY, "capsize": 2},
-            )
-            axes.set_title(model.title)
-            axes.set_xscale("symlog", linthresh=1)
-            axes.set_xlabel("perplexity over that of the truth, % (logarithmic beyond 1)")
-            axes.invert_yaxis()
-
-
-def choose_colour(label: str) -> str:
-    return BLUE if label.startswith(("native", "torch")) else GREEN if label.startswith("llama") else ORANGE
 
 
 if __name__ == "__main__":

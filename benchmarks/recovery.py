@@ -1,11 +1,15 @@
 """Recovery: an engine that is stopped or killed, seen from outside, and a server that ends so that a supervisor starts another.
 
 A server is started as a supervisor would start it. Its engine process gets SIGSTOP, then five times SIGKILL, then a sixth time.
+Last, a server with `--files` answers a batch while the whole of it gets SIGKILL again and again, at moments that are drawn, and
+is started on the same directory each time: each line of the input has one answer in the end.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,8 +17,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -23,7 +29,8 @@ from benchmarks.harness import MODEL, Bench, make_parser
 from tests.serving import descendants
 
 NUM_KILLS = 5
-TIMEOUT_S = 60.0
+NUM_LINES, NUM_BATCH_KILLS = 400, 6
+TIMEOUT_S = 120.0
 POLL_S = 0.02
 BODY = {"prompt": [50, 51, 52], "max_tokens": 2}
 
@@ -47,6 +54,19 @@ class Supervised:
     @property
     def engine(self) -> int:
         return find_engine(self._process.pid)
+
+    def kill(self) -> None:
+        """Kills front and engine at once; they are started again."""
+        for pid in (*descendants(self._process.pid), self._process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+    def ask(self, method: str, path: str, **fields: Any) -> dict[str, Any]:
+        """Returns the reply of a route, once there is a server."""
+        seconds_until(lambda: self.health() == 200)
+        reply = httpx.request(method, f"{self.url}{path}", timeout=TIMEOUT_S, **fields)
+        reply.raise_for_status()
+        answer: dict[str, Any] = reply.json()
+        return answer
 
     def close(self) -> None:
         self._is_over = True
@@ -111,6 +131,12 @@ def main() -> int:
         kill(bench, server)
     finally:
         server.close()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Supervised("--files", folder)
+        try:
+            kill_under_batch(bench, server, random.Random(options.seed))
+        finally:
+            server.close()
     bench.figures["start to first answer, s"] = start_s
     return bench.finish(options)
 
@@ -147,6 +173,35 @@ def kill(bench: Bench, server: Supervised) -> None:
     bench.print_rows("SIGKILL", ("what", "s until a request is answered"), rows)
     bench.check("s until a killed engine is replaced, first kill", rows[0][1], high=1.0)
     bench.check("status with which the server ended", server.statuses[0], low=1, high=1)
+
+
+def kill_under_batch(bench: Bench, server: Supervised, draws: random.Random) -> None:
+    """Begins a batch, kills the server under it, and counts what the last one hands out."""
+    content = b"".join(make_line(number) for number in range(NUM_LINES))
+    stored = server.ask("POST", "/v1/files", files={"file": ("in.jsonl", content)}, data={"purpose": "batch"})
+    wanted = {"input_file_id": stored["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    path = f"/v1/batches/{server.ask('POST', '/v1/batches', json=wanted)['id']}"
+    rows = []
+    for number in range(NUM_BATCH_KILLS):
+        seconds_until(lambda: server.health() == 200)
+        time.sleep(draws.uniform(0.3, 1.2))
+        rows.append((f"kill {number + 1}", server.ask("GET", path)["request_counts"]["completed"]))
+        server.kill()
+    seconds_until(lambda: server.ask("GET", path)["status"] != "in_progress")
+    batch = server.ask("GET", path)
+    bench.print_rows("A batch", ("what", "lines answered before"), rows)
+    answers = httpx.get(f"{server.url}/v1/files/{batch['output_file_id']}/content", timeout=TIMEOUT_S).text.splitlines()
+    counts = Counter(json.loads(answer)["custom_id"] for answer in answers)
+    bench.check_true("the batch is completed", batch["status"] == "completed")
+    bench.check("lines with an answer", len(counts), low=NUM_LINES, high=NUM_LINES)
+    bench.check("most answers of one line", max(counts.values()), low=1, high=1)
+
+
+def make_line(number: int) -> bytes:
+    """Returns one line of a batch's input."""
+    body = {"messages": [{"role": "user", "content": f"What does VACUUM do? {number}"}], "max_tokens": 24}
+    line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return json.dumps(line).encode() + b"\n"
 
 
 if __name__ == "__main__":

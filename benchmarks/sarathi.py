@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import MODEL, Bench, console, make_parser, open_engine
-from benchmarks.models import MODELS, dequantize, find_model
+from benchmarks.models import open_checkpoint
 from benchmarks.peers.engines import file_backend
 from cloister.bench.drive import SteppingEngine, Timed, abort, drive, make_request, make_requests
-from cloister.bench.plots import BLUE, GREEN, ORANGE, draw, plot_distribution
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.types.events import Event, Progressed
 
@@ -72,7 +71,7 @@ def main() -> int:
     parser.add_argument("--quant", default="none", help="number format of matrices, made on load")
     parser.add_argument("--cases", default="4:256:2000,16:256:8160,48:1024:8160", help="streams:prompt of each:long prompt")
     parser.add_argument("--runs", type=int, default=1, help="times that everything is measured")
-    parser.add_argument("--name", default="sarathi", help="of the files with table and plot")
+    parser.add_argument("--name", default="sarathi", help="of the file that it leaves")
     options = parser.parse_args()
     bench = Bench(
         options.name,
@@ -80,7 +79,6 @@ def main() -> int:
         "P99 between tokens within twice its value without the prompt, or 50 ms; the prompt's time to first token within three "
         "times that of alone; prefill-first stalls every stream for the whole prompt",
     )
-    shown: tuple[Stall, Stall] | None = None
     for model in options.models.split(","):
         for kernels in options.kernels.split(","):
             for case in read_cases(options, model, kernels):
@@ -89,20 +87,11 @@ def main() -> int:
                         chunked = measure(options, case)
                         whole = measure(options, case, max_batched_tokens=2 * case.long_tokens, max_stall=1e6)
                     judge(bench, case, chunked, whole)
-                    shown = chunked, whole
-    assert shown is not None
-    with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
-        plot_distribution(axes, shown[0].quiet_s, GREEN, "no prompt arrives")
-        plot_distribution(axes, shown[0].loaded_s, BLUE, "prompt arrives, chunked")
-        plot_distribution(axes, shown[1].loaded_s, ORANGE, "prompt arrives, prefill first")
-        axes.set_xlabel("time between tokens of the streams, ms")
-        axes.legend(loc="center", bbox_to_anchor=(0.66, 0.5))
     return bench.finish(options)
 
 
 def read_cases(options: argparse.Namespace, model: str, kernels: str) -> list[Case]:
-    stored = find_model(model) if model in MODELS else None
-    path = model if stored is None else str(dequantize(stored, stored.parent / "float32"))
+    path = str(open_checkpoint(model))
     return [Case(path, kernels, *map(int, numbers.split(":"))) for numbers in options.cases.split(",")]
 
 

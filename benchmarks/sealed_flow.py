@@ -1,23 +1,25 @@
-"""What relay, gateway and node see of one request, in a table, and what sealing costs: `python -m benchmarks.sealed_flow`.
+"""What sealing costs, and whether the time of a refusal tells its reason: `python -m benchmarks.sealed_flow`.
 
-Everything runs on this machine at loopback sockets, around the embedded model. The first table is searched out of the recorded
-bytes, not written by hand; the others are medians of wall time.
+Relay, gateway and node run on this machine at loopback sockets, in one process, around an application that computes nothing;
+medians of wall time. What each of them sees of a request is a test (`tests/private/test_flow.py`).
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 
+from cloister.client.envelope import seal_for_node, strip_request
 from cloister.trust.sealing import (
     CHUNKED,
+    KEMS,
     ChunkOpener,
     Header,
     HttpRequest,
+    Kem,
     KeyConfiguration,
     KeyRing,
     Receiver,
@@ -25,109 +27,51 @@ from cloister.trust.sealing import (
     RequestHead,
     ResponseSealer,
     UnsealError,
+    decode_request,
     header_bytes,
     seal_chunked_request,
 )
-from cloister.trust.tokens import authorization
-from tests.loopback import Seen, serve
+from cloister.trust.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry, encode_epoch
+from tests.loopback import serve
 from tests.private.inner import Inner
-from tests.private.messages import Opening, known_to
-from tests.private.real_server import RealServer
+from tests.private.messages import Opening
 from tests.sealed_cloud import RELAY_SECRET, LoopbackCloud, open_cloud
 
-PROMPT = "Tell me what a cloister is."
-NUM_TOKENS = 16
 NUM_ASKED = 30
 NUM_TIMED = 400
+MESSAGE = bytes(1024)
+NOW_S = 1_800_000_000.0
 
 
 def main() -> None:
-    server = RealServer()
-    with open_cloud(server) as cloud:
-        print_flow(cloud)
-        server.close()
-    # around an application that computes nothing: all programs share this process, and an engine would stand in their way
     with open_cloud(Inner()) as cloud, serve(Inner()) as direct:
         print_cost(cloud, direct)
         print_refusals(cloud)
     print_failures()
     print_speed()
+    print_key_exchanges([Party(kem) for kem in reversed(KEMS)])
 
 
-def make_request(*, stream: bool) -> HttpRequest:
-    """One question to the embedded model, always of the same length."""
-    content = {
-        "model": "cloister-5m",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": NUM_TOKENS,
-        "seed": 1,
-        "stream": stream,
-    }
-    fields = ((b"content-type", b"application/json"),)
-    return HttpRequest(RequestHead("POST", "https", "localhost", "/v1/chat/completions", fields), json.dumps(content).encode())
-
-
-def ask(cloud: LoopbackCloud, request: HttpRequest, token: str | None = None) -> tuple[Opening, float, tuple[str, int]]:
-    """Asks once; returns the opened answer, seconds to its first content, and the client's address."""
-    sealed, outer, inner = cloud.seal(request, token=token)
+def ask(cloud: LoopbackCloud, request: HttpRequest) -> float:
+    """Asks once; returns seconds to the first content of the opened answer."""
+    sealed, outer, inner = cloud.seal(request)
     opening, first_s = Opening(outer, inner), 0.0
     headers = {"content-type": CHUNKED.request_type}
     with httpx.Client(verify=False, timeout=60) as client:
         began_s = time.perf_counter()
         with client.stream("POST", cloud.relay_url, content=sealed, headers=headers) as reply:
-            address = reply.extensions["network_stream"].get_extra_info("socket").getsockname()
             for data in reply.iter_raw():
                 opening.feed(data)
                 if opening.content and not first_s:
                     first_s = time.perf_counter() - began_s
             opening.close()
-            first_s = first_s or time.perf_counter() - began_s
-    return opening, first_s, address
-
-
-def print_flow(cloud: LoopbackCloud) -> None:
-    """Prints what each program saw of one streamed answer."""
-    token = authorization(cloud.buy(1)[0])
-    request = make_request(stream=True)
-    opening, _, address = ask(cloud, request, token)
-    words = [json.loads(line[6:]) for line in opening.content.decode().splitlines() if line.startswith("data: {")]
-    answer = "".join(word["choices"][0]["delta"].get("content") or "" for word in words)
-    secrets = {
-        "client's address": str(address[1]).encode(),
-        "name of the node": cloud.nodes["a"].node_id.encode(),
-        "token": token.partition('"')[2].rstrip('"').encode(),
-        "path": request.head.path.encode(),
-        "prompt": PROMPT.encode(),
-        "answer": answer.encode(),
-    }
-    programs: dict[str, Seen] = {
-        "relay": cloud.relay.posts()[-1],
-        "gateway": cloud.gateway.posts()[-1],
-        "node": cloud.node.posts()[-1],
-    }
-    print(f"request of {len(request.content)} bytes, answer of {len(opening.content)} bytes in {opening.num_flushes} flushes\n")
-    print("| on the wire of | " + " | ".join(programs) + " |\n|---|" + "---|" * len(programs))
-    rows: list[tuple[str, Callable[[Seen], object]]] = [
-        ("bytes in", lambda seen: f"{len(seen.request):,}"),
-        ("bytes out", lambda seen: f"{len(seen.response):,}"),
-        ("pieces out", lambda seen: sum(1 for _, piece in seen.pieces if piece)),
-        ("header fields in", lambda seen: len(seen.headers)),
-    ]
-    for name, value in rows:
-        print(f"| {name} | " + " | ".join(str(value(seen)) for seen in programs.values()) + " |")
-    for name, secret in secrets.items():
-        shown = ["yes" if secret in seen.everything else "no" for seen in programs.values()]
-        print(f"| {name} | " + " | ".join(shown) + " |")
-    known = known_to(cloud, answer.encode())
-    print("\n| known to, opened with its own key | " + " | ".join(programs) + " |\n|---|" + "---|" * len(programs))
-    for name, secret in secrets.items():
-        print(f"| {name} | " + " | ".join("yes" if secret in seen else "no" for seen in known.values()) + " |")
+    return first_s or time.perf_counter() - began_s
 
 
 def print_cost(cloud: LoopbackCloud, direct: str) -> None:
     """Prints the time to the first content, sealed and not."""
     request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/echo"), b"hello")
-    sealed = [ask(cloud, request)[1] for _ in range(NUM_ASKED)]
+    sealed = [ask(cloud, request) for _ in range(NUM_ASKED)]
     plain = [ask_directly(direct, request) for _ in range(NUM_ASKED)]
     print("\n| time to the first content, median of 30 | ms |\n|---|---|")
     print(f"| an application that echoes, asked directly | {1e3 * statistics.median(plain):.1f} |")
@@ -235,24 +179,16 @@ def time_failure(receiver: Receiver, sealed: bytes) -> float:
 
 
 def print_speed() -> None:
-    """Prints what sealing and opening take."""
+    """Prints what sealing and opening take with the mechanism that clients use."""
     receiver = Receiver(KeyRing(0.0), ReplayCache(1e9))
     configuration = receiver.ring.current.configuration
-    message = bytes(1024)
-    sealed, exchange = seal_chunked_request(configuration, message)
+    sealed, exchange = seal_chunked_request(configuration, MESSAGE)
     sealer = ResponseSealer(receiver.begin(Header.parse(sealed), CHUNKED, 0.0))
     large = bytes(16 * 2**20)
-    rows: Iterator[tuple[str, str]] = iter(
-        (
-            ("sealing a request of 1 KiB", f"{1e6 * _median(lambda: seal_chunked_request(configuration, message)):.0f} us"),
-            ("context of a request", f"{1e6 * _median(lambda: receiver.begin(exchange.header, CHUNKED, 0.0)):.0f} us"),
-            ("sealing a flush of 200 bytes", f"{1e6 * _median(lambda: sealer.seal(bytes(200))):.1f} us"),
-            ("sealing 16 MiB", f"{16 / _median(lambda: seal_chunked_request(configuration, large), 5):.0f} MiB/s"),
-        )
-    )
     print("\n| work | median |\n|---|---|")
-    for name, value in rows:
-        print(f"| {name} | {value} |")
+    print(f"| context of a request | {1e6 * _median(lambda: receiver.begin(exchange.header, CHUNKED, 0.0)):.0f} us |")
+    print(f"| sealing a flush of 200 bytes | {1e6 * _median(lambda: sealer.seal(bytes(200))):.1f} us |")
+    print(f"| sealing 16 MiB | {16 / _median(lambda: seal_chunked_request(configuration, large), 5):.0f} MiB/s |")
 
 
 def _median(work: Callable[[], object], times: int = NUM_TIMED) -> float:
@@ -262,6 +198,83 @@ def _median(work: Callable[[], object], times: int = NUM_TIMED) -> float:
         work()
         taken.append(time.perf_counter() - began_s)
     return statistics.median(taken)
+
+
+class Party:
+    """A receiver with keys of one mechanism."""
+
+    def __init__(self, kem: Kem) -> None:
+        self.kem = kem
+        self.receiver = Receiver(KeyRing(0.0, kems=(kem,)), ReplayCache(1e9))
+        self.configuration = self.receiver.ring.current.configuration
+        self.sealed, _ = seal_chunked_request(self.configuration, MESSAGE)
+
+    def seal(self) -> None:
+        seal_chunked_request(self.configuration, MESSAGE)
+
+    def open(self) -> bytes:
+        exchange = self.receiver.begin(Header.parse(self.sealed), CHUNKED, 0.0)
+        opener = ChunkOpener(exchange.context)
+        return b"".join([*opener.feed(self.sealed[header_bytes(self.sealed) :]), opener.close()])
+
+    def work(self) -> dict[str, Callable[[], object]]:
+        return {
+            "drawing a key pair": self.kem.generate,
+            "sealing a request of 1 KiB": self.seal,
+            "opening it": self.open,
+        }
+
+
+def print_key_exchanges(parties: list[Party]) -> None:
+    """Prints what each mechanism costs, both in turn so that they have the same company, and lengths on the wire."""
+    print(f"\n| | {' | '.join(party.kem.name for party in parties)} |\n|---|{'---|' * len(parties)}")
+    works = [party.work() for party in parties]
+    for what in works[0]:
+        taken: list[list[float]] = [[] for _ in parties]
+        for _ in range(5 * NUM_TIMED):
+            for place, work in enumerate(works):
+                began_s = time.perf_counter()
+                work[what]()
+                taken[place].append(time.perf_counter() - began_s)
+        print(f"| {what}, microseconds | {' | '.join(f'{1e6 * statistics.median(each):.0f}' for each in taken)} |")
+    rows: dict[str, Callable[[Party], int]] = {
+        "bytes of a request at the node": lambda party: len(inner_of(party)),
+        "bytes of a request at the relay": lambda party: len(letter_of(party)),
+        "bytes of key configurations": lambda party: len(party.receiver.ring.publish()),
+        "bytes of a node in the epoch": lambda party: epoch_bytes(party, 2) - epoch_bytes(party, 1),
+    }
+    for what, count in rows.items():
+        print(f"| {what} | {' | '.join(f'{count(party):,}' for party in parties)} |")
+    print(f"\nA node publishes both: {len(KeyRing(0.0).publish()):,} bytes of key configurations.")
+
+
+def letter_of(party: Party) -> bytes:
+    """A chat request of the smallest bucket, sealed twice."""
+    request = strip_request("POST", b"/v1/chat/completions", ((b"content-type", b"application/json"),), b"{}", NOW_S)
+    token = f'PrivateToken token="{"A" * 472}"'
+    return seal_for_node(request, node_of(party, 1), epoch_of(party, 1), token, NOW_S).sealed
+
+
+def inner_of(party: Party) -> bytes:
+    sealed = letter_of(party)
+    exchange = party.receiver.begin(Header.parse(sealed), CHUNKED, 0.0)
+    opener = ChunkOpener(exchange.context)
+    return decode_request(b"".join([*opener.feed(sealed[header_bytes(sealed) :]), opener.close()])).content
+
+
+def node_of(party: Party, number: int) -> NodeEntry:
+    return NodeEntry(f"{number:064x}", 1, party.receiver.ring.publish(), "00" * 32)
+
+
+def epoch_of(party: Party, num_nodes: int) -> Epoch:
+    gateway = GatewayEntry("https://gateway.example", party.receiver.ring.publish())
+    nodes = tuple(node_of(party, number) for number in range(num_nodes))
+    issuers = (IssuerEntry("https://issuer.example", b"key", 0),)
+    return Epoch(1, int(NOW_S), int(NOW_S) + 600, gateway, issuers, nodes, "00" * 32, "open", ())
+
+
+def epoch_bytes(party: Party, num_nodes: int) -> int:
+    return len(encode_epoch(epoch_of(party, num_nodes)))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import numpy as np
+from scipy import stats
 
 from benchmarks.speculation_workloads import Workload
 from cloister.backends.native.model import PackedModel
@@ -26,7 +29,11 @@ KV_MB: Final = 192.0
 DRAFTERS: Final = (
     "draft_model", "spec_infer", "medusa", "blockwise", "ngram", "lookahead", "recycling", "rest", "long_spec",
 )  # fmt: skip
-USES: Final = {"draft_tokens": (*DRAFTERS, AUTO), "datastore": ("rest", AUTO)}
+USES: Final = {
+    "draft_tokens": (*DRAFTERS, AUTO),
+    "datastore": ("rest", AUTO),
+    "draft_model": ("draft_model", "spec_infer", "long_spec", AUTO),
+}
 """Setting -> the ways to draft that take it; others are for all."""
 
 
@@ -35,37 +42,31 @@ class Run:
     """What one engine did with some prompts.
 
     Attributes:
-        tokens: of all answers, after the step in which the last one of them began.
-        decode_s: what those took.
+        tokens: of all answers, after the step in which the last one of a batch began.
+        decode_s, processor_s: what those took, by the clock and of all cores.
         full_tokens, full_s: of these, before the step in which the first answer of a batch ended: all sequences run.
-        ends_s: when answers ended after all of a batch had begun, added up over them.
-        all_tokens, whole_s: prompts and first tokens included.
         samples: how often a sequence was at its turn; accepted drafts and one more token each time.
         drafted, accepted: drafts that were verified, and kept.
-        draft_s: what of `decode_s` the drafter took.
+        paths: (drafts verified, places of those accepted) of each sample.
+        draft_s: what the drafter took of each step, where it drafted.
         answers: token ids of each.
     """
 
     tokens: int = 0
     decode_s: float = 0.0
+    processor_s: float = 0.0
     full_tokens: int = 0
     full_s: float = 0.0
-    ends_s: float = 0.0
-    all_tokens: int = 0
-    whole_s: float = 0.0
     samples: int = 0
     drafted: int = 0
     accepted: int = 0
-    draft_s: float = 0.0
+    paths: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    draft_s: tuple[float, ...] = ()
     answers: tuple[tuple[int, ...], ...] = ()
 
     def add(self, other: Run) -> None:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def figures(self) -> dict[str, Any]:
-        """Returns everything but the answers."""
-        return {name: round(value, 6) for name, value in asdict(self).items() if name != "answers"}
 
 
 class Watch:
@@ -89,7 +90,6 @@ class Arm:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.program = core._runner._program  # type: ignore[attr-defined]  # for its cost alone
         self._watch = Watch(core._runner)
         core._runner = self._watch
         self._gate = Gate(Policy("open"), None, loopback=True)
@@ -110,12 +110,11 @@ class Arm:
         first = self._num_requests - len(numbers) + 1
         answers: dict[int, list[int]] = {first + place: [] for place in range(len(numbers))}
         run, num_left = Run(), len(numbers)
-        started_s = time.perf_counter()
         while num_left:
             all_began = all(answers.values())
-            since_s = time.perf_counter()
+            since_s, processor_s = time.perf_counter(), time.process_time()
             outputs = self.core.step()
-            took_s = time.perf_counter() - since_s
+            took_s, processor_s = time.perf_counter() - since_s, time.process_time() - processor_s
             result, self._watch.result = self._watch.result, None
             if outputs is None or result is None:
                 raise RuntimeError("the engine has nothing to do, and answers are missing")
@@ -125,19 +124,18 @@ class Arm:
                 num_left -= output.finish_reason is not None
                 answers[int(output.request_id)] += output.token_ids
             num_tokens = sum(len(output.token_ids) for output in outputs.outputs)
-            run.all_tokens += num_tokens
             if all_began:
                 run.tokens += num_tokens
                 run.decode_s += took_s
-                run.ends_s += run.decode_s * sum(output.finish_reason is not None for output in outputs.outputs)
+                run.processor_s += processor_s
                 if num_left == len(numbers):
                     run.full_tokens += num_tokens
                     run.full_s += took_s
                 run.samples += len(result.samples)
                 run.drafted += sum(sample.num_drafted for sample in result.samples)
                 run.accepted += sum(len(sample.accepted) for sample in result.samples)
-                run.draft_s += sum(result.draft_s.values())
-        run.whole_s = time.perf_counter() - started_s
+                run.paths += tuple((sample.num_drafted, sample.accepted) for sample in result.samples)
+                run.draft_s += tuple(result.draft_s.values())
         while self.core.step() is not None:  # what the end leaves to do
             pass
         run.answers = tuple(map(tuple, answers.values()))
@@ -186,3 +184,11 @@ def share_weights() -> None:
         return held[identity]
 
     PackedStore.load = load_once  # type: ignore[assignment, method-assign]
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the geometric mean and its 95% interval (t on the logarithms); one ratio has the interval of itself."""
+    logs = np.log(ratios)
+    middle = float(logs.mean())
+    margin = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5) if len(logs) > 1 else 0.0
+    return tuple(float(np.exp(end)) for end in (middle, middle - margin, middle + margin))  # type: ignore[return-value]

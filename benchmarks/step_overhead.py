@@ -21,7 +21,6 @@ import numpy as np
 
 from benchmarks.harness import Bench, make_parser
 from benchmarks.idle import IdleDeviceProgram, IdleDrawingProgram, IdleEngine, IdleGreedyProgram, IdleProgram, make_idle_engine
-from cloister.bench.plots import COLOURS, draw
 from cloister.engine import EngineClient, EngineCore, ProcessTransport, ThreadTransport
 from cloister.policy import Gate, Policy
 from cloister.server.app import create_app
@@ -43,7 +42,6 @@ DEVICE_MS = 1.0
 """A step of a device, about a decode step of a small model on a data-centre GPU."""
 NUM_STREAMS = 16
 NUM_CORES = 2
-BLACK = "#333333"
 ENTRY = "benchmarks.step_overhead:build_idle"
 
 
@@ -62,7 +60,6 @@ def main() -> int:
         "numpy 40 us a row more; the front below 4% of two cores at 16 streams of 10 ms steps",
     )
     totals: dict[str, dict[float, float]] = {}
-    shown: list[tuple[float, ...]] = []
     for kind, program, temperature in (
         (FIRST_KIND, IdleGreedyProgram, 0.0),
         ("program draws tokens", IdleDrawingProgram, 1.0),
@@ -72,7 +69,6 @@ def main() -> int:
         rows = [measure_step(program, num, temperature, options.steps) for num in NUM_SEQUENCES]
         bench.print_rows(f"CPU time of a step, us: {kind}", ("sequences", *PARTS, "rest", "whole step"), rows)
         totals[kind] = {row[0]: row[-1] for row in rows}
-        shown = shown or rows
     bench.print_rows("CPU time of a step, us: through a thread and its event loop", ("sequences", "whole step"), [
         (num, asyncio.run(measure_thread(num, options.steps))) for num in NUM_SEQUENCES
     ])  # fmt: skip
@@ -91,15 +87,6 @@ def main() -> int:
     )
     row = (NUM_STREAMS, front_us / NUM_STREAMS, front_us, engine_us, step_us, share)
     bench.print_rows("CPU time behind HTTP, streaming", headers, [row])
-    with draw(bench.picture(options), f"{bench.title}: {FIRST_KIND}", size=(6.4, 4)) as (axes,):
-        left = np.zeros(len(shown))
-        for place, (name, colour) in enumerate(zip((*PARTS, "rest"), (*COLOURS, BLACK), strict=True), start=1):
-            widths = np.array([row[place] / row[0] for row in shown])
-            axes.barh([str(row[0]) for row in shown], widths, left=left, color=colour, label=name)
-            left += widths
-        axes.set_xlabel("CPU time for each sequence in a step, us (median)")
-        axes.set_ylabel("sequences that decode")
-        axes.legend()
     bench.check("us a step, 1 sequence", totals[FIRST_KIND][1], high=150)
     bench.check("us a step, 16 sequences", totals[FIRST_KIND][16], high=400)
     bench.check("us a step, 64 sequences", totals[FIRST_KIND][64], high=1600)

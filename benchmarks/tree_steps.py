@@ -21,7 +21,6 @@ from benchmarks.harness import MODEL, Bench, make_parser, make_progress
 from cloister.backends import BACKENDS
 from cloister.backends.base import GREEDY, ForwardBatch, KVLayout, Program, Weights
 from cloister.backends.spec import DecoderSpec
-from cloister.bench.plots import BLUE, ORANGE, draw
 from cloister.models import load, locate
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 
@@ -54,7 +53,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default=MODEL, help="embedded model or directory")
     parser.add_argument("--quant", default="none", help="format that weights are brought to")
-    parser.add_argument("--name", default="tree_steps", help="of the files that it leaves")
+    parser.add_argument("--name", default="tree_steps", help="of the file that it leaves")
     parser.add_argument("--num-rounds", type=int, default=20, help="steps of each kind, in turn")
     parser.set_defaults(num_threads=1)
     options = parser.parse_args()
@@ -67,7 +66,6 @@ def main() -> int:
     )
     times = measure(subject, options)
     report(bench, subject, times)
-    plot(bench, options, times)
     return bench.finish(options)
 
 
@@ -142,22 +140,6 @@ def report(bench: Bench, subject: Subject, times: dict[Cell, npt.NDArray[np.floa
     bench.print_rows("Steps", headers, rows)
     bench.check("8 tokens over 1, context 200", next(row[5] for row in rows if row[:2] == (200, 8)), high=1.25)
     bench.check("the dearest tree over a chain of as many tokens", max(row[6] for row in rows), high=1.1)
-
-
-def plot(bench: Bench, options: argparse.Namespace, times: dict[Cell, npt.NDArray[np.float64]]) -> None:
-    with draw(bench.picture(options), bench.title, size=(7.2, 4.2)) as (axes,):
-        for context, line in zip(CONTEXTS, ("-", "--"), strict=True):
-            for is_tree, colour, name in ((False, BLUE, "chain"), (True, ORANGE, "tree")):
-                found = [
-                    (size, np.median(times[context, size, is_tree])) for size in SIZES if (context, size, is_tree) in times
-                ]
-                axes.plot(*np.array(found).T * [[1], [1e3]], f"o{line}", color=colour, label=f"{name}, context {context}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(SIZES, [str(size) for size in SIZES])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens in the step")
-        axes.set_ylabel("ms")
-        axes.legend()
 
 
 if __name__ == "__main__":

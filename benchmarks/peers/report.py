@@ -1,13 +1,10 @@
-"""Tables, checks and the plot of a session."""
+"""Tables and checks of a session."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import cycle
-
-from matplotlib.axes import Axes
 
 from benchmarks.harness import Bench, console
 from benchmarks.peers.judge import GOALS, HTTP, OURS, Verdict, judge
@@ -16,7 +13,6 @@ from benchmarks.peers.losses import MODEL, Losses, show_loss
 from benchmarks.peers.roster import Entrant, Roster
 from benchmarks.peers.shapes import Shape
 from benchmarks.peers.work import FIGURES, LIMITS
-from cloister.bench.plots import COLOURS, GREY, draw
 
 HTTP_GOAL = 0.95
 LOSS = f"loss on {MODEL}, %, rms"
@@ -47,7 +43,6 @@ def write_report(options: argparse.Namespace, ledger: Ledger, roster: Roster, sh
     for place, why in ledger.failures.items():
         console.print(f"No figures of {place}: {why}", style="red", highlight=False, markup=False)
     console.print("* others were at work beside every run of this figure: repeat it", style="dim")
-    _draw(options, bench, verdicts)
     return bench.finish(options)
 
 
@@ -139,42 +134,3 @@ def _check_first_token(bench: Bench, ledger: Ledger, shape: Shape, verdicts: Seq
             if verdict.figure.kind == "first_token":
                 what = f"{shape.name} {verdict.number_format} {verdict.isa}, start to first token, s"
                 bench.check(what, verdict.ours.median, high=FIRST_TOKEN_GOALS_S[shape.name])
-
-
-def _draw(options: argparse.Namespace, bench: Bench, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
-    """Draws a panel for each shape and instruction set, unless there was nobody to compare with."""
-    panels_of: dict[str, list[Verdict]] = {}
-    for shape, listed in verdicts.items():
-        for verdict in listed:
-            if verdict.ratio is not None:
-                panels_of.setdefault(f"{shape}, {verdict.isa}", []).append(verdict)
-    if not panels_of:
-        console.print("No plot: it compares us with peers, and one side is missing", style="dim")
-        return
-    formats = dict.fromkeys(verdict.number_format for listed in panels_of.values() for verdict in listed)
-    colours = dict(zip(formats, cycle(COLOURS), strict=False))
-    title = "Cloister over the best peer that loses as little (above 1 is better)"
-    with draw(bench.picture(options), title, len(panels_of), 1, (9.6, 3.4)) as panels:
-        for axes, (name, listed) in zip(panels, panels_of.items(), strict=True):
-            _draw_panel(axes, name, listed, colours)
-
-
-def _draw_panel(axes: Axes, name: str, verdicts: Sequence[Verdict], colours: Mapping[str, str]) -> None:
-    figures = [figure for figure in FIGURES.values() if any(v.figure == figure for v in verdicts)]
-    formats = list(dict.fromkeys(v.number_format for v in verdicts))
-    width = 0.8 / len(formats)
-    for place, number_format in enumerate(formats):
-        mine = [v for v in verdicts if v.number_format == number_format]
-        lefts = [figures.index(v.figure) + (place - (len(formats) - 1) / 2) * width for v in mine]
-        bars = axes.bar(lefts, [v.ratio or 0.0 for v in mine], width * 0.92, color=colours[number_format], label=number_format)
-        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
-    for place, figure in enumerate(figures):
-        if figure.kind in GOALS:
-            axes.hlines(GOALS[figure.kind][0], place - 0.45, place + 0.45, color=GREY, linestyle="dotted", linewidth=1.2)
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.margins(y=0.16)
-    axes.set_xticks(range(len(figures)), [figure.title for figure in figures])
-    axes.set_title(f"{name} (dotted: the goal)")
-    axes.set_ylabel("times as good")
-    axes.grid(axis="x", visible=False)
-    axes.legend(ncols=len(formats), loc="upper right")

@@ -14,18 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from benchmarks.harness import MODEL, Bench, console, make_parser
 from benchmarks.traffic import live, recording
 from benchmarks.traffic.captures import Capture, replay
-from benchmarks.traffic.classifiers import Score, score
 from benchmarks.traffic.lengths import report_leak, report_sizes
-from benchmarks.traffic.pictures import plot_scores, plot_streams
-from benchmarks.traffic.prompts import CLASSES, Prompt, draw_prompts
+from benchmarks.traffic.prompts import Prompt, draw_prompts
 from cloister.models import locate
 from cloister.trust.shape import shape_of
+
+if TYPE_CHECKING:
+    from benchmarks.traffic.classifiers import Score
 
 CLASSIFIERS = ("trees", "network")
 
@@ -99,10 +99,8 @@ def judge(options: argparse.Namespace) -> int:
         "open: nearly always; private: by gaps and number alone, much less; paranoid: within a bucket not at all",
     )
     parts: dict[str, list[Capture]] = {}
-    streams = {}
     for profile in options.profiles.split(","):
         captures = live.read(captured_at(options, profile)) if options.captured else replay_all(options, profile)
-        streams[profile] = [next(c for c in captures if c.label == label) for label in range(len(CLASSES))]
         parts |= dict(split_buckets(profile, captures))
     rows, scores = [], score_all(options, parts)
     for (part, classifier), found in scores.items():
@@ -110,13 +108,15 @@ def judge(options: argparse.Namespace) -> int:
         rows.append((part, classifier, min(counts.values()), found.auc, found.low, found.high))
     bench.print_rows("Area under the ROC curve", ("chunks of", "classifier", "answers a class", "AUC", "low", "high"), rows)
     check(bench, scores)
-    plot_scores(bench, options, scores)
-    plot_streams(bench.picture(options).with_stem(f"{bench.name}_streams"), streams)
     return bench.finish(options)
 
 
 def score_all(options: argparse.Namespace, parts: Mapping[str, Sequence[Capture]]) -> dict[tuple[str, str], Score]:
     """Returns the score of each classifier on each part; as many are worked out at once as there are threads."""
+    import torch
+
+    from benchmarks.traffic.classifiers import score  # LightGBM: recording and capturing do without
+
     with ProcessPoolExecutor(options.num_threads or 2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         waiting = {
             (part, classifier): pool.submit(score, classifier, captures, options.seed)

@@ -27,9 +27,7 @@ from benchmarks.inflated_drafters import write_drafters
 from benchmarks.speculation_workloads import Prompts
 from benchmarks.traffic import live
 from benchmarks.traffic.captures import Capture
-from benchmarks.traffic.fingerprint import VIEWS, Share, find_prompts
 from benchmarks.traffic.leak import count_bits
-from benchmarks.traffic.pictures import plot_shares
 from cloister import LLM, SamplingParams
 from cloister.trust.shape import shape_of
 
@@ -173,6 +171,8 @@ def _body(prompt: tuple[int, ...], temperature: float) -> bytes:
 
 def judge(options: argparse.Namespace) -> int:
     """Asks the forests."""
+    from benchmarks.traffic.fingerprint import VIEWS, Share, find_prompts  # scikit-learn: capturing does without
+
     bench = Bench(
         "traffic_speculation",
         "Which of 50 prompts was asked, by accepted drafts",
@@ -205,7 +205,6 @@ def judge(options: argparse.Namespace) -> int:
             bench.check(f"{name}: upper 95% bound", share.bounds[1], high=2 * chance)
         elif name.startswith("open") and name.endswith("T 0") and "none" not in name and view == VIEWS[0]:
             bench.check(f"{name}: share found, {view}", share.share, low=0.9)
-    plot_shares(bench, options, shares, chance)
     return bench.finish(options)
 
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from benchmarks.spec_trees import expected_accepted
 from cloister.executor.drafters.branches import kept_chain, levels_of
 from cloister.executor.drafters.token_trees import grow_shape
 
 RATES = ((0.5, 0.2, 0.1), (0.6, 0.3), (0.4, 0.35, 0.2))
+
+
+def expected_accepted(parents: Sequence[int], rates: Sequence[Sequence[float]]) -> float:
+    """Returns how many drafts of a tree are accepted on average if children are accepted at these rates."""
+    chances: list[float] = []
+    depths: list[int] = []
+    num_children: dict[int, int] = {}
+    for parent in parents:
+        depth = 0 if parent < 0 else depths[parent] + 1
+        rank = num_children.get(parent, 0)
+        num_children[parent] = rank + 1
+        rate = rates[depth][rank] if depth < len(rates) and rank < len(rates[depth]) else 0.0
+        chances.append((1.0 if parent < 0 else chances[parent]) * rate)
+        depths.append(depth)
+    return sum(chances)
 
 
 def all_shapes(size: int) -> Iterator[tuple[int, ...]]:

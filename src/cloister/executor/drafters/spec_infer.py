@@ -13,7 +13,7 @@ from cloister.executor.drafters.draft_model import DRAFT_MODEL_THREAT, PagedDraf
 from cloister.executor.drafters.token_trees import grow_shape
 
 RATES: Final = ((0.401, 0.113, 0.059, 0.038, 0.028, 0.022),) * 8
-"""How often the child of each rank is accepted, at any depth: cloister-draft for cloister-5m (`benchmarks/spec_trees.py`)."""
+"""How often the child of each rank is accepted, at any depth: cloister-draft for cloister-5m (`benchmarks/drafters.py`)."""
 MAX_NODES: Final = 16
 
 

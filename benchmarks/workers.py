@@ -1,6 +1,6 @@
 """What it costs to keep content in workers: CPU of all processes of a node for the same requests, plain and sealed.
 
-    python benchmarks/residue/workers.py [REQUESTS]
+    python -m benchmarks.workers [REQUESTS]
 
 CPU time and not wall time, so that a busy machine changes less. "plain" is `serve --profile private`: its front holds content
 and stays. "sealed" is `serve --sealed`: front, sealer, zygote, one worker for each request, HPKE and shape included.
