@@ -1,7 +1,7 @@
 """`pytest --kernels avx2`: the native back end as on a processor that has no better instruction set.
 
-It holds in the processes of the tests and in those that they start. This file imports only the standard library: its text is also
-the `sitecustomize` module of the processes that are started.
+It holds in the processes of the tests and in those that they start. This file imports only the standard library:
+its text is also the `sitecustomize` module of the processes that are started.
 """
 
 from __future__ import annotations
