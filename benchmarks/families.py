@@ -28,7 +28,7 @@ from cloister.backends.base import LOGITS, Weights
 from cloister.backends.spec import DecoderSpec
 from cloister.models import locate
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, build_from, make_spec
 from tests.model_factory import make_model
 from tests.reference import compare

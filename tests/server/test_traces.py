@@ -21,7 +21,7 @@ from cloister.server.calls import HttpCall
 from cloister.server.traces import ALLOWED, Parent, Span, Tracer, parse_traceparent, spans_of
 from cloister.types.config import ServerConfig, resolve
 from cloister.types.errors import ConfigError, PolicyError
-from tests.server.house import MODEL, serving, start_slow, start_speaking
+from tests.server.running_server import MODEL, serving, start_slow, start_speaking
 from tests.server.test_bad_input import SECRET
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -83,8 +83,8 @@ def traced(model_path, endpoint: str, start=start_speaking):
     tracer = Tracer(endpoint, "org/served", delay_s=0.05)
     try:
         with (
-            serving(model_path, lambda: start(model_path), listeners=[tracer.write]) as house,
-            httpx.Client(base_url=house.url, timeout=20) as client,
+            serving(model_path, lambda: start(model_path), listeners=[tracer.write]) as server,
+            httpx.Client(base_url=server.url, timeout=20) as client,
         ):
             yield client
     finally:
@@ -201,8 +201,8 @@ def test_a_collector_that_does_not_work_costs_no_request_and_little_time(model_p
         url = f"http://127.0.0.1:{closed_port()}" if kind == "gone" else collector.url
         tracer = Tracer(url, "m", delay_s=0.02)
         with (
-            serving(model_path, lambda: start_speaking(model_path), listeners=[tracer.write]) as house,
-            httpx.Client(base_url=house.url, timeout=20) as client,
+            serving(model_path, lambda: start_speaking(model_path), listeners=[tracer.write]) as server,
+            httpx.Client(base_url=server.url, timeout=20) as client,
         ):
             begun = time.monotonic()
             for _ in range(30):
