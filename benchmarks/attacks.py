@@ -27,7 +27,7 @@ from cloister.trust.tokens import TokenSpentError, authorization
 from cloister.types.scope import LOCAL_SCOPE
 from tests.attack_lab import Answer, Lab
 from tests.store_servers import DURABLE, PostgresServer, RedisServer, find_postgres
-from tests.token_shop import Shop
+from tests.token_service import TokenService
 
 LENGTH = 320
 NUM_GUESSES = 10
@@ -185,13 +185,13 @@ def spend_twice(bench: Bench, num_tokens: int = 200) -> None:
     with TemporaryDirectory() as directory, ExitStack() as stack:
         Path(directory).chmod(0o755)
         for name, url in _open_stores(Path(directory), stack):
-            shop = Shop(Path(directory) / name, store_url=url)
-            tokens = [authorization(token) for _ in range(num_tokens // 100) for token in shop.buy(100)]
+            service = TokenService(Path(directory) / name, store_url=url)
+            tokens = [authorization(token) for _ in range(num_tokens // 100) for token in service.buy(100)]
             began_s = time.perf_counter()
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                num_taken = sum(pool.map(_spend_all, repeat(shop, NUM_THREADS), repeat(tokens)))
+                num_taken = sum(pool.map(_spend_all, repeat(service, NUM_THREADS), repeat(tokens)))
             elapsed_s = time.perf_counter() - began_s
-            shop.close()
+            service.close()
             bench.check(
                 f"{name}: tokens taken by 32 threads that spend the same ones", num_taken, low=num_tokens, high=num_tokens
             )
@@ -211,11 +211,11 @@ def _open_stores(directory: Path, stack: ExitStack) -> Iterator[tuple[str, str |
         yield "redis", redis.url
 
 
-def _spend_all(shop: Shop, tokens: Sequence[str]) -> int:
+def _spend_all(service: TokenService, tokens: Sequence[str]) -> int:
     num_taken = 0
     for token in tokens:
         with suppress(TokenSpentError):
-            shop.till.redeem(token)
+            service.redeemer.redeem(token)
             num_taken += 1
     return num_taken
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.harness import Bench, make_parser, make_progress
 from cloister.backends.base import Weights
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.model_factory import make_model
 from tests.reference import compare

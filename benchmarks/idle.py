@@ -27,6 +27,7 @@ from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import locate
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
+from cloister.types.clock import Clock
 from cloister.types.request import ModelInfo
 
 EAGER = 1e6
@@ -114,7 +115,9 @@ class IdleEngine:
     output: OutputProcessor
 
 
-def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int, overlaps: bool = False) -> IdleEngine:
+def make_idle_engine(
+    program: Program, *, vocab_size: int, num_seqs: int, overlaps: bool = False, clock: Clock | None = None
+) -> IdleEngine:
     """Returns an engine with the embedded model's tokenizer, and room for 4,096 tokens in each of `num_seqs` sequences."""
     path = locate(_MODEL)
     info = ModelInfo(name="idle", path=str(path), max_model_len=_MAX_TOKENS, vocab_size=vocab_size, eos_token_ids=(0,))
@@ -123,7 +126,8 @@ def make_idle_engine(program: Program, *, vocab_size: int, num_seqs: int, overla
     )
     pool = BlockPool(num_seqs * _MAX_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE)
     scheduler = Scheduler(config, pool, PrefixKeys("idle", _BLOCK_SIZE))
-    runner = ModelRunner(program, vocab_size=vocab_size, max_model_len=_MAX_TOKENS, block_size=_BLOCK_SIZE)
+    runner = ModelRunner(program, vocab_size=vocab_size, max_model_len=_MAX_TOKENS, block_size=_BLOCK_SIZE, clock=clock)
     output = OutputProcessor(Tokenizer(path), info)
-    core = EngineCore(scheduler, runner, output, model=info, memory=[], ahead=StepAhead(runner) if overlaps else None)
+    ahead = StepAhead(runner) if overlaps else None
+    core = EngineCore(scheduler, runner, output, model=info, memory=[], clock=clock, ahead=ahead)
     return IdleEngine(core, scheduler, runner, output)

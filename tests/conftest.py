@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,10 +18,28 @@ from hypothesis import settings
 
 from cloister.backends import native
 from cloister.cli.doctor import COMPILERS
+from tests import limited_kernels
 
 os.environ["PIP_NO_INDEX"] = "1"
 settings.register_profile("cloister", deadline=None)  # how long an example takes depends on who else uses the machine
 settings.load_profile("cloister")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", metavar="NAME", help="native kernels as on a processor that has no better ones, such as avx2")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = config.getoption("--kernels")
+    if name is None or hasattr(config, "workerinput"):  # a worker of xdist is a child, and limited as such
+        return
+    folder = tempfile.TemporaryDirectory(prefix="kernels-")
+    config.add_cleanup(folder.cleanup)
+    limited_kernels.limit_children(name, Path(folder.name))
+    try:
+        limited_kernels.limit(name)
+    except ImportError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 class ModuleWithoutKernels(pytest.Module):

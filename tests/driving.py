@@ -13,16 +13,16 @@ import numpy.typing as npt
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, Program, Weights
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.tensors import Tensor
 from cloister.models import load
 from cloister.models.decoder import tensor_shapes
 
 
-class RandomWeights:
-    """Weights of a spec, drawn from a seed (protocol `backends.base.Weights`)."""
+class GivenWeights:
+    """Weights from a dict (protocol `backends.base.Weights`)."""
 
-    def __init__(self, spec: DecoderSpec, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self._tensors = {name: _draw(rng, name, shape) for name, shape in tensor_shapes(spec)}
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
 
     def names(self) -> Sequence[str]:
         return tuple(self._tensors)
@@ -33,11 +33,19 @@ class RandomWeights:
     def form(self, name: str) -> None:
         return None
 
-    def read(self, name: str) -> npt.NDArray[Any]:
+    def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def __iter__(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors.items())
+
+
+class RandomWeights(GivenWeights):
+    """Weights of a spec, drawn from a seed."""
+
+    def __init__(self, spec: DecoderSpec, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        super().__init__({name: _draw(rng, name, shape) for name, shape in tensor_shapes(spec)})
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from cloister.backends.base import FloatArray
 from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
 from cloister.cli.doctor import COMPILERS
-from tests.driving import Driver, build, make_spec
+from tests.driving import Driver, GivenWeights, build, make_spec
 
 if native.available() is not None and not any(shutil.which(name) for name in COMPILERS):
     pytest.skip("there is no C++ compiler here", allow_module_level=True)
@@ -28,28 +28,6 @@ NARROW = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32)
 WINDOWED = make_spec(hidden=96, intermediate=100, heads=(3, 1), head_dim=24, window=50, qk_norm=True)
 MANY_HEADS = make_spec(hidden=100, intermediate=50, heads=(6, 6), head_dim=10)
 SPECS = {"narrow": NARROW, "windowed": WINDOWED, "many heads": MANY_HEADS}
-
-
-class GivenWeights:
-    """Weights from a dict (protocol `backends.base.Weights`)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
-
-    def names(self) -> Sequence[str]:
-        return tuple(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def form(self, name: str) -> None:
-        return None
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._tensors.items())
 
 
 def build_native(spec: DecoderSpec, weights: object, *, dtype: str = "float32", **options: object) -> Driver:

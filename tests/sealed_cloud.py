@@ -35,7 +35,7 @@ from cloister.trust.tokens.issuance import encode_answers
 from tests.loopback import LoopbackNetwork, Recorder
 from tests.memory import memory_directory
 from tests.rsa_keys import shared_keys
-from tests.token_shop import START
+from tests.token_service import START
 
 RELAY, GATEWAY, ISSUER = "http://relay.test", "http://gateway.test", "https://issuer.test"
 GATEWAY_NAME, ISSUER_NAME = "https://gateway.example", "https://issuer.example"

@@ -21,7 +21,7 @@ from cloister.backends.spec import MlpSpec, MoeSpec
 from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ModelError
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.native import KERNELS, GivenWeights, build_native, changed, relative_error
 

@@ -11,7 +11,7 @@ import pytest
 from cloister.backends.base import GREEDY, FloatArray
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import DecoderSpec, MoeSpec
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build
 from tests.native import KERNELS, PARTS, GivenWeights, build_native, relative_error
 

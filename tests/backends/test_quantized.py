@@ -16,7 +16,7 @@ from cloister.backends.torch.linear import JoinedLinear, RoundedLinear, round_ro
 from cloister.backends.torch.reading import WeightReader
 from cloister.backends.torch.schedule import Team
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
 
 SPEC = make_spec(hidden=128, intermediate=192, heads=(4, 2), head_dim=32)

@@ -83,7 +83,7 @@ def test_gates_equal_the_oracles(activation: str) -> None:
 
 
 @pytest.mark.parametrize("width", [16, 100, 1024])
-def test_int8_rounding_has_the_bits_that_the_house_defines(width: int) -> None:
+def test_int8_rounding_has_the_bits_that_the_oracle_defines(width: int) -> None:
     rows = randn(4, width)
     rows[1] = 0
     codes, scales = round_rows(rows, torch.int8)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cloister.trust.shape import shape_of
+from tests.client.world import NODES, World
 from tests.memory import memory_directory
 from tests.memory import tmp_path as tmp_path
 from tests.private.real_server import RealServer
@@ -16,6 +18,15 @@ from tests.sealed_cloud import LoopbackCloud, open_cloud
 def directory() -> Iterator[Path]:
     with memory_directory() as directory:
         yield directory
+
+
+@pytest.fixture
+def world(directory: Path) -> Iterator[World]:
+    """A sealed cloud of two nodes in this process."""
+    world = World(directory / "cloud")
+    asyncio.run(world.cloud.enter(NODES))
+    yield world
+    world.cloud.close()
 
 
 @pytest.fixture(scope="session")

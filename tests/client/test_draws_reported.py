@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from cloister.client import NoAnswerError, SealedTransport
 from cloister.client.session import DOUBT_AFTER_S
-from tests.client.test_transport import NODES, Handler, World, ask, ask_once
-from tests.memory import memory_directory
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with memory_directory() as directory:
-        world = World(directory / "cloud")
-        asyncio.run(world.cloud.enter(NODES))
-        yield world
-        world.cloud.close()
+from tests.client.world import Handler, World, ask, ask_once
 
 
 def dishonest(world: World, broken: str):

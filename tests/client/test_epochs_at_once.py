@@ -13,7 +13,7 @@ from cloister.client.routing.cloud import CloudConfig
 from cloister.trust.transparency.epoch import MAX_CLOCK_SKEW_S
 from cloister.trust.transparency.history import BURST, EPOCH_EVERY_S
 from tests.client.test_membership import prepare
-from tests.client.test_transport import NODES, World
+from tests.client.world import NODES, World
 from tests.rsa_keys import shared_keys
 
 MOST = 9

@@ -11,8 +11,7 @@ import pytest
 from cloister.client import AsyncSealedTransport, NoAnswerError, RelayUnreachableError, SealedTransport, Session
 from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.token_purchase import BATCH
-from tests.client.test_transport import Handler, World
-from tests.client.test_transport import world as world
+from tests.client.world import Handler, World
 
 Send = Callable[[World, Session], httpx.Response]
 

@@ -30,8 +30,7 @@ from cloister.trust.sealing import (
 )
 from cloister.trust.transparency.epoch import NodeEntry
 from tests.client.test_envelope import GATEWAY, NODE_ENTRY, NOW, ask, epoch_of, open_request
-from tests.client.test_transport import NODES, Handler, World, ask_once
-from tests.client.test_transport import world as world
+from tests.client.world import NODES, Handler, World, ask_once
 from tests.trust.transparency.world import World as Log
 from tests.trust.transparency.world import make_evidence
 

@@ -33,21 +33,13 @@ from cloister.trust.transparency.refusal import Reason, TransparencyError
 from cloister.trust.transparency.replay import Course
 from cloister.types.errors import ConfigError
 from tests import attestation_vectors as real
-from tests.client.test_transport import NODES, World, ask_once
+from tests.client.world import NODES, World, ask_once
 from tests.nitro_platform import NitroPlatform
 from tests.trust.transparency import world as transparency
 from tests.trust.transparency.test_backdating import replay
 from tests.trust.transparency.world import make_evidence, member_key
 
 THREE = Spell({"a": 1, "b": 1, "c": 1})
-
-
-@pytest.fixture
-def world(directory: Path) -> Iterator[World]:
-    world = World(directory / "cloud")
-    asyncio.run(world.cloud.enter(NODES))
-    yield world
-    world.cloud.close()
 
 
 def refusal(world: World, session: Session) -> EpochRefusedError:

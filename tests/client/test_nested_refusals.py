@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-
 import httpx
 import pytest
 
 from cloister.client import NoAnswerError
 from cloister.client.envelope import read_message
-from tests.client.test_transport import NODES, Handler, World, ask_once
-from tests.memory import memory_directory
+from tests.client.world import Handler, World, ask_once
 
 DEEP = b"[" * 8192
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with memory_directory() as directory:
-        world = World(directory / "cloud")
-        asyncio.run(world.cloud.enter(NODES))
-        yield world
-        world.cloud.close()
 
 
 def test_a_message_that_is_nested_without_end_is_none() -> None:

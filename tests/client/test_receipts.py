@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,21 +17,11 @@ from cloister.client.verify_receipt import Shown, verify_receipt
 from cloister.trust.attestation import AttestationPolicy
 from cloister.trust.receipts import Receipt, read_jws, read_receipt
 from cloister.types.errors import ConfigError
-from tests.client.test_transport import NODES, World
-from tests.memory import memory_directory
+from tests.client.world import NODES, World
 from tests.sealed_cloud import LoopbackCloud
 
 SOFTWARE = AttestationPolicy(accept_software=True)
 TARGET = "/v1/chat/completions"
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with memory_directory() as directory:
-        world = World(directory / "cloud")
-        asyncio.run(world.cloud.enter(NODES))
-        yield world
-        world.cloud.close()
 
 
 def ask(world: World, receipts: Callable[[Receipt], None] | None) -> httpx.Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -13,16 +12,8 @@ import pytest
 from cloister.client import AsyncSealedTransport, NoTokensError, SealedTransport, Session
 from cloister.client.restocking import MOST_LOW, SPREAD_S, PurchasePlan
 from cloister.client.token_purchase import BATCH, LOW
-from tests.client.test_transport import NODES, PURCHASE, World
+from tests.client.world import PURCHASE, World
 from tests.sealed_cloud import LoopbackCloud
-
-
-@pytest.fixture
-def world(directory: object) -> Iterator[World]:
-    world = World(directory / "cloud")  # type: ignore[operator]
-    asyncio.run(world.cloud.enter(NODES))
-    yield world
-    world.cloud.close()
 
 
 def at_once(below: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +20,8 @@ from cloister.client import (
     NoTokensError,
     RelayUnreachableError,
     RepeatedRequestError,
-    Session,
 )
-from cloister.client.routing.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
+from cloister.client.routing.cloud import ISSUER, RELAY
 from cloister.client.routing.records import Spell
 from cloister.client.token_purchase import BATCH
 from cloister.trust.attestation import AttestationPolicy
@@ -30,66 +29,7 @@ from cloister.trust.transparency.publisher import Publisher
 from cloister.trust.transparency.trust import Trust
 from cloister.trust.transparency.witness import NearWitness
 from cloister.types.errors import RequestTooLargeError
-from tests.rsa_keys import shared_keys
-
-NODES = Spell({"a": 1, "b": 1})
-PURCHASE = f"POST {RELAY}/issuer"
-Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
-
-
-class Wire(httpx.AsyncBaseTransport):
-    """The client's network, which records what it is asked and may answer something else."""
-
-    def __init__(self, cloud: SealedCloud) -> None:
-        self.inner = cloud.carrier()
-        self.asked: list[str] = []
-        self.tamper: Callable[[httpx.Request, Handler], Awaitable[httpx.Response]] | None = None
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(f"{request.method} {request.url}")
-        if self.tamper is not None:
-            return await self.tamper(request, self.inner.handle_async_request)
-        return await self.inner.handle_async_request(request)
-
-    @property
-    def sent(self) -> int:
-        """Sealed requests that left the client."""
-        return self.asked.count(f"POST {RELAY}/")
-
-
-class World:
-    def __init__(self, directory: Path, config: CloudConfig | None = None) -> None:
-        directory.mkdir(exist_ok=True)
-        self.directory = directory
-        self.cloud = SealedCloud(directory, config=config or CloudConfig(make_key=shared_keys()))
-        self.wire = Wire(self.cloud)
-        self.cloud.credentials, self.api_key = self.cloud.credentials.add("ann")
-
-    def session(self, **changes: object) -> Session:
-        settings: dict[str, object] = {"trust": self.cloud.trust, "api_key": self.api_key, "now": self.cloud.now}
-        settings["policy"], settings["remember"] = AttestationPolicy(accept_software=True), False
-        return Session(RELAY, **{**settings, **changes})  # type: ignore[arg-type]
-
-    def client(self, session: Session | None = None) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            transport=AsyncSealedTransport(session or self.session(), self.wire), base_url="http://cloister"
-        )
-
-
-@pytest.fixture
-def world(directory: Path) -> Iterator[World]:
-    world = World(directory / "cloud")
-    asyncio.run(world.cloud.enter(NODES))
-    yield world
-    world.cloud.close()
-
-
-async def ask(client: httpx.AsyncClient, mark: str = "m", **given: object) -> httpx.Response:
-    return await client.post("/v1/chat/completions", json={"mark": mark}, **given)  # type: ignore[arg-type]
-
-
-def ask_once(world: World, session: Session | None = None) -> httpx.Response:
-    return asyncio.run(ask(world.client(session)))
+from tests.client.world import NODES, PURCHASE, Handler, World, ask, ask_once
 
 
 def test_a_request_reaches_the_node_that_was_drawn_and_its_answer_comes_back(world: World) -> None:

@@ -39,7 +39,7 @@ def receipt_key_of(ring: KeyRing) -> Ed25519PrivateKey:
 
 
 @dataclass
-class Desk:
+class SigningNode:
     """A node in a logged epoch, and receipts that it, or somebody with its key, signs."""
 
     served: ServedCloud
@@ -77,8 +77,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(ServedCloud(tmp_path), KeyRing(0.0))
+def node(tmp_path: Path) -> SigningNode:
+    return SigningNode(ServedCloud(tmp_path), KeyRing(0.0))
 
 
 def slugs(proof: Proof, outcome: Outcome = Outcome.FAILED) -> list[str]:
@@ -89,8 +89,8 @@ def changed(receipt: Receipt, **changes: object) -> Receipt:
     return msgspec.structs.replace(receipt, **changes)
 
 
-def test_an_honest_receipt_says_which_release_answered_what_under_which_profile(desk: Desk) -> None:
-    proof = desk.check(desk.sign())
+def test_an_honest_receipt_says_which_release_answered_what_under_which_profile(node: SigningNode) -> None:
+    proof = node.check(node.sign())
     assert slugs(proof) == []
     assert slugs(proof, Outcome.NOT_PROVED) == ["hardware"]  # of evidence without hardware nothing is proved
     assert {"signature", "evidence", "profile", "epoch", "listed", "release", "model", "request", "answer"} <= set(
@@ -99,10 +99,10 @@ def test_an_honest_receipt_says_which_release_answered_what_under_which_profile(
     assert proof.release.startswith("1 (version 0.1.0")
 
 
-def test_it_is_proved_long_after_the_epoch_and_the_key_have_ended(desk: Desk) -> None:
-    receipt = desk.sign()
-    desk.served.now += 400 * 86_400
-    assert slugs(desk.check(receipt)) == []
+def test_it_is_proved_long_after_the_epoch_and_the_key_have_ended(node: SigningNode) -> None:
+    receipt = node.sign()
+    node.served.now += 400 * 86_400
+    assert slugs(node.check(receipt)) == []
 
 
 @pytest.mark.parametrize(
@@ -116,99 +116,99 @@ def test_it_is_proved_long_after_the_epoch_and_the_key_have_ended(desk: Desk) ->
     ],
     ids=["another request", "another target", "a longer answer", "a cut answer", "swapped"],
 )
-def test_a_receipt_for_other_texts_is_refused(desk: Desk, shown: Shown, failed: list[str]) -> None:
-    assert slugs(desk.check(desk.sign(), shown)) == failed
+def test_a_receipt_for_other_texts_is_refused(node: SigningNode, shown: Shown, failed: list[str]) -> None:
+    assert slugs(node.check(node.sign(), shown)) == failed
 
 
-def test_a_receipt_of_an_equal_exchange_has_another_salt_and_cannot_be_swapped(desk: Desk) -> None:
-    first, second = desk.sign(), desk.sign()
-    assert slugs(desk.check(changed(first, jws=second.jws))) == ["request", "answer"]
+def test_a_receipt_of_an_equal_exchange_has_another_salt_and_cannot_be_swapped(node: SigningNode) -> None:
+    first, second = node.sign(), node.sign()
+    assert slugs(node.check(changed(first, jws=second.jws))) == ["request", "answer"]
 
 
-def test_a_key_that_was_not_attested_is_refused(desk: Desk) -> None:
-    assert slugs(desk.check(desk.sign(key=Ed25519PrivateKey.generate()))) == ["signature"]
+def test_a_key_that_was_not_attested_is_refused(node: SigningNode) -> None:
+    assert slugs(node.check(node.sign(key=Ed25519PrivateKey.generate()))) == ["signature"]
 
 
-def test_a_swapped_model_is_refused(desk: Desk) -> None:
+def test_a_swapped_model_is_refused(node: SigningNode) -> None:
     """Evidence of another model, of the same node, under the receipt of the one that answered."""
-    other = desk.attest(model="ab" * 32)
-    assert slugs(desk.check(changed(desk.sign(), evidence=other))) == ["evidence", "listed"]
+    other = node.attest(model="ab" * 32)
+    assert slugs(node.check(changed(node.sign(), evidence=other))) == ["evidence", "listed"]
 
 
-def test_a_model_that_is_not_the_one_asked_for_is_refused(desk: Desk) -> None:
+def test_a_model_that_is_not_the_one_asked_for_is_refused(node: SigningNode) -> None:
     wanted = AttestationPolicy(accept_software=True, models=frozenset({"ab" * 32}))
-    assert "model" in slugs(desk.check(desk.sign(), policy=wanted))
+    assert "model" in slugs(node.check(node.sign(), policy=wanted))
 
 
-def test_a_node_that_signs_for_a_policy_that_it_did_not_run_is_refused(desk: Desk) -> None:
-    assert slugs(desk.check(desk.sign(profile="paranoid"))) == ["profile"]
+def test_a_node_that_signs_for_a_policy_that_it_did_not_run_is_refused(node: SigningNode) -> None:
+    assert slugs(node.check(node.sign(profile="paranoid"))) == ["profile"]
 
 
-def test_an_epoch_that_the_log_does_not_hold_is_refused(desk: Desk) -> None:
+def test_an_epoch_that_the_log_does_not_hold_is_refused(node: SigningNode) -> None:
     """The node's own list, with its own capacity, signed for by it and by nobody else."""
-    bundle = parse_bundle(desk.bundle)
+    bundle = parse_bundle(node.bundle)
     epoch = msgspec.structs.replace(bundle.epoch, epoch=bundle.epoch.epoch + 1)
     invented = encode_bundle(msgspec.structs.replace(bundle, epoch=epoch))
-    receipt = changed(desk.sign(epoch=hash_leaf(epoch_leaf(epoch)).hex()), bundle=invented)
-    assert slugs(desk.check(receipt)) == ["epoch"]
+    receipt = changed(node.sign(epoch=hash_leaf(epoch_leaf(epoch)).hex()), bundle=invented)
+    assert slugs(node.check(receipt)) == ["epoch"]
 
 
-def test_another_epoch_of_the_log_than_the_one_that_was_drawn_from_is_refused(desk: Desk) -> None:
-    receipt = desk.sign()
-    desk.served.now += 60
-    desk.served.serve(desk.evidence)
-    assert slugs(desk.check(changed(receipt, bundle=desk.bundle))) == ["epoch"]
+def test_another_epoch_of_the_log_than_the_one_that_was_drawn_from_is_refused(node: SigningNode) -> None:
+    receipt = node.sign()
+    node.served.now += 60
+    node.served.serve(node.evidence)
+    assert slugs(node.check(changed(receipt, bundle=node.bundle))) == ["epoch"]
 
 
-def test_a_checkpoint_without_enough_witnesses_is_refused(desk: Desk) -> None:
-    bundle = parse_bundle(desk.bundle)
+def test_a_checkpoint_without_enough_witnesses_is_refused(node: SigningNode) -> None:
+    bundle = parse_bundle(node.bundle)
     lines = bundle.checkpoint.splitlines(keepends=True)
     bare = msgspec.structs.replace(bundle, checkpoint="".join(line for line in lines if "witness" not in line))
-    proof = desk.check(changed(desk.sign(), bundle=encode_bundle(bare)))
+    proof = node.check(changed(node.sign(), bundle=encode_bundle(bare)))
     assert slugs(proof) == ["epoch"]
     assert any("0 of 3 witnesses" in step.text for step in proof.findings)
 
 
-def test_an_epoch_that_was_cosigned_when_it_was_over_is_refused(desk: Desk) -> None:
-    bundle = parse_bundle(desk.bundle)
+def test_an_epoch_that_was_cosigned_when_it_was_over_is_refused(node: SigningNode) -> None:
+    bundle = parse_bundle(node.bundle)
     note = parse_note(bundle.checkpoint)
-    late = [cosign(note.text, key, bundle.epoch.not_after) for key in desk.served.witness_keys]
-    by_log = Note(note.text, tuple(one for one in note.signatures if one.is_by(desk.served.log_key.public)))
+    late = [cosign(note.text, key, bundle.epoch.not_after) for key in node.served.witness_keys]
+    by_log = Note(note.text, tuple(one for one in note.signatures if one.is_by(node.served.log_key.public)))
     recosigned = msgspec.structs.replace(bundle, checkpoint=str(by_log.add(*late)))
-    proof = desk.check(changed(desk.sign(), bundle=encode_bundle(recosigned)))
+    proof = node.check(changed(node.sign(), bundle=encode_bundle(recosigned)))
     assert slugs(proof) == ["epoch"]
     assert any("was over before" in step.text for step in proof.findings)
 
 
-def test_a_release_that_nobody_trusted_signed_is_refused(desk: Desk) -> None:
-    stranger = ServedCloud(desk.served.directory / "stranger")
-    proof = verify_receipt(desk.sign(), SHOWN, stranger.trust, SOFTWARE)
+def test_a_release_that_nobody_trusted_signed_is_refused(node: SigningNode) -> None:
+    stranger = ServedCloud(node.served.directory / "stranger")
+    proof = verify_receipt(node.sign(), SHOWN, stranger.trust, SOFTWARE)
     assert slugs(proof) == ["epoch"]
 
 
-def test_evidence_without_hardware_is_refused_unless_it_is_let_through(desk: Desk) -> None:
-    assert "hardware" in slugs(desk.check(desk.sign(), policy=AttestationPolicy()))
+def test_evidence_without_hardware_is_refused_unless_it_is_let_through(node: SigningNode) -> None:
+    assert "hardware" in slugs(node.check(node.sign(), policy=AttestationPolicy()))
 
 
-def test_without_texts_only_signature_evidence_and_epoch_are_checked_and_it_says_so(desk: Desk) -> None:
-    proof = desk.check(changed(desk.sign(), salt=b""), Shown())
+def test_without_texts_only_signature_evidence_and_epoch_are_checked_and_it_says_so(node: SigningNode) -> None:
+    proof = node.check(changed(node.sign(), salt=b""), Shown())
     assert slugs(proof) == []
     assert "texts" in slugs(proof, Outcome.NOT_PROVED)
 
 
-def test_without_its_salt_no_text_can_be_held_against_a_receipt(desk: Desk) -> None:
-    assert slugs(desk.check(changed(desk.sign(), salt=b""))) == ["salt"]
+def test_without_its_salt_no_text_can_be_held_against_a_receipt(node: SigningNode) -> None:
+    assert slugs(node.check(changed(node.sign(), salt=b""))) == ["salt"]
 
 
-def test_without_keys_of_a_log_the_epoch_is_left_open(desk: Desk) -> None:
-    proof = verify_receipt(changed(desk.sign(), bundle=b""), SHOWN, None, SOFTWARE)
+def test_without_keys_of_a_log_the_epoch_is_left_open(node: SigningNode) -> None:
+    proof = verify_receipt(changed(node.sign(), bundle=b""), SHOWN, None, SOFTWARE)
     assert slugs(proof) == []
     assert {"epoch", "release-log"} <= set(slugs(proof, Outcome.NOT_PROVED))
 
 
-def test_a_jws_in_any_other_form_is_refused(desk: Desk) -> None:
+def test_a_jws_in_any_other_form_is_refused(node: SigningNode) -> None:
     """Header, order, padding and algorithm are fixed: there is one string for one receipt."""
-    receipt = desk.sign()
+    receipt = node.sign()
     header, payload, signature = receipt.jws.split(".")
     none = encode64(b'{"alg":"none","typ":"cloister-receipt+jws"}').decode()
     spaced = encode64(b" " + json.dumps(json.loads(_decode(payload))).encode()).decode()
@@ -219,26 +219,26 @@ def test_a_jws_in_any_other_form_is_refused(desk: Desk) -> None:
         f"{header}.{payload}",
         "ü",
     ):
-        assert slugs(desk.check(changed(receipt, jws=jws))) == ["receipt"]
+        assert slugs(node.check(changed(receipt, jws=jws))) == ["receipt"]
 
 
 def _decode(part: str) -> bytes:
     return urlsafe_b64decode(part + "=" * (-len(part) % 4))
 
 
-def test_the_signature_is_one_of_rfc_8037_that_any_library_checks(desk: Desk) -> None:
-    receipt = desk.sign()
+def test_the_signature_is_one_of_rfc_8037_that_any_library_checks(node: SigningNode) -> None:
+    receipt = node.sign()
     signed, _, signature = receipt.jws.rpartition(".")
     assert json.loads(_decode(signed.partition(".")[0])) == {"alg": "EdDSA", "typ": "cloister-receipt+jws"}
-    key = receipt_key_of(desk.ring).public_key()
+    key = receipt_key_of(node.ring).public_key()
     key.verify(_decode(signature), signed.encode())
 
 
 class Files:
-    def __init__(self, desk: Desk, directory: Path) -> None:
+    def __init__(self, node: SigningNode, directory: Path) -> None:
         self._directory = directory
-        self.receipt = self.write("receipt.json", desk.sign().encode())
-        self.trust = self.write("trust.json", encode_trust(desk.served.trust))
+        self.receipt = self.write("receipt.json", node.sign().encode())
+        self.trust = self.write("trust.json", encode_trust(node.served.trust))
         self.request, self.answer = self.write("request", ASKED), self.write("answer", ANSWERED)
 
     def write(self, name: str, content: bytes) -> str:
@@ -251,8 +251,8 @@ class Files:
 
 
 @pytest.fixture
-def files(desk: Desk, tmp_path: Path) -> Files:
-    return Files(desk, tmp_path)
+def files(node: SigningNode, tmp_path: Path) -> Files:
+    return Files(node, tmp_path)
 
 
 def test_the_command_says_what_is_proved_and_what_is_not(files: Files) -> None:
@@ -283,7 +283,9 @@ def test_json_has_every_step(files: Files) -> None:
 
 
 @pytest.mark.parametrize("edit", [lambda data: data[:-20], lambda data: b"{}", lambda data: data + bytes(4_000_000)])
-def test_a_file_that_is_no_receipt_is_said_to_be_none_without_repeating_it(desk: Desk, edit: Callable[[bytes], bytes]) -> None:
+def test_a_file_that_is_no_receipt_is_said_to_be_none_without_repeating_it(
+    node: SigningNode, edit: Callable[[bytes], bytes]
+) -> None:
     with pytest.raises(ReceiptError) as caught:
-        read_receipt(edit(desk.sign().encode()))
-    assert desk.sign().jws[:20] not in str(caught.value)
+        read_receipt(edit(node.sign().encode()))
+    assert node.sign().jws[:20] not in str(caught.value)

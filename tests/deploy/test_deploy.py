@@ -18,7 +18,7 @@ from cloister.launch import resolve_settings
 from cloister.server.metrics import EngineGauges, Metrics
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.events import Drafting, Stepped
-from tests.server.house import ScriptedEngine, says
+from tests.server.running_server import ScriptedEngine, says
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

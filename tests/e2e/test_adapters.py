@@ -23,7 +23,7 @@ from cloister.types.events import AdapterReply, LoadAdapter, Outputs, Scheduled,
 from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
 from tests.adapter_factory import write_adapter
 from tests.model_factory import make_model
-from tests.server.house import House, make_gate, serving
+from tests.server.running_server import RunningServer, make_gate, serving
 
 PROMPT = list(range(20, 90))
 
@@ -210,7 +210,7 @@ def test_room_for_adapters_is_an_item_of_the_budget(model: Path, adapters: dict[
 
 
 @pytest.fixture(scope="module")
-def house(model: Path) -> Iterator[House]:
+def server(model: Path) -> Iterator[RunningServer]:
     with serve(model) as running:
         yield running
 
@@ -235,8 +235,8 @@ def call(url: str, verb: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/{verb}_lora_adapter", json=body, timeout=30)
 
 
-def test_an_adapter_is_a_model_of_its_own_over_http(house: House, adapters: dict[str, str]) -> None:
-    url, base = house.url, house.engine.model.name
+def test_an_adapter_is_a_model_of_its_own_over_http(server: RunningServer, adapters: dict[str, str]) -> None:
+    url, base = server.url, server.engine.model.name
     assert call(url, "load", lora_name="ann", lora_path=adapters["ann"]).status_code == 200
     listed = {entry["id"]: entry for entry in httpx.get(f"{url}/v1/models").json()["data"]}
     assert (listed[base]["parent"], listed["ann"]["parent"]) == (None, base)
@@ -252,24 +252,24 @@ def test_an_adapter_is_a_model_of_its_own_over_http(house: House, adapters: dict
     assert [entry["id"] for entry in httpx.get(f"{url}/v1/models").json()["data"]] == [base]
 
 
-def test_vectors_and_scores_are_those_of_the_adapter_that_is_named(house: House, adapters: dict[str, str]) -> None:
-    base = house.engine.model.name
-    assert call(house.url, "load", lora_name="ann", lora_path=adapters["ann"]).status_code == 200
+def test_vectors_and_scores_are_those_of_the_adapter_that_is_named(server: RunningServer, adapters: dict[str, str]) -> None:
+    base = server.engine.model.name
+    assert call(server.url, "load", lora_name="ann", lora_path=adapters["ann"]).status_code == 200
 
     def vector(model: str) -> list[float]:
-        reply = httpx.post(f"{house.url}/v1/embeddings", json={"model": model, "input": [PROMPT]})
+        reply = httpx.post(f"{server.url}/v1/embeddings", json={"model": model, "input": [PROMPT]})
         assert reply.json()["model"] == model
         return list(reply.json()["data"][0]["embedding"])
 
     def score(model: str) -> float:
-        reply = httpx.post(f"{house.url}/v1/score", json={"model": model, "text_1": "a cat", "text_2": "the dog ran"})
+        reply = httpx.post(f"{server.url}/v1/score", json={"model": model, "text_1": "a cat", "text_2": "the dog ran"})
         return float(reply.json()["data"][0]["score"])
 
     plain, changed = vector(base), vector("ann")
     assert plain != changed
     assert (vector(base), vector("ann")) == (plain, changed)  # nothing of one is left for the other
     assert score(base) != score("ann")
-    assert call(house.url, "unload", lora_name="ann").status_code == 200
+    assert call(server.url, "unload", lora_name="ann").status_code == 200
 
 
 @pytest.mark.parametrize(("body", "status", "param"), [
@@ -277,40 +277,42 @@ def test_vectors_and_scores_are_those_of_the_adapter_that_is_named(house: House,
     ({"lora_name": "a,b", "lora_path": "/x"}, 400, "lora_name"), ({"lora_name": "x", "lora_path": "/x,y"}, 400, "lora_path"),
     ({"lora_name": "x", "lora_path": "/x", "load_inplace": True}, 400, None),
 ])  # fmt: skip
-def test_bad_calls_are_answered_with_what_is_wrong(house: House, body: dict[str, Any], status: int, param: str | None) -> None:
-    reply = call(house.url, "load", **body)
+def test_bad_calls_are_answered_with_what_is_wrong(
+    server: RunningServer, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    reply = call(server.url, "load", **body)
     assert reply.status_code == status
     assert param is None or reply.json()["error"]["param"] == param
 
 
-def test_the_models_own_name_is_no_name_for_an_adapter(house: House, adapters: dict[str, str]) -> None:
-    assert call(house.url, "load", lora_name=house.engine.model.name, lora_path=adapters["ann"]).status_code == 400
+def test_the_models_own_name_is_no_name_for_an_adapter(server: RunningServer, adapters: dict[str, str]) -> None:
+    assert call(server.url, "load", lora_name=server.engine.model.name, lora_path=adapters["ann"]).status_code == 400
 
 
 def test_nor_is_another_name_of_it(model: Path, adapters: dict[str, str]) -> None:
-    with serve(model, config=ServerConfig(port=0, served_model_name="first, second")) as house:
+    with serve(model, config=ServerConfig(port=0, served_model_name="first, second")) as server:
         for name in ("first", "second"):
-            assert call(house.url, "load", lora_name=name, lora_path=adapters["ann"]).json()["error"]["param"] == "lora_name"
+            assert call(server.url, "load", lora_name=name, lora_path=adapters["ann"]).json()["error"]["param"] == "lora_name"
 
 
-def test_unloading_what_is_not_there_is_answered_404(house: House) -> None:
-    assert call(house.url, "unload", lora_name="nobody").status_code == 404
+def test_unloading_what_is_not_there_is_answered_404(server: RunningServer) -> None:
+    assert call(server.url, "unload", lora_name="nobody").status_code == 404
 
 
-def test_adapters_come_and_go_under_load_and_every_request_ends_once(house: House, adapters: dict[str, str]) -> None:
+def test_adapters_come_and_go_under_load_and_every_request_ends_once(server: RunningServer, adapters: dict[str, str]) -> None:
     stop = threading.Event()
 
     def change() -> None:
         while not stop.is_set():
             for name in ("ann", "ben"):
-                assert call(house.url, "load", lora_name=name, lora_path=adapters[name]).status_code == 200
+                assert call(server.url, "load", lora_name=name, lora_path=adapters[name]).status_code == 200
             for name in ("ann", "ben"):
-                assert call(house.url, "unload", lora_name=name).status_code == 200
+                assert call(server.url, "unload", lora_name=name).status_code == 200
 
     with ThreadPoolExecutor(5) as pool:
         changes = pool.submit(change)
-        names = ["ann", "ben", house.engine.model.name] * 10
-        statuses = list(pool.map(lambda name: ask(house.url, name).status_code, names))
+        names = ["ann", "ben", server.engine.model.name] * 10
+        statuses = list(pool.map(lambda name: ask(server.url, name).status_code, names))
         stop.set()
         changes.result(60)
     assert set(statuses) <= {200, 400, 404}
@@ -322,14 +324,17 @@ def test_with_keys_only_an_operators_key_may_change_adapters(model: Path, adapte
     credentials, user = Credentials.empty().add("ann")
     credentials, operator = credentials.add("root", is_operator=True)
     config = ServerConfig(port=0, api_keys="keys.json", drain_timeout_s=1.0)
-    with serve(model, gate=make_gate("team", credentials), config=config) as house:
+    with serve(model, gate=make_gate("team", credentials), config=config) as server:
         body = {"lora_name": "ann", "lora_path": adapters["ann"]}
         for key, status in ((user, 403), (operator, 200)):
             headers = {"authorization": f"Bearer {key}"}
-            assert httpx.post(f"{house.url}/v1/load_lora_adapter", json=body, headers=headers).status_code == status
+            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, headers=headers).status_code == status
         headers = {"authorization": f"Bearer {user}"}
         answered = httpx.post(
-            f"{house.url}/v1/completions", json={"model": "ann", "prompt": PROMPT, "max_tokens": 2}, headers=headers, timeout=30
+            f"{server.url}/v1/completions",
+            json={"model": "ann", "prompt": PROMPT, "max_tokens": 2},
+            headers=headers,
+            timeout=30,
         )
         assert answered.status_code == 200
 

@@ -14,19 +14,19 @@ from cloister.types.config import ServerConfig
 from cloister.types.events import Arrived, Ended, Event, Progressed, Scheduled
 from cloister.types.request import FinishReason
 from tests.browser import Browser
-from tests.server.house import House, ScriptedEngine, make_gate, says, serving_script, write_model
+from tests.server.running_server import RunningServer, ScriptedEngine, make_gate, says, serving_script, write_model
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     path = write_model(tmp_path_factory.mktemp("board_model"))
-    with serving_script(path, ScriptedEngine(says("x")), config=ServerConfig(port=0, drain_timeout_s=1.0)) as house:
-        yield house
+    with serving_script(path, ScriptedEngine(says("x")), config=ServerConfig(port=0, drain_timeout_s=1.0)) as server:
+        yield server
 
 
 @pytest.fixture
-def board(browser: Browser, house: House) -> Iterator[Browser]:
-    browser.open(house.url, "#board")
+def board(browser: Browser, server: RunningServer) -> Iterator[Browser]:
+    browser.open(server.url, "#board")
     browser.find(".card")
     yield browser
     complaints, _ = browser.read_logs()
@@ -34,11 +34,11 @@ def board(browser: Browser, house: House) -> Iterator[Browser]:
     browser.driver.get("about:blank")
 
 
-def tell(house: House, *events: Event) -> None:
+def tell(server: RunningServer, *events: Event) -> None:
     """Lets the server hear what happened in its engine."""
-    assert isinstance(house.engine, ScriptedEngine)
+    assert isinstance(server.engine, ScriptedEngine)
     for event in events:
-        for listener in house.engine._requests._listeners:
+        for listener in server.engine._requests._listeners:
             listener(event)
 
 
@@ -72,8 +72,8 @@ def test_the_cards_fill_every_row_of_the_grid(board, width, columns):
         assert abs(row[-1][2] - right) <= 1
 
 
-def test_no_line_leaves_its_plot_however_late_a_token_is(board, house):
-    tell(house, *life("late", gap_s=9.0))
+def test_no_line_leaves_its_plot_however_late_a_token_is(board, server):
+    tell(server, *life("late", gap_s=9.0))
     board.wait(lambda: "s" in card_of(board, "Time between tokens").split("p90")[0].split("p50")[1])
     outside = board.run(
         "return [...document.querySelectorAll('.plot .line')]"
@@ -86,23 +86,23 @@ def test_no_line_leaves_its_plot_however_late_a_token_is(board, house):
     assert float(re.findall(r"p90 [\d.]+ s, at most ([\d.]+) s", label)[0]) <= top_s
 
 
-def let_pass(house: House, passed_s: float) -> None:
+def let_pass(server: RunningServer, passed_s: float) -> None:
     """Sets the clock of the server's history forward."""
-    assert isinstance(house.engine, ScriptedEngine)
+    assert isinstance(server.engine, ScriptedEngine)
     (history,) = {
         observe.__self__.before_change.__self__
-        for observe in house.engine._requests._listeners
+        for observe in server.engine._requests._listeners
         if isinstance(observe.__self__, Metrics)
     }
     clock = history._clock
     history._clock = lambda: clock() + passed_s
 
 
-def test_a_page_that_is_opened_now_shows_what_happened_before(board, house):
+def test_a_page_that_is_opened_now_shows_what_happened_before(board, server):
     for minute in range(12):
-        let_pass(house, 60.0)
+        let_pass(server, 60.0)
         for number in range(10 if minute == 6 else 1):
-            tell(house, *life(f"past{minute}.{number}", gap_s=0.1))
+            tell(server, *life(f"past{minute}.{number}", gap_s=0.1))
     board.driver.refresh()
     board.find(".card")
     board.click(".ranges button:nth-child(2)")
@@ -121,9 +121,9 @@ def test_a_range_is_chosen_with_the_keyboard_and_says_so(board):
     assert "60 minutes ago" in card_of(board, "Requests")
 
 
-def test_the_board_counts_errors_and_says_how_long_the_server_is_up(board, house):
+def test_the_board_counts_errors_and_says_how_long_the_server_is_up(board, server):
     for _ in range(3):
-        httpx.get(f"{house.url}/v1/models/none")
+        httpx.get(f"{server.url}/v1/models/none")
     board.wait(lambda: "3 × 404" in card_of(board, "Errors per minute"))
     assert re.search(r"up \d+ (s|min|h)", board.text(".board-head"))
     board.wait(lambda: re.search(r"[MG]iB\s+front", card_of(board, "Memory of the processes")))
@@ -133,12 +133,12 @@ def test_the_board_counts_errors_and_says_how_long_the_server_is_up(board, house
 def test_a_refusal_for_too_many_requests_is_shown(browser, tmp_path):
     credentials, key = Credentials.empty().add("ann", limits=KeyQuota(requests_per_minute=1))
     gate, config = make_gate("team", credentials), ServerConfig(port=0, drain_timeout_s=1.0)
-    with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), gate=gate, config=config) as house:
+    with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), gate=gate, config=config) as server:
         headers = {"Authorization": f"Bearer {key}"}
         body = {"model": "history", "prompt": "a", "max_tokens": 1}
-        replies = [httpx.post(f"{house.url}/v1/completions", json=body, headers=headers).status_code for _ in range(3)]
+        replies = [httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code for _ in range(3)]
         assert replies == [200, 429, 429]
-        browser.open(house.url)
+        browser.open(server.url)
         browser.click("#open-settings")
         browser.find("#set-key").send_keys(key)
         browser.click("#settings [aria-label=Close]")
@@ -151,11 +151,11 @@ def test_a_refusal_for_too_many_requests_is_shown(browser, tmp_path):
 def test_tenants_are_shown_to_operators_alone(browser, tmp_path, is_operator):
     credentials, key = Credentials.empty().add("ann", is_operator=is_operator)
     gate, config = make_gate("team", credentials), ServerConfig(port=0, drain_timeout_s=1.0)
-    with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), gate=gate, config=config) as house:
+    with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), gate=gate, config=config) as server:
         headers = {"Authorization": f"Bearer {key}"}
         body = {"model": "history", "prompt": "a", "max_tokens": 1}
-        assert httpx.post(f"{house.url}/v1/completions", json=body, headers=headers).status_code == 200
-        browser.open(house.url)
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
+        browser.open(server.url)
         browser.click("#open-settings")
         browser.find("#set-key").send_keys(key)
         browser.click("#settings [aria-label=Close]")

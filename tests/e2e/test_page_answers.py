@@ -15,7 +15,7 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from tests.browser import Browser, Keys
-from tests.server.house import INFO, ScriptedEngine, make_gate, output, says, serving_script, write_model
+from tests.server.running_server import INFO, ScriptedEngine, make_gate, output, says, serving_script, write_model
 
 DONE = "li:last-child > .turn.assistant[aria-busy=false]"
 Script = Callable[[Request], Sequence[SequenceOutput | float | Exception]]
@@ -73,12 +73,12 @@ def answered_by(browser: Browser, model_path: Path) -> Iterator[Callable[..., ob
     def open_page(script: Script, *, gate: Gate | None = None, **settings: object) -> Iterator[ScriptedEngine]:
         engine = ScriptedEngine(script, model=replace(INFO, max_model_len=4096))
         config = ServerConfig(port=0, drain_timeout_s=1.0, **settings)
-        with serving_script(model_path, engine, gate=gate or make_gate(), config=config) as house:
-            browser.open(house.url)
+        with serving_script(model_path, engine, gate=gate or make_gate(), config=config) as server:
+            browser.open(server.url)
             yield engine
             complaints, asked = browser.read_logs()
             assert [text for text in complaints if "Failed to load resource" not in text] == []
-            assert {address.startswith(f"{house.url}/") for address in asked} == {True}
+            assert {address.startswith(f"{server.url}/") for address in asked} == {True}
             browser.driver.get("about:blank")
 
     return open_page

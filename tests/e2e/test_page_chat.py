@@ -15,7 +15,7 @@ from cloister.types.errors import QueueFullError
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from tests.browser import Browser, Keys
 from tests.pdf_factory import make_pdf
-from tests.server.house import INFO, House, ScriptedEngine, output, says, serving_script, write_model
+from tests.server.running_server import INFO, RunningServer, ScriptedEngine, output, says, serving_script, write_model
 
 DONE = "li:last-child > .turn.assistant[aria-busy=false]"
 Script = Callable[[Request], list[SequenceOutput | float | Exception]]
@@ -27,24 +27,24 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def house(model_path: Path) -> Iterator[House]:
+def server(model_path: Path) -> Iterator[RunningServer]:
     """A server with two names, whose engine each test gives a script."""
     engine = ScriptedEngine(says("x"), model=replace(INFO, max_model_len=4096))
     config = ServerConfig(port=0, drain_timeout_s=1.0, served_model_name="small,large")
-    with serving_script(model_path, engine, config=config) as house:
-        yield house
+    with serving_script(model_path, engine, config=config) as server:
+        yield server
 
 
 @pytest.fixture
-def answered_by(browser: Browser, house: House) -> Iterator[Callable[[Script], ScriptedEngine]]:
+def answered_by(browser: Browser, server: RunningServer) -> Iterator[Callable[[Script], ScriptedEngine]]:
     """Opens the page before an engine that plays a script; nothing is complained about."""
-    engine = house.engine
+    engine = server.engine
     assert isinstance(engine, ScriptedEngine)
 
     def open_page(script: Script) -> ScriptedEngine:
         engine.script = script
         engine.taken.clear()
-        browser.open(house.url)
+        browser.open(server.url)
         return engine
 
     yield open_page

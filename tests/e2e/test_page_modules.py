@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.browser import Browser
-from tests.server.house import ScriptedEngine, says, serving_script, write_model
+from tests.server.running_server import ScriptedEngine, says, serving_script, write_model
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path: Path = write_model(tmp_path_factory.mktemp("page_model"))
-    with serving_script(path, ScriptedEngine(says("x"))) as house:
-        yield house.url
+    with serving_script(path, ScriptedEngine(says("x"))) as server:
+        yield server.url
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class HeardTransport(ProcessTransport):
         await super().run(hear)
 
 
-class House:
+class EngineProcess:
     """An engine process with a listener, and the events that its front heard."""
 
     def __init__(
@@ -91,10 +91,10 @@ async def complete(engine: EngineClient, name: str, **options: object) -> str:
 
 def test_workers_get_their_own_answers_and_the_front_gets_counts() -> None:
     async def run() -> None:
-        house = House()
-        await house.engine.start()
+        process = EngineProcess()
+        await process.engine.start()
         try:
-            first, second = await house.link(), await house.link()
+            first, second = await process.link(), await process.link()
             whole = await complete(first, "a")
             stop = whole[3:6]
             answers = await asyncio.gather(complete(first, "b"), complete(second, "c"), complete(second, "d", stop=(stop,)))
@@ -102,43 +102,43 @@ def test_workers_get_their_own_answers_and_the_front_gets_counts() -> None:
             assert whole.startswith(answers[2])
             assert stop not in answers[2]
         finally:
-            await house.close()
-        ends = [event for event in house.events if isinstance(event, Ended)]
+            await process.close()
+        ends = [event for event in process.events if isinstance(event, Ended)]
         assert not ends  # a request that the front did not send is none of its listeners' business
-        told = [event.stop_reason for event in house.heard if isinstance(event, Ended)]
+        told = [event.stop_reason for event in process.heard if isinstance(event, Ended)]
         assert len(told) == 4
         assert not any(told)  # what ended an answer is content
-        assert not any(isinstance(event, Progressed) for event in house.events)
+        assert not any(isinstance(event, Progressed) for event in process.events)
 
     asyncio.run(run())
 
 
 def test_a_worker_that_goes_away_takes_its_request_with_it() -> None:
     async def run() -> None:
-        house = House()
-        await house.engine.start()
+        process = EngineProcess()
+        await process.engine.start()
         try:
-            worker = await house.link()
+            worker = await process.link()
             sampling = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
             request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
             async for _ in worker.generate(request):
                 break
             await worker.drain(0.0)
-            await wait_until(lambda: any(isinstance(event, Ended) for event in house.heard))
-            assert not house.engine._requests.is_waited_for
+            await wait_until(lambda: any(isinstance(event, Ended) for event in process.heard))
+            assert not process.engine._requests.is_waited_for
         finally:
-            await house.close()
-        assert [event.reason for event in house.heard if isinstance(event, Ended)] == [FinishReason.ABORT]
+            await process.close()
+        assert [event.reason for event in process.heard if isinstance(event, Ended)] == [FinishReason.ABORT]
 
     asyncio.run(run())
 
 
 def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and_harms_nobody() -> None:
     async def run() -> None:
-        house = House()
-        await house.engine.start()
+        process = EngineProcess()
+        await process.engine.start()
         try:
-            owner, thief = await house.link(), await house.link()
+            owner, thief = await process.link(), await process.link()
             sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
             request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
             answer = owner.generate(request)
@@ -147,31 +147,31 @@ def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and
             assert [output.finish_reason for output in stolen] == [FinishReason.ERROR]
             num_outputs += sum([len(output.token_ids) async for output in answer])
             assert num_outputs == 200
-            assert house.engine.health().good
+            assert process.engine.health().good
         finally:
-            await house.close()
+            await process.close()
 
     asyncio.run(run())
 
 
 def test_a_worker_is_told_when_the_engine_dies() -> None:
     async def run() -> None:
-        house = House()
-        await house.engine.start()
-        worker = await house.link()
-        assert house.engine.pid is not None
+        process = EngineProcess()
+        await process.engine.start()
+        worker = await process.link()
+        assert process.engine.pid is not None
         sampling = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
         request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
         async for output in worker.generate(request):
             last = output
             if output.finish_reason is None:
-                house.transport.kill()
+                process.transport.kill()
         assert last.error == LOST
         assert not worker.health().good
-        lifecycle = house.engine._lifecycle
+        lifecycle = process.engine._lifecycle
         assert lifecycle is not None
         await wait_until(lifecycle.done)
-        await house.close()
+        await process.close()
 
     asyncio.run(run())
 
@@ -179,16 +179,16 @@ def test_a_worker_is_told_when_the_engine_dies() -> None:
 def test_an_engine_that_hangs_in_the_very_first_step_for_a_worker_is_replaced(model_path: Path) -> None:
     async def run() -> None:
         supervision = Supervision(first_step_timeout_s=0.3, look_every_s=0.05)
-        house = House("tests.engine.replica:build_hanging", make_config(model_path), supervision)
-        await house.engine.start()
+        process = EngineProcess("tests.engine.replica:build_hanging", make_config(model_path), supervision)
+        await process.engine.start()
         try:
-            first, worker = house.engine.pid, await house.link()
+            first, worker = process.engine.pid, await process.link()
             assert [o.finish_reason async for o in worker.generate(make_request([TRIGGER, 1]))] == [FinishReason.ERROR]
-            await wait_until(lambda: house.engine.health().good and house.engine.pid not in (None, first))
-            again = await house.link()
+            await wait_until(lambda: process.engine.health().good and process.engine.pid not in (None, first))
+            again = await process.link()
             assert [o.finish_reason async for o in again.generate(make_request())][-1] is FinishReason.LENGTH
         finally:
-            await house.close()
+            await process.close()
 
     asyncio.run(run())
 
@@ -196,19 +196,19 @@ def test_an_engine_that_hangs_in_the_very_first_step_for_a_worker_is_replaced(mo
 @pytest.mark.parametrize("num_sequences", [0, 17, 100_000])
 def test_a_worker_that_asks_for_more_sequences_than_run_at_once_loses_its_channel(model_path: Path, num_sequences: int) -> None:
     async def run() -> None:
-        house = House("tests.engine.replica:build", make_config(model_path))
-        await house.engine.start()
+        process = EngineProcess("tests.engine.replica:build", make_config(model_path))
+        await process.engine.start()
         try:
-            liar, worker = await house.link(), await house.link()
+            liar, worker = await process.link(), await process.link()
             request = make_request(n=max(1, num_sequences))
             liar._send(
                 Submit(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, n=num_sequences)))
             )
             await wait_until(lambda: not liar.health().good)
             assert [o.finish_reason async for o in worker.generate(make_request())][-1] is FinishReason.LENGTH
-            assert not house.heard or request.request_id not in {getattr(e, "request_id", None) for e in house.heard}
+            assert not process.heard or request.request_id not in {getattr(e, "request_id", None) for e in process.heard}
         finally:
-            await house.close()
+            await process.close()
 
     asyncio.run(run())
 

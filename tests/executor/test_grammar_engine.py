@@ -43,7 +43,7 @@ class ManualClock:
         return self.now_s
 
 
-class House:
+class SteppedEngine:
     """An engine that this thread steps."""
 
     def __init__(self, path) -> None:
@@ -90,117 +90,117 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
-    yield house
-    house.compiler.goes_on.set()
+def engine(tmp_path):
+    engine = SteppedEngine(tmp_path)
+    yield engine
+    engine.compiler.goes_on.set()
 
 
 def held(**sampling: object) -> Request:
     return make_request(grammar=Grammar(GrammarKind.CHOICE, '["yes", "no"]'), max_tokens=20, ignore_eos=False, **sampling)
 
 
-def test_others_go_on_while_a_grammar_compiles(house):
-    waiting, other = house.submit(held()), house.submit(make_request(max_tokens=30))
-    house.drive(other)
-    assert house.ends[other] == (FinishReason.LENGTH, None)
-    assert waiting not in house.ends
-    house.compiler.goes_on.set()
-    house.drive(waiting)
-    assert house.ends[waiting] == (FinishReason.STOP, None)
-    assert house.texts[waiting] in ("yes", "no")
+def test_others_go_on_while_a_grammar_compiles(engine):
+    waiting, other = engine.submit(held()), engine.submit(make_request(max_tokens=30))
+    engine.drive(other)
+    assert engine.ends[other] == (FinishReason.LENGTH, None)
+    assert waiting not in engine.ends
+    engine.compiler.goes_on.set()
+    engine.drive(waiting)
+    assert engine.ends[waiting] == (FinishReason.STOP, None)
+    assert engine.texts[waiting] in ("yes", "no")
 
 
-def test_an_idle_engine_is_woken_when_a_grammar_is_compiled(house):
-    waiting = house.submit(held())
-    house.step()
-    assert not house.step()
-    threading.Timer(0.1, house.compiler.goes_on.set).start()
+def test_an_idle_engine_is_woken_when_a_grammar_is_compiled(engine):
+    waiting = engine.submit(held())
+    engine.step()
+    assert not engine.step()
+    threading.Timer(0.1, engine.compiler.goes_on.set).start()
     started = time.monotonic()
-    house.core.input_queue.wait(10)
+    engine.core.input_queue.wait(10)
     assert time.monotonic() - started < 5
-    house.drive(waiting)
+    engine.drive(waiting)
 
 
-def test_one_that_takes_too_long_fails_alone(house):
-    waiting, other = house.submit(held()), house.submit(make_request(max_tokens=30))
-    house.drive(other)
-    house.clock.now_s += 6
-    house.drive(waiting)
-    reason, error = house.ends[waiting]
+def test_one_that_takes_too_long_fails_alone(engine):
+    waiting, other = engine.submit(held()), engine.submit(make_request(max_tokens=30))
+    engine.drive(other)
+    engine.clock.now_s += 6
+    engine.drive(waiting)
+    reason, error = engine.ends[waiting]
     assert reason is FinishReason.ERROR
     assert "too long to compile" in error
 
 
-def test_the_first_grammar_has_time_to_read_the_vocabulary(house):
-    house.compiler.is_ready = False
-    waiting, other = house.submit(held()), house.submit(make_request(max_tokens=30))
-    house.drive(other)
+def test_the_first_grammar_has_time_to_read_the_vocabulary(engine):
+    engine.compiler.is_ready = False
+    waiting, other = engine.submit(held()), engine.submit(make_request(max_tokens=30))
+    engine.drive(other)
     for _ in range(3):
-        house.clock.now_s += 12
-        house.step()
-    assert waiting not in house.ends
-    house.compiler.goes_on.set()
-    house.drive(waiting)
-    assert house.ends[waiting] == (FinishReason.STOP, None)
+        engine.clock.now_s += 12
+        engine.step()
+    assert waiting not in engine.ends
+    engine.compiler.goes_on.set()
+    engine.drive(waiting)
+    assert engine.ends[waiting] == (FinishReason.STOP, None)
 
 
-def test_a_request_can_be_aborted_while_its_grammar_compiles(house):
-    waiting = house.submit(held())
-    house.step()
-    house.core.input_queue.put(Abort(waiting))
-    house.drive(waiting)
-    assert house.ends[waiting][0] is FinishReason.ABORT
-    house.compiler.goes_on.set()
-    house.core.input_queue.wait(0.2)
-    assert not house.step() or waiting in house.ends
+def test_a_request_can_be_aborted_while_its_grammar_compiles(engine):
+    waiting = engine.submit(held())
+    engine.step()
+    engine.core.input_queue.put(Abort(waiting))
+    engine.drive(waiting)
+    assert engine.ends[waiting][0] is FinishReason.ABORT
+    engine.compiler.goes_on.set()
+    engine.core.input_queue.wait(0.2)
+    assert not engine.step() or waiting in engine.ends
 
 
-def test_the_deadline_of_a_request_counts_from_its_arrival_while_its_grammar_compiles(house):
-    house.compiler.is_ready = False
-    waiting = house.submit(held())
+def test_the_deadline_of_a_request_counts_from_its_arrival_while_its_grammar_compiles(engine):
+    engine.compiler.is_ready = False
+    waiting = engine.submit(held())
     for _ in range(5):
-        house.step()
-        assert waiting not in house.ends
-        house.clock.now_s += 12
-    house.drive(waiting)
-    assert house.ends[waiting][0] is FinishReason.TIMEOUT
+        engine.step()
+        assert waiting not in engine.ends
+        engine.clock.now_s += 12
+    engine.drive(waiting)
+    assert engine.ends[waiting][0] is FinishReason.TIMEOUT
 
 
-def test_a_shutdown_ends_what_compiles(house):
-    waiting = house.submit(held())
-    house.step()
-    house.core.input_queue.put(Shutdown(0.0))
-    house.drive(waiting)
-    assert house.ends[waiting][0] is FinishReason.ABORT
+def test_a_shutdown_ends_what_compiles(engine):
+    waiting = engine.submit(held())
+    engine.step()
+    engine.core.input_queue.put(Shutdown(0.0))
+    engine.drive(waiting)
+    assert engine.ends[waiting][0] is FinishReason.ABORT
     for _ in range(5):
-        house.step()
-    assert house.core.is_done
+        engine.step()
+    assert engine.core.is_done
 
 
-def test_a_stop_string_and_a_stop_token_end_an_answer_before_its_grammar_does(house):
-    house.compiler.goes_on.set()
+def test_a_stop_string_and_a_stop_token_end_an_answer_before_its_grammar_does(engine):
+    engine.compiler.goes_on.set()
     digits = Grammar(GrammarKind.REGEX, "[0-9]{30}")
-    by_token = house.submit(make_request(grammar=digits, max_tokens=40, stop_token_ids=tuple(b"56789"), temperature=1.0))
-    by_text = house.submit(make_request(grammar=digits, max_tokens=40, stop=tuple("01234"), temperature=1.0, seed=1))
-    house.drive(by_token, by_text)
-    assert house.ends[by_token] == house.ends[by_text] == (FinishReason.STOP, None)
-    assert set(house.texts[by_token][:-1]) <= set("01234")
-    assert set(house.texts[by_text]) <= set("56789")
+    by_token = engine.submit(make_request(grammar=digits, max_tokens=40, stop_token_ids=tuple(b"56789"), temperature=1.0))
+    by_text = engine.submit(make_request(grammar=digits, max_tokens=40, stop=tuple("01234"), temperature=1.0, seed=1))
+    engine.drive(by_token, by_text)
+    assert engine.ends[by_token] == engine.ends[by_text] == (FinishReason.STOP, None)
+    assert set(engine.texts[by_token][:-1]) <= set("01234")
+    assert set(engine.texts[by_text]) <= set("56789")
 
 
-def test_log_probabilities_are_of_the_model_and_not_of_the_grammar(house):
-    house.compiler.goes_on.set()
+def test_log_probabilities_are_of_the_model_and_not_of_the_grammar(engine):
+    engine.compiler.goes_on.set()
     request = held(logprobs=3)
     free = make_request(max_tokens=1, logprobs=3)
     outputs = {}
     for one in (request, free):
-        house.submit(one)
+        engine.submit(one)
     for _ in range(50):
-        brought = house.core.step()
+        brought = engine.core.step()
         for output in [] if brought is None else brought.outputs:
             outputs.setdefault(output.request_id, []).extend(output.logprobs or [])
-        house.core.input_queue.wait(0.01)
+        engine.core.input_queue.wait(0.01)
     assert outputs[request.request_id][0].top == outputs[free.request_id][0].top
     assert outputs[request.request_id][0].text in (b"y", b"n")
     assert SamplingParams().grammar is None

@@ -3,7 +3,7 @@
 import pytest
 
 from cloister.types.step import Sample
-from tests.executor.test_company import VOCAB, answers, requests
+from tests.executor.test_batch_invariance import VOCAB, answers, requests
 from tests.samplers import KERNELS
 from tests.tree_history import DrawingTreeProgram, Erratic, Prophet, TreeHistoryProgram
 

@@ -15,7 +15,7 @@ from cloister.backends import BACKENDS
 from cloister.backends.base import GREEDY, LOGITS, KVLayout
 from cloister.backends.spec import DecoderSpec
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
 
 NARROW = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32)

@@ -1,4 +1,4 @@
-"""A small application behind a node, whose every answer a test can hold back."""
+"""Small applications behind a node: one whose every answer a test can hold back, and one that counts."""
 
 from __future__ import annotations
 
@@ -77,3 +77,24 @@ class Inner:
 
 async def _start(send: Send, status: int, *fields: tuple[bytes, bytes]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain"), *fields]})
+
+
+class CountingApp:
+    """Answers everything alike.
+
+    Attributes:
+        budgets: the output budget of each request that was answered.
+    """
+
+    def __init__(self) -> None:
+        self.budgets: list[int | None] = []
+
+    @property
+    def num_answered(self) -> int:
+        return len(self.budgets)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        self.budgets.append(scope["state"]["output_budget"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})

@@ -64,7 +64,7 @@ class HeldAnswers(WorkerPool):
         await reader.read()  # until the front has all of it
 
 
-class Door:
+class Front:
     """A front whose requests are there as soon as they are sent."""
 
     def __init__(self, *, read: bool) -> None:
@@ -99,27 +99,27 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(*, read: bool) -> AsyncIterator[Door]:
+async def open_front(*, read: bool) -> AsyncIterator[Front]:
     """A front and four requests of 16 MiB, which wait for their answers and have all memory that there is for bodies."""
-    door = Door(read=read)
-    held = [asyncio.create_task(door.post(LARGE)) for _ in range(4)]
+    front = Front(read=read)
+    held = [asyncio.create_task(front.post(LARGE)) for _ in range(4)]
     async with asyncio.timeout(20):
-        while len(door.pool.bodies) < 4 if read else len(door.pool.workers) < 4:
+        while len(front.pool.bodies) < 4 if read else len(front.pool.workers) < 4:
             await asyncio.sleep(0.01)
         try:
-            yield door
+            yield front
         finally:
-            door.pool.go.set()
+            front.pool.go.set()
         assert await asyncio.gather(*held) == [200] * 4
-        assert sorted(door.pool.bodies)[-4:] == [LARGE] * 4
+        assert sorted(front.pool.bodies)[-4:] == [LARGE] * 4
 
 
 def test_large_requests_whose_answers_last_take_no_memory_from_others() -> None:
     async def live() -> None:
-        async with open_door(read=True) as door:
-            others = [asyncio.create_task(door.post(num_bytes)) for num_bytes in (4 * MIB, 4000)]
+        async with open_front(read=True) as front:
+            others = [asyncio.create_task(front.post(num_bytes)) for num_bytes in (4 * MIB, 4000)]
             await asyncio.sleep(0.2)
-            door.pool.go.set()
+            front.pool.go.set()
             assert await asyncio.gather(*others) == [200, 200]
 
     asyncio.run(live())
@@ -127,28 +127,28 @@ def test_large_requests_whose_answers_last_take_no_memory_from_others() -> None:
 
 def test_copies_of_bodies_in_workers_have_a_ceiling_that_short_requests_pass() -> None:
     async def live() -> None:
-        async with open_door(read=True) as door:  # four of 16 MiB, of which each worker makes several copies
-            more = [asyncio.create_task(door.post(LARGE)) for _ in range(8)]
-            short = asyncio.create_task(door.post(WORKER_FREE_BYTES))
+        async with open_front(read=True) as front:  # four of 16 MiB, of which each worker makes several copies
+            more = [asyncio.create_task(front.post(LARGE)) for _ in range(8)]
+            short = asyncio.create_task(front.post(WORKER_FREE_BYTES))
             await asyncio.sleep(0.3)
             refused = [task.result() for task in more if task.done()]
             assert refused == [503] * len(refused)
             assert (4 + 8 - len(refused)) * LARGE * WORKER_COPIES <= WORKER_CEILING_BYTES
             assert not short.done()  # it has a worker
-            door.pool.go.set()
+            front.pool.go.set()
             assert await short == 200
             await asyncio.gather(*more)
-        assert await door.post(LARGE) == 200  # what ended is given back
+        assert await front.post(LARGE) == 200  # what ended is given back
 
     asyncio.run(live())
 
 
-async def fill(door: Door, num_bytes: int) -> list[asyncio.Task[int]]:
+async def fill(front: Front, num_bytes: int) -> list[asyncio.Task[int]]:
     """Sends bodies of one length until one is refused; returns those that have a worker."""
     held: list[asyncio.Task[int]] = []
     while True:
-        begun, body = len(door.pool.bodies), asyncio.create_task(door.post(num_bytes))
-        while not body.done() and len(door.pool.bodies) == begun:
+        begun, body = len(front.pool.bodies), asyncio.create_task(front.post(num_bytes))
+        while not body.done() and len(front.pool.bodies) == begun:
             await asyncio.sleep(0.002)
         if body.done():
             assert body.result() == 503
@@ -158,14 +158,14 @@ async def fill(door: Door, num_bytes: int) -> list[asyncio.Task[int]]:
 
 def test_large_bodies_leave_room_for_every_smaller_bucket() -> None:
     async def live() -> list[int]:
-        door = Door(read=True)
+        front = Front(read=True)
         async with asyncio.timeout(20):
-            held = [await fill(door, bucket_bytes(size) + SEAL_BYTES) for size in (16 * MIB, 4 * MIB, MIB, 256 * 1024)]
-            short = asyncio.create_task(door.post(bucket_bytes(64 * 1024) + SEAL_BYTES))
+            held = [await fill(front, bucket_bytes(size) + SEAL_BYTES) for size in (16 * MIB, 4 * MIB, MIB, 256 * 1024)]
+            short = asyncio.create_task(front.post(bucket_bytes(64 * 1024) + SEAL_BYTES))
             await asyncio.sleep(0.05)
             assert not short.done()  # it has a worker
-            door.pool.go.set()
-            assert await asyncio.gather(short, *itertools.chain(*held)) == [200] * len(door.pool.bodies)
+            front.pool.go.set()
+            assert await asyncio.gather(short, *itertools.chain(*held)) == [200] * len(front.pool.bodies)
         return [len(bodies) for bodies in held]
 
     counts = asyncio.run(live())
@@ -181,11 +181,11 @@ def test_a_sealed_bucket_is_no_longer_than_it_is_taken_for(kem: Kem) -> None:
 
 def test_a_small_request_gets_in_where_whole_bodies_reach_the_ceiling() -> None:
     async def live() -> None:
-        async with open_door(read=False) as door:
-            assert await door.post(LARGE) == 503
-            small = asyncio.create_task(door.post(4000))
+        async with open_front(read=False) as front:
+            assert await front.post(LARGE) == 503
+            small = asyncio.create_task(front.post(4000))
             await asyncio.sleep(0.2)
-            door.pool.go.set()
+            front.pool.go.set()
             assert await small == 200
 
     asyncio.run(live())
@@ -193,10 +193,10 @@ def test_a_small_request_gets_in_where_whole_bodies_reach_the_ceiling() -> None:
 
 def test_a_request_without_a_body_reaches_its_worker() -> None:
     async def live() -> None:
-        door = Door(read=True)
-        door.pool.go.set()
-        assert await door.post(0) == 200
-        assert door.pool.bodies == [0]
+        front = Front(read=True)
+        front.pool.go.set()
+        assert await front.post(0) == 200
+        assert front.pool.bodies == [0]
 
     asyncio.run(live())
 

@@ -32,55 +32,55 @@ from cloister.trust.tokens.issuance import (
 from cloister.trust.transparency.files import write_key
 from cloister.trust.transparency.issuer_keys import IssuerIdentity
 from cloister.trust.transparency.note import Kind, PrivateKey
-from tests.token_shop import CHALLENGE, Shop
+from tests.token_service import CHALLENGE, TokenService
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    shop = Shop(tmp_path, tokens_per_epoch=20)
-    yield shop
-    shop.close()
+def service(tmp_path: Path) -> Iterator[TokenService]:
+    service = TokenService(tmp_path, tokens_per_epoch=20)
+    yield service
+    service.close()
 
 
 @pytest.fixture
-def client(shop: Shop) -> Iterator[TestClient]:
-    with TestClient(issuer_app(shop.issuer, "https://issuer.example/", shop.identity, shop.clock)) as client:
+def client(service: TokenService) -> Iterator[TestClient]:
+    with TestClient(issuer_app(service.issuer, "https://issuer.example/", service.identity, service.clock)) as client:
         yield client
 
 
-def headers(shop: Shop, kind: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {shop.api_key}", "content-type": kind}
+def headers(service: TokenService, kind: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {service.api_key}", "content-type": kind}
 
 
-def test_a_client_goes_from_the_directory_to_a_spent_token(shop: Shop, client: TestClient) -> None:
+def test_a_client_goes_from_the_directory_to_a_spent_token(service: TokenService, client: TestClient) -> None:
     directory = client.get(DIRECTORY_PATH)
     assert directory.headers["content-type"] == DIRECTORY_TYPE
     uri, keys = decode_directory(directory.content)
     assert uri == "https://issuer.example/token-request"
     pending = request_tokens(keys[0].encoded_key, CHALLENGE, 4)
-    reply = client.post("/token-request", content=pending.encode(), headers=headers(shop, BATCH_REQUEST_TYPE))
+    reply = client.post("/token-request", content=pending.encode(), headers=headers(service, BATCH_REQUEST_TYPE))
     assert (reply.status_code, reply.headers["content-type"]) == (200, BATCH_RESPONSE_TYPE)
     for token in pending.finish(reply.content):
-        assert shop.till.redeem(authorization(token)).budget == 512
+        assert service.redeemer.redeem(authorization(token)).budget == 512
 
 
-def test_a_client_of_rfc_9578_alone_gets_one_token(shop: Shop, client: TestClient) -> None:
-    pending = request_tokens(shop.signing_key(), CHALLENGE, 1)
-    reply = client.post("/token-request", content=pending.requests[0].encode(), headers=headers(shop, REQUEST_TYPE))
+def test_a_client_of_rfc_9578_alone_gets_one_token(service: TokenService, client: TestClient) -> None:
+    pending = request_tokens(service.signing_key(), CHALLENGE, 1)
+    reply = client.post("/token-request", content=pending.requests[0].encode(), headers=headers(service, REQUEST_TYPE))
     assert (reply.status_code, reply.headers["content-type"]) == (200, RESPONSE_TYPE)
     (token,) = pending.finish_each([reply.content])
-    shop.till.redeem(authorization(token))
+    service.redeemer.redeem(authorization(token))
 
 
-def test_refusals_have_their_status_and_cost_no_quota(shop: Shop, client: TestClient) -> None:
-    body = request_tokens(shop.signing_key(), CHALLENGE, 20).encode()
-    good = headers(shop, BATCH_REQUEST_TYPE)
-    wrong_key = request_tokens(shop.signing_key(), CHALLENGE, 1).requests[0].encode()
+def test_refusals_have_their_status_and_cost_no_quota(service: TokenService, client: TestClient) -> None:
+    body = request_tokens(service.signing_key(), CHALLENGE, 20).encode()
+    good = headers(service, BATCH_REQUEST_TYPE)
+    wrong_key = request_tokens(service.signing_key(), CHALLENGE, 1).requests[0].encode()
     wrong_key = wrong_key[:2] + bytes([wrong_key[2] ^ 1]) + wrong_key[3:]
     for status, sent, given in (
         (401, body, {"content-type": BATCH_REQUEST_TYPE}),
         (401, body, {**good, "authorization": "Bearer clo-wrong"}),
-        (401, body, {**good, "authorization": f"Basic {shop.api_key}"}),
+        (401, body, {**good, "authorization": f"Basic {service.api_key}"}),
         (415, body, {**good, "content-type": "application/json"}),
         (422, body[:-1], good),
         (422, b"", good),
@@ -90,33 +90,33 @@ def test_refusals_have_their_status_and_cost_no_quota(shop: Shop, client: TestCl
     ):
         reply = client.post("/token-request", content=sent, headers=given)
         assert reply.status_code == status
-        assert shop.api_key not in reply.text
+        assert service.api_key not in reply.text
         assert reply.json()["error"]["message"]
     assert client.post("/token-request", content=body, headers=good).status_code == 200
-    over = client.post("/token-request", content=request_tokens(shop.signing_key(), CHALLENGE, 1).encode(), headers=good)
+    over = client.post("/token-request", content=request_tokens(service.signing_key(), CHALLENGE, 1).encode(), headers=good)
     assert over.status_code == 429
     assert int(over.headers["retry-after"]) > 86400
 
 
 def test_a_fault_of_the_machine_is_an_error_and_no_signature(
-    shop: Shop, client: TestClient, monkeypatch: pytest.MonkeyPatch
+    service: TokenService, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.trust.tokens.blind_rsa._power", lambda private, base: 12345)
     reply = client.post(
         "/token-request",
-        content=request_tokens(shop.signing_key(), CHALLENGE, 1).encode(),
-        headers=headers(shop, BATCH_REQUEST_TYPE),
+        content=request_tokens(service.signing_key(), CHALLENGE, 1).encode(),
+        headers=headers(service, BATCH_REQUEST_TYPE),
     )
     assert reply.status_code == 500
     assert reply.headers["content-type"] == "application/json"
 
 
 def test_broken_keys_are_told_to_the_operator_and_not_to_the_client(
-    shop: Shop, client: TestClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    service: TokenService, client: TestClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for path in (tmp_path / "keys").iterdir():
         path.write_text("{}")
-    shop.clock.now += 3600
+    service.clock.now += 3600
     reply = client.get(DIRECTORY_PATH)
     assert reply.status_code == 500
     assert str(tmp_path) not in reply.text

@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from starlette.types import Receive, Scope, Send
 
 from cloister.private import gateway
 from cloister.trust.sealing import HttpRequest, RequestHead
+from tests.private.inner import CountingApp
 from tests.private.messages import Opening, ask
 from tests.sealed_cloud import LoopbackCloud, open_cloud
 
@@ -19,25 +19,13 @@ PAID = 512
 FIELD = b"cloister-token-budget"
 
 
-class Counting:
-    """Answers everything, and keeps what each answer may have."""
-
-    def __init__(self) -> None:
-        self.budgets: list[int | None] = []
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.budgets.append(scope["state"]["output_budget"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"done"})
+@pytest.fixture(scope="module")
+def inner() -> CountingApp:
+    return CountingApp()
 
 
 @pytest.fixture(scope="module")
-def inner() -> Counting:
-    return Counting()
-
-
-@pytest.fixture(scope="module")
-def cloud(inner: Counting) -> Iterator[LoopbackCloud]:
+def cloud(inner: CountingApp) -> Iterator[LoopbackCloud]:
     with open_cloud(inner, budget=PAID) as cloud:
         yield cloud
 
@@ -68,14 +56,14 @@ def is_refused_by_node(opening: Opening) -> bool:
     return opening.gateway_head.status == 502 and opening.head is None
 
 
-def test_a_budget_that_both_agree_on_is_what_the_answer_gets(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_a_budget_that_both_agree_on_is_what_the_answer_gets(cloud: LoopbackCloud, inner: CountingApp) -> None:
     assert ask(cloud, request(b"000000512")).content == b"done"
     assert inner.budgets[-1] == PAID
 
 
 @pytest.mark.parametrize("value", ["0", "1", "511", "513", "999999999", None, "much", "1000000512"])
 def test_a_gateway_that_tells_a_node_another_budget_than_the_client_is_refused_before_anything_runs(
-    cloud: LoopbackCloud, inner: Counting, value: str | None
+    cloud: LoopbackCloud, inner: CountingApp, value: str | None
 ) -> None:
     before = len(inner.budgets)
     with told(value):
@@ -95,14 +83,14 @@ def test_a_node_says_in_the_clear_that_the_budgets_differ_and_neither_of_them(cl
 
 @pytest.mark.parametrize("sealed", [b"999999999", b"000000001", b"512 tokens", b"", "\u0665\u0661\u0662".encode(), b"None"])
 def test_a_client_that_writes_another_budget_than_its_token_has_gets_no_answer(
-    cloud: LoopbackCloud, inner: Counting, sealed: bytes
+    cloud: LoopbackCloud, inner: CountingApp, sealed: bytes
 ) -> None:
     before = len(inner.budgets)
     assert is_refused_by_node(ask(cloud, request(sealed)))
     assert len(inner.budgets) == before
 
 
-def test_a_client_that_writes_two_budgets_is_told_so_sealed(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_a_client_that_writes_two_budgets_is_told_so_sealed(cloud: LoopbackCloud, inner: CountingApp) -> None:
     before = len(inner.budgets)
     opening = ask(cloud, request(b"000000512", b"000000512"))
     assert opening.head is not None
@@ -110,7 +98,7 @@ def test_a_client_that_writes_two_budgets_is_told_so_sealed(cloud: LoopbackCloud
     assert len(inner.budgets) == before
 
 
-def test_a_client_that_writes_none_gets_what_the_gateway_says(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_a_client_that_writes_none_gets_what_the_gateway_says(cloud: LoopbackCloud, inner: CountingApp) -> None:
     with told("7"):
         assert ask(cloud, request()).content == b"done"
     assert inner.budgets[-1] == 7

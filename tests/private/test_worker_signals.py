@@ -52,8 +52,8 @@ def test_a_captured_worker_can_signal_nobody_but_itself() -> None:
     if sibling == 0:
         signal.pause()
     near, far = socket.socketpair()
-    control, doors = socket.socketpair()
-    with near, far, control, doors:
+    control, connections = socket.socketpair()
+    with near, far, control, connections:
         zygote = Zygote(control, Captured([os.getpid(), sibling]), 5.0)
         worker = os.fork()
         if worker == 0:

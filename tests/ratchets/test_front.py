@@ -23,7 +23,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.events import Arrived, Event, Outputs, Progressed, Scheduled, Stepped, Submit
 from cloister.types.request import Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport
-from tests.server.house import INFO, make_gate, write_model
+from tests.server.running_server import INFO, make_gate, write_model
 
 NUM_STEPS = 32
 NUM_STREAMS = 16

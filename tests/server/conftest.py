@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.house import House, serving, start_speaking, start_thinking, write_model
+from tests.server.running_server import RunningServer, serving, start_speaking, start_thinking, write_model
 
 
 @pytest.fixture(scope="session")
@@ -15,20 +15,20 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def speaking(model_path: Path) -> Iterator[House]:
+def speaking(model_path: Path) -> Iterator[RunningServer]:
     """A server whose model always says "Größe: 5 €. " again and again."""
-    with serving(model_path, lambda: start_speaking(model_path)) as house:
-        yield house
+    with serving(model_path, lambda: start_speaking(model_path)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def thinking(model_path: Path) -> Iterator[House]:
+def thinking(model_path: Path) -> Iterator[RunningServer]:
     """A server with a real runner, for log-probabilities and sampling."""
-    with serving(model_path, lambda: start_thinking(model_path)) as house:
-        yield house
+    with serving(model_path, lambda: start_thinking(model_path)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def client(speaking: House) -> Iterator[httpx.Client]:
+def client(speaking: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=speaking.url, timeout=20) as client:
         yield client

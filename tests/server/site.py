@@ -13,7 +13,7 @@ from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ModelError
 from tests.engine.replica import SteppedRunner, make_config, make_replica
-from tests.server.house import make_gate
+from tests.server.running_server import make_gate
 
 
 def run(path: Path, port: int, step_s: float, drain_s: float) -> int:

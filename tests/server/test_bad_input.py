@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloister.server.parse import REFUSED, parse_json
-from tests.server.house import MODEL, House
+from tests.server.running_server import MODEL, RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -291,7 +291,7 @@ def test_a_wrong_method_is_told_the_right_one(client, method, path):
         b"Transfer-Encoding: chunked\r\n\r\nzanzibar\r\n",
     ],
 )
-def test_what_is_no_http_gets_an_error_in_json(speaking: House, head):
+def test_what_is_no_http_gets_an_error_in_json(speaking: RunningServer, head):
     reply = exchange(speaking, head)
     assert b" 400 " in reply.split(b"\r\n")[0]
     error = json.loads(reply.split(b"\r\n\r\n", 1)[1])["error"]
@@ -299,9 +299,9 @@ def test_what_is_no_http_gets_an_error_in_json(speaking: House, head):
     assert b"zanzibar" not in reply
 
 
-def exchange(house: House, raw: bytes) -> bytes:
+def exchange(server: RunningServer, raw: bytes) -> bytes:
     """Sends bytes and reads until the server closes."""
-    host, port = house.url.removeprefix("http://").split(":")
+    host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(raw)
         connection.settimeout(10)
@@ -311,7 +311,7 @@ def exchange(house: House, raw: bytes) -> bytes:
     return b"".join(parts)
 
 
-def test_the_sdk_raises_its_own_errors(speaking: House):
+def test_the_sdk_raises_its_own_errors(speaking: RunningServer):
     with openai.OpenAI(base_url=f"{speaking.url}/v1", api_key="none", max_retries=0) as sdk:
         with pytest.raises(openai.BadRequestError) as refused:
             sdk.chat.completions.create(model=MODEL, messages=HELLO, temperature=9)

@@ -11,7 +11,7 @@ from cloister.server.calls import HttpCall, HttpCalls, PromptOfCall, most_tokens
 from cloister.types.errors import QueueFullError, RateLimitError
 from cloister.types.events import Arrived, Ended, Event, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
-from tests.server.house import ScriptedEngine, says
+from tests.server.running_server import ScriptedEngine, says
 
 NOON = 12 * 3600.0
 

@@ -7,14 +7,14 @@ import openai
 import pytest
 
 from cloister.types.request import FinishReason, TokenLogprobs
-from tests.server.house import MODEL, House, ScriptedEngine, output, says, serving_script
+from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, output, says, serving_script
 
 HELLO = [{"role": "user", "content": "hello"}]
 SPEECH = "Größe: 5 €. " * 40
 
 
 @pytest.fixture(scope="module")
-def sdk(speaking: House):
+def sdk(speaking: RunningServer):
     with openai.OpenAI(base_url=f"{speaking.url}/v1", api_key="none", max_retries=0) as sdk:
         yield sdk
 
@@ -120,8 +120,8 @@ def test_every_role_reaches_the_template(model_path):
         },
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
     ]
-    with serving_script(model_path, engine) as house:
-        reply = httpx.post(f"{house.url}/v1/chat/completions", json={"model": MODEL, "messages": messages})
+    with serving_script(model_path, engine) as server:
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json={"model": MODEL, "messages": messages})
     assert reply.status_code == 200
     # The template of these tests has no place for calls, so that they are text.
     call, result = '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "<tool_response>4</tool_response>"
@@ -132,7 +132,7 @@ def test_every_role_reaches_the_template(model_path):
 def test_what_the_client_leaves_open_is_the_models_default(model_path):
     engine = ScriptedEngine(says("ok"))
     body = {"model": MODEL, "messages": HELLO}
-    with serving_script(model_path, engine) as house, httpx.Client(base_url=house.url) as client:
+    with serving_script(model_path, engine) as server, httpx.Client(base_url=server.url) as client:
         client.post("/v1/chat/completions", json=body)
         client.post("/v1/chat/completions", json={**body, "temperature": 0, "top_k": -1})
     first, second = (request.sampling for request in engine.taken)
@@ -155,9 +155,9 @@ def test_every_sampling_field_reaches_the_engine(model_path):
         "ignore_eos": True,
     }
     more = {"n": 2, "stop": "end", "stop_token_ids": [9], "logit_bias": {"12": -100}, "max_completion_tokens": 33}
-    with serving_script(model_path, engine) as house:
+    with serving_script(model_path, engine) as server:
         body = {"model": MODEL, "messages": HELLO, "priority": 4, **fields, **more}
-        assert httpx.post(f"{house.url}/v1/chat/completions", json=body).status_code == 200
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
     sampling = engine.taken[0].sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert (sampling.n, sampling.stop, sampling.stop_token_ids) == (2, ("end",), (9,))
@@ -168,9 +168,9 @@ def test_every_sampling_field_reaches_the_engine(model_path):
 def test_minus_infinity_is_written_as_a_number(model_path):
     lowest = TokenLogprobs(97, float("-inf"), ((97, float("-inf")),), b"a", (b"a",))
     engine = ScriptedEngine(lambda r: [output(r, "a", end=FinishReason.LENGTH, logprobs=[lowest])])
-    with serving_script(model_path, engine) as house:
+    with serving_script(model_path, engine) as server:
         body = {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": 1}
-        reply = httpx.post(f"{house.url}/v1/chat/completions", json=body).json()
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
     assert reply["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
 
 

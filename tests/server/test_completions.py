@@ -8,11 +8,11 @@ import httpx
 import openai
 import pytest
 
-from tests.server.house import MODEL, House, ScriptedEngine, says, serving_script
+from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, says, serving_script
 
 
 @pytest.fixture(scope="module")
-def sdk(thinking: House):
+def sdk(thinking: RunningServer):
     with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as sdk:
         yield sdk
 
@@ -112,9 +112,9 @@ def test_the_last_usage_chunk_of_a_stream_counts_everything(sdk):
 
 def test_requests_of_one_call_share_its_scope_and_have_ids_of_their_own(model_path):
     engine = ScriptedEngine(says("ok"))
-    with serving_script(model_path, engine) as house:
+    with serving_script(model_path, engine) as server:
         body = {"model": MODEL, "prompt": ["one", "two"], "best_of": 1}
-        reply = httpx.post(f"{house.url}/v1/completions", json=body)
+        reply = httpx.post(f"{server.url}/v1/completions", json=body)
     assert [choice["text"] for choice in reply.json()["choices"]] == ["ok", "ok"]
     first, second = engine.taken
     assert first.scope == second.scope

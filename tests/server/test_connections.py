@@ -15,18 +15,18 @@ from cloister.server.connection import Connection
 from cloister.server.serve import RESERVED_FILES, fit_connections
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
-from tests.server.house import MODEL, House, ScriptedEngine, endless, serving_script
+from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, endless, serving_script
 
 
 @pytest.fixture
 def narrow(model_path):
     config = ServerConfig(port=0, max_connections=2, drain_timeout_s=1.0)
-    with serving_script(model_path, ScriptedEngine(endless), config=config) as house:
-        yield house
+    with serving_script(model_path, ScriptedEngine(endless), config=config) as server:
+        yield server
 
 
-def connect(house: House) -> socket.socket:
-    host, port = house.url.removeprefix("http://").split(":")
+def connect(server: RunningServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=5)
 
 

@@ -12,7 +12,7 @@ from cloister.policy import Credentials
 from cloister.server.middleware.cors import parse_origins
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
-from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving_script
+from tests.server.running_server import MODEL, ScriptedEngine, make_gate, says, serving_script
 from tests.server.test_bad_input import check_error
 
 GOOD, EVIL = "https://chat.example.org", "https://evil.example"
@@ -26,8 +26,8 @@ def reached(model_path, **changes: object):
     with (
         serving_script(
             model_path, ScriptedEngine(says("ok")), gate=make_gate("team", KEYS), config=replace(CONFIG, **changes)
-        ) as house,
-        httpx.Client(base_url=house.url) as client,
+        ) as server,
+        httpx.Client(base_url=server.url) as client,
     ):
         yield client
 

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from tests.server.house import INFO, MODEL, House, ScriptedEngine, says, serving_script
+from tests.server.running_server import INFO, MODEL, RunningServer, ScriptedEngine, says, serving_script
 
 HELLO = [{"role": "user", "content": "hi"}]
 SHORT = msgspec.structs.replace(INFO, default_max_tokens=40)
@@ -18,10 +18,10 @@ WINDOW = INFO.max_model_len
 
 
 @pytest.fixture(scope="module")
-def short(model_path: Path) -> Iterator[tuple[House, ScriptedEngine]]:
+def short(model_path: Path) -> Iterator[tuple[RunningServer, ScriptedEngine]]:
     engine = ScriptedEngine(says("ok"), model=SHORT)
-    with serving_script(model_path, engine) as house:
-        yield house, engine
+    with serving_script(model_path, engine) as server:
+        yield server, engine
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def short(model_path: Path) -> Iterator[tuple[House, ScriptedEngine]]:
     ],
 )
 def test_an_answer_is_as_long_as_the_request_says_or_else_the_setting(short, path, body, expected):
-    house, engine = short
+    server, engine = short
     engine.taken.clear()
-    assert httpx.post(house.url + path, json=body).status_code == 200
+    assert httpx.post(server.url + path, json=body).status_code == 200
     assert {request.sampling.max_tokens for request in engine.taken} == {expected}
 
 
 def test_without_a_setting_an_answer_may_fill_the_window(model_path):
     engine = ScriptedEngine(says("ok"))
-    with serving_script(model_path, engine) as house:
+    with serving_script(model_path, engine) as server:
         for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "hi"})):
-            assert httpx.post(house.url + path, json=body).status_code == 200
+            assert httpx.post(server.url + path, json=body).status_code == 200
     assert [request.sampling.max_tokens for request in engine.taken] == [None, None]
 
 

@@ -16,7 +16,7 @@ from cloister.server import llamacpp as llamacpp
 from cloister.server import messages as messages
 from cloister.server.ollama import schemas as ollama
 from cloister.server.responses import schemas as responses
-from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, says, serving_script
+from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, says, serving_script
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOMY = msgspec.structs.replace(INFO, max_model_len=4096)
@@ -70,8 +70,8 @@ TOOL = {"name": "f", "parameters": {"type": "object"}}
     ],
 )
 def test_a_stream_has_every_letter_of_the_text(model_path, path, fields):
-    with serving_script(model_path, ScriptedEngine(says(ODD), model=ROOMY)) as house:
-        lines = httpx.post(house.url + path, json={**BODIES[path], **fields, "stream": True}).text.split("\n")
+    with serving_script(model_path, ScriptedEngine(says(ODD), model=ROOMY)) as server:
+        lines = httpx.post(server.url + path, json={**BODIES[path], **fields, "stream": True}).text.split("\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
     def text_of(event):
@@ -170,15 +170,15 @@ def test_whatever_is_sent_gets_an_answer_or_a_400(client, path, data):
 def test_a_key_is_taken_from_either_header(model_path):
     keys, key = Credentials.empty().add("alice")
     gate = make_gate("team", keys)
-    with serving_script(model_path, ScriptedEngine(says("ok")), gate=gate) as house:
+    with serving_script(model_path, ScriptedEngine(says("ok")), gate=gate) as server:
 
         def status(**headers):
             named = {name.replace("_", "-"): value for name, value in headers.items()}
-            return httpx.post(f"{house.url}/v1/messages", json=BODIES["/v1/messages"], headers=named).status_code
+            return httpx.post(f"{server.url}/v1/messages", json=BODIES["/v1/messages"], headers=named).status_code
 
         assert status(x_api_key=key) == 200
         assert status(authorization=f"Bearer {key}") == 200
         assert status(authorization="Bearer wrong", x_api_key=key) == 401
         assert status(x_api_key="wrong") == 401
-        refused = httpx.post(f"{house.url}/v1/messages", json=BODIES["/v1/messages"])
+        refused = httpx.post(f"{server.url}/v1/messages", json=BODIES["/v1/messages"])
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")

@@ -14,14 +14,14 @@ from cloister.server.middleware.body import Patience
 from cloister.types.events import Ended, Stepped
 from cloister.types.request import FinishReason
 from tests.engine.replica import SteppedRunner, make_config, make_replica
-from tests.server.house import MODEL, House, ScriptedEngine, endless, serving, serving_script
+from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, endless, serving, serving_script
 from tests.virtual_time import run
 
 
-def send(house: House, path: str, **fields: object) -> socket.socket:
+def send(server: RunningServer, path: str, **fields: object) -> socket.socket:
     body = json.dumps({"model": MODEL, **fields}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    host, port = house.url.removeprefix("http://").split(":")
+    host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=5)
     connection.sendall(head.encode() + body)
     return connection
@@ -31,8 +31,8 @@ def send(house: House, path: str, **fields: object) -> socket.socket:
 @pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
 def test_a_disconnect_closes_the_engines_iterator(model_path, stream, prompt):
     engine = ScriptedEngine(endless)
-    with serving_script(model_path, engine) as house:
-        connection = send(house, "/v1/completions", prompt=prompt, stream=stream)
+    with serving_script(model_path, engine) as server:
+        connection = send(server, "/v1/completions", prompt=prompt, stream=stream)
         if stream:
             assert b"200 OK" in connection.recv(4096)
         else:
@@ -43,8 +43,8 @@ def test_a_disconnect_closes_the_engines_iterator(model_path, stream, prompt):
 
 def test_a_disconnect_before_the_first_token_closes_it_too(model_path):
     engine = ScriptedEngine(lambda _: [60.0])
-    with serving_script(model_path, engine) as house:
-        connection = send(house, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], stream=True)
+    with serving_script(model_path, engine) as server:
+        connection = send(server, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], stream=True)
         wait_for(lambda: engine.taken)
         connection.close()
         wait_for(lambda: engine.left)
@@ -56,8 +56,8 @@ def test_a_client_that_reads_nothing_does_not_hold_its_request_for_ever(model_pa
             yield 0.0 if isinstance(piece, float) else type(piece)(request_id=request.request_id, index=0, text="a" * 10_000)
 
     engine = ScriptedEngine(flood)
-    with serving_script(model_path, engine, write_timeout_s=0.3) as house:
-        connection = send(house, "/v1/completions", prompt="x", stream=True)
+    with serving_script(model_path, engine, write_timeout_s=0.3) as server:
+        connection = send(server, "/v1/completions", prompt="x", stream=True)
         wait_for(lambda: engine.left, timeout_s=8)
         connection.close()
 
@@ -73,15 +73,15 @@ def test_a_disconnect_frees_the_blocks_of_a_real_engine(model_path, stream):
         await engine.start()
         return engine
 
-    with serving(model_path, start) as house:
-        connection = send(house, "/v1/completions", prompt="once upon", stream=stream, max_tokens=240, ignore_eos=True)
+    with serving(model_path, start) as server:
+        connection = send(server, "/v1/completions", prompt="once upon", stream=stream, max_tokens=240, ignore_eos=True)
         wait_for(lambda: any(isinstance(event, Stepped) for event in events))
         connection.close()
         wait_for(lambda: any(isinstance(event, Ended) for event in events))
         ended = next(event for event in events if isinstance(event, Ended))
         assert ended.reason is FinishReason.ABORT
         assert ended.num_output_tokens < 240
-        again = send(house, "/v1/completions", prompt="z", max_tokens=1)
+        again = send(server, "/v1/completions", prompt="z", max_tokens=1)
         assert b"200 OK" in again.recv(4096)
         again.close()
         last = [event for event in events if isinstance(event, Stepped)][-1]

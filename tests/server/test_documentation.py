@@ -9,7 +9,7 @@ import pytest
 from cloister.server.metrics import EngineGauges, Metrics
 from cloister.server.parse import REFUSED
 from cloister.server.schemas import ChatBody, CompletionBody
-from tests.server.house import ScriptedEngine, says
+from tests.server.running_server import ScriptedEngine, says
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 ACCEPTED = {*ChatBody.model_fields, *CompletionBody.model_fields}

@@ -19,7 +19,7 @@ from cloister.server.generation import MAX_SIDE_BY_SIDE
 from cloister.types.request import FinishReason, PoolingParams
 from tests.engine.replica import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, VOCAB_SIZE, make_config, make_replica
 from tests.executor.test_pooling import HiddenHistoryProgram
-from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, output, serving, serving_script
+from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, output, serving, serving_script
 
 SIZE = 8
 TEXTS = ["abc", "abd", "hhh", "a"]
@@ -60,14 +60,14 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def house(model_path, engine):
-    with serving_script(model_path, engine) as house:
-        yield house
+def server(model_path, engine):
+    with serving_script(model_path, engine) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def client(house):
-    with httpx.Client(base_url=house.url, timeout=20) as client:
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=20) as client:
         yield client
 
 
@@ -124,8 +124,8 @@ def test_the_engine_holds_few_of_many_texts_at_once(client, engine):
     assert all(request.sampling.max_tokens == 0 for request in engine.taken)
 
 
-def test_the_openai_client_gets_numbers(house):
-    with openai.OpenAI(base_url=f"{house.url}/v1", api_key="none") as sdk:
+def test_the_openai_client_gets_numbers(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as sdk:
         answer = sdk.embeddings.create(model=MODEL, input=TEXTS)
         plain = sdk.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float", dimensions=4)
     assert [item.embedding for item in answer.data] == [pytest.approx(vector(text)) for text in TEXTS]
@@ -230,8 +230,8 @@ async def start_pooling(path):
 def test_tokens_that_are_pooled_count_for_their_key(model_path):
     credentials, key = Credentials.empty().add("ann", limits=KeyQuota(tokens_per_day=30))
     with (
-        serving(model_path, lambda: start_pooling(model_path), gate=make_gate("team", credentials)) as house,
-        httpx.Client(base_url=house.url, headers={"authorization": f"Bearer {key}"}, timeout=20) as client,
+        serving(model_path, lambda: start_pooling(model_path), gate=make_gate("team", credentials)) as server,
+        httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=20) as client,
     ):
         assert len(embed(client, input=["four", "six or"])["data"]) == 2
         reply = client.post("/v1/score", json={"text_1": "a", "text_2": ["a", "b"]})

@@ -8,7 +8,7 @@ import json
 import resource
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import openai
@@ -26,12 +26,12 @@ from cloister.server.files.service import FileService, read_form
 from cloister.server.files.store import LIFETIME_S, FileStore, Owner, Shelf
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
 from cloister.server.routes import files as batch_routes
-from cloister.server.serve import Server, ServerApp, address_of, bind
+from cloister.server.serve import ServerApp
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
 from cloister.types.request import FinishReason
-from tests.server.house import House, ScriptedEngine, endless, make_gate, output, says, serving_script
+from tests.server.running_server import ScriptedEngine, endless, make_gate, output, running, says, serving_script
 
 SECRET = "the secret recipe"
 KEY = bytes(range(32))
@@ -41,32 +41,22 @@ KEY = bytes(range(32))
 def keeping(model_path, directory, engine: EngineClient, gate: Gate | None = None, **settings):
     """Serves with files kept in a directory; ends as a server does that is stopped."""
     config = ServerConfig(port=0, drain_timeout_s=0.2, files=str(directory), **settings)
-    ready, started = [], threading.Event()
 
-    async def main():
+    @asynccontextmanager
+    async def open_app():
         kept_gate = gate or make_gate()
         stored = FileService.open(config, kept_gate)
         app = create_app(engine, Tokenizer(model_path), ChatTemplate.load(model_path), kept_gate, config, stored=stored)
-        with bind(config.host, 0) as listener:
-            server = Server(ServerApp(app, engine), config)
-            ready.append(House(address_of(listener), engine, server))
-            started.set()
-            await server.serve([listener])
+        yield ServerApp(app, engine)
         await stored.runner.close()
         stored.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield ready[0]
-    finally:
-        ready[0].server.should_exit = True
-        thread.join(15)
+    with running(open_app, config) as server:
+        yield server
 
 
-def sdk_of(house, key="none"):
-    return openai.OpenAI(base_url=f"{house.url}/v1", api_key=key, max_retries=0)
+def sdk_of(server, key="none"):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 def line(custom_id, content="hello", **fields):
@@ -94,14 +84,14 @@ def results(sdk, file_id):
 
 
 @pytest.fixture
-def house(model_path, tmp_path):
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as house:
-        yield house
+def server(model_path, tmp_path):
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server:
+        yield server
 
 
-def test_a_file_comes_back_as_it_went_and_can_be_removed(house):
+def test_a_file_comes_back_as_it_went_and_can_be_removed(server):
     content = b"a\r\n--b\n\x00\xff" * 100
-    with sdk_of(house) as sdk:
+    with sdk_of(server) as sdk:
         stored = sdk.files.create(file=("a b.jsonl", content), purpose="batch")
         assert (stored.filename, stored.bytes, stored.purpose) == ("a b.jsonl", len(content), "batch")
         assert stored.expires_at - stored.created_at == LIFETIME_S
@@ -112,8 +102,8 @@ def test_a_file_comes_back_as_it_went_and_can_be_removed(house):
             sdk.files.retrieve(stored.id)
 
 
-def test_a_batch_answers_every_line_once(house):
-    with sdk_of(house) as sdk:
+def test_a_batch_answers_every_line_once(server):
+    with sdk_of(server) as sdk:
         lines = [line(f"q{i}") for i in range(9)]
         bad = line("bad", body={"messages": [], "max_tokens": 5})
         batch = wait(sdk, begin(sdk, b"".join([*lines, bad])))
@@ -129,8 +119,8 @@ def test_a_batch_answers_every_line_once(house):
         assert [each.id for each in sdk.batches.list()] == [batch.id]
 
 
-def test_an_input_at_fault_is_told_line_by_line_and_none_of_it_runs(house):
-    with sdk_of(house) as sdk:
+def test_an_input_at_fault_is_told_line_by_line_and_none_of_it_runs(server):
+    with sdk_of(server) as sdk:
         content = line("a") + line("a") + b"{\n" + line("b", url="/v1/embeddings") + line("c", body={"stream": True})
         batch = begin(sdk, content)
         assert batch.status == "failed"
@@ -140,7 +130,7 @@ def test_an_input_at_fault_is_told_line_by_line_and_none_of_it_runs(house):
             (4, "mismatched_endpoint"),
             (5, "invalid_value"),
         ]
-        assert not house.engine.taken
+        assert not server.engine.taken
         assert begin(sdk, b"\n").errors.data[0].code == "empty_file"
 
 
@@ -152,14 +142,14 @@ def test_a_server_that_starts_again_goes_on_where_the_one_before_it_was(model_pa
         return [output(request, "first"), output(request, end=FinishReason.STOP)]
 
     lines = [line("a"), line("b"), line("slow", "slow"), line("c")]
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script)) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script)) as server, sdk_of(server) as sdk:
         batch = begin(sdk, b"".join(lines))
         for _ in range(200):
             if sdk.batches.retrieve(batch.id).request_counts.completed == 3:
                 break
             time.sleep(0.02)
     again = ScriptedEngine(says("second"))
-    with keeping(model_path, tmp_path / "kept", again) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", again) as server, sdk_of(server) as sdk:
         batch = wait(sdk, batch)
         told = {
             each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"]
@@ -170,10 +160,10 @@ def test_a_server_that_starts_again_goes_on_where_the_one_before_it_was(model_pa
 
 
 def test_a_server_that_starts_again_takes_the_lines_that_the_one_before_it_took(model_path, tmp_path):
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(endless)) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(endless)) as server, sdk_of(server) as sdk:
         batch = begin(sdk, line("a", priority=1))
         assert batch.status == "in_progress"
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server, sdk_of(server) as sdk:
         batch = wait(sdk, batch)
         assert (batch.status, batch.request_counts.completed) == ("completed", 1)
 
@@ -183,7 +173,7 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(model_path, tmp_path):
         return endless(request) if b"slow" in bytes(request.token_ids) else says("ok")(request)
 
     engine = ScriptedEngine(script)
-    with keeping(model_path, tmp_path / "kept", engine) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", engine) as server, sdk_of(server) as sdk:
         batch = begin(sdk, line("a") + line("slow", "slow"))
         while sdk.batches.retrieve(batch.id).request_counts.completed < 1:
             time.sleep(0.01)
@@ -201,15 +191,15 @@ def test_a_line_that_finds_the_server_busy_is_asked_again(model_path, tmp_path, 
         tries.append(request)
         return [QueueFullError("full", retry_after_s=0.01)] if len(tries) == 1 else says("ok")(request)
 
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script)) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script)) as server, sdk_of(server) as sdk:
         assert wait(sdk, begin(sdk, line("a"))).request_counts.completed == 1
     assert len(tries) == 2
 
 
-def test_lines_are_a_class_behind_what_somebody_waits_for(house):
-    with sdk_of(house) as sdk:
+def test_lines_are_a_class_behind_what_somebody_waits_for(server):
+    with sdk_of(server) as sdk:
         wait(sdk, begin(sdk, line("a")))
-    assert house.engine.taken[0].priority == 1
+    assert server.engine.taken[0].priority == 1
 
 
 @pytest.fixture
@@ -221,8 +211,8 @@ def two_tenants():
 
 def test_another_tenant_finds_nothing(model_path, tmp_path, two_tenants):
     gate, _, ann, bob = two_tenants
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok")), gate) as house:
-        with sdk_of(house, ann) as mine, sdk_of(house, bob) as others:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok")), gate) as server:
+        with sdk_of(server, ann) as mine, sdk_of(server, bob) as others:
             batch = wait(mine, begin(mine, line("a")))
             assert (list(others.files.list()), list(others.batches.list())) == ([], [])
             asks = (
@@ -239,15 +229,15 @@ def test_another_tenant_finds_nothing(model_path, tmp_path, two_tenants):
                 with pytest.raises(openai.NotFoundError):
                     ask()
             assert mine.files.content(batch.output_file_id).text
-        refused = httpx.get(f"{house.url}/v1/files")
+        refused = httpx.get(f"{server.url}/v1/files")
     assert refused.status_code == 401
 
 
 def test_a_batch_ends_with_its_key(model_path, tmp_path, two_tenants):
     gate, credentials, ann, _ = two_tenants
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(endless), gate) as house, sdk_of(house, ann) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(endless), gate) as server, sdk_of(server, ann) as sdk:
         begin(sdk, line("slow", "slow"))
-        while not house.engine.taken:
+        while not server.engine.taken:
             time.sleep(0.01)
     later = Gate(Policy("team"), credentials.remove("ann"), loopback=True)
     again = ScriptedEngine(says("ok"))
@@ -258,7 +248,7 @@ def test_a_batch_ends_with_its_key(model_path, tmp_path, two_tenants):
 
 def test_nothing_on_the_disk_is_to_be_read_or_told_apart(model_path, tmp_path):
     directory = tmp_path / "kept"
-    with keeping(model_path, directory, ScriptedEngine(says(SECRET))) as house, sdk_of(house) as sdk:
+    with keeping(model_path, directory, ScriptedEngine(says(SECRET))) as server, sdk_of(server) as sdk:
         stored = sdk.files.create(file=(f"{SECRET}.jsonl", line("a", SECRET)), purpose="batch")
         batch = sdk.batches.create(
             input_file_id=stored.id,
@@ -285,8 +275,8 @@ def test_routes_of_a_server_that_keeps_nothing_say_so(client, model_path):
     reply = client.get("/v1/files")
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "no_file_store")
     gate = make_gate("private")
-    with serving_script(model_path, ScriptedEngine(says("ok")), gate=gate) as house:
-        assert httpx.get(f"{house.url}/v1/files").status_code == 403
+    with serving_script(model_path, ScriptedEngine(says("ok")), gate=gate) as server:
+        assert httpx.get(f"{server.url}/v1/files").status_code == 403
 
 
 def test_whoever_cannot_be_told_apart_keeps_nothing(tmp_path):
@@ -295,12 +285,12 @@ def test_whoever_cannot_be_told_apart_keeps_nothing(tmp_path):
         FileService.open(ServerConfig(files=str(tmp_path / "kept")), gate)
 
 
-def test_a_page_elsewhere_cannot_send_a_form(house):
+def test_a_page_elsewhere_cannot_send_a_form(server):
     form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
-    refused = httpx.post(f"{house.url}/v1/files", headers={"origin": "https://evil.example"}, **form)
+    refused = httpx.post(f"{server.url}/v1/files", headers={"origin": "https://evil.example"}, **form)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
-    assert httpx.post(f"{house.url}/v1/files", headers={"origin": "http://[evil"}, **form).status_code == 403
-    assert httpx.post(f"{house.url}/v1/files", headers={"origin": house.url}, **form).status_code == 200
+    assert httpx.post(f"{server.url}/v1/files", headers={"origin": "http://[evil"}, **form).status_code == 403
+    assert httpx.post(f"{server.url}/v1/files", headers={"origin": server.url}, **form).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -313,8 +303,8 @@ def test_a_page_elsewhere_cannot_send_a_form(house):
         ({"content": b"--x", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "multipart/form-data"),
     ],
 )
-def test_a_form_at_fault_is_explained(house, form, named):
-    reply = httpx.post(f"{house.url}/v1/files", **form)
+def test_a_form_at_fault_is_explained(server, form, named):
+    reply = httpx.post(f"{server.url}/v1/files", **form)
     assert (reply.status_code, f"`{named}`" in reply.text or named in reply.text) == (400, True)
 
 
@@ -443,7 +433,7 @@ def test_lines_that_were_not_answered_in_time_are_told_so(model_path, tmp_path, 
     def script(request):
         return endless(request) if b"slow" in bytes(request.token_ids) else says("ok")(request)
 
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script)) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script)) as server, sdk_of(server) as sdk:
         batch = wait(sdk, begin(sdk, line("a") + line("slow", "slow")))
         assert batch.status == "expired"
         assert [each["custom_id"] for each in results(sdk, batch.output_file_id)] == ["a"]
@@ -455,7 +445,7 @@ def test_a_disk_that_fills_while_a_batch_runs_ends_it_and_keeps_what_was_answere
     def script(request):
         return [output(request, "x" * 50_000), output(request, end=FinishReason.STOP)]
 
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script), files_mb=1) as house, sdk_of(house) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(script), files_mb=1) as server, sdk_of(server) as sdk:
         batch = wait(sdk, begin(sdk, b"".join(line(f"q{i}") for i in range(40))))
         assert (batch.status, batch.errors.data[0].code) == ("failed", "storage_full")
         assert 0 < batch.request_counts.completed < 40
@@ -531,8 +521,8 @@ def test_uploads_that_come_at_once_do_not_pass_the_share_together(tmp_path):
 def test_a_page_of_an_allowed_origin_sends_a_form_and_removes_the_file(model_path, tmp_path):
     page = "https://chat.example.org"
     form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok")), allowed_origins=page) as house:
-        files = f"{house.url}/v1/files"
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok")), allowed_origins=page) as server:
+        files = f"{server.url}/v1/files"
         asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
         assert httpx.options(files, headers={"origin": page, **asked}).headers["access-control-allow-origin"] == page
         stored = httpx.post(files, headers={"origin": page}, **form)
@@ -551,9 +541,9 @@ def test_an_owner_with_many_batches_waits_and_others_do_not(model_path, tmp_path
     gate, _, ann, bob = two_tenants
     monkeypatch.setattr(batch_routes, "MAX_OPEN", 6)
     with (
-        keeping(model_path, tmp_path / "kept", ScriptedEngine(script), gate) as house,
-        sdk_of(house, ann) as flood,
-        sdk_of(house, bob) as other,
+        keeping(model_path, tmp_path / "kept", ScriptedEngine(script), gate) as server,
+        sdk_of(server, ann) as flood,
+        sdk_of(server, bob) as other,
     ):
         for _ in range(6):
             begin(flood, line("slow", "slow"))
@@ -562,7 +552,7 @@ def test_an_owner_with_many_batches_waits_and_others_do_not(model_path, tmp_path
         assert wait(other, begin(other, line("a"))).status == "completed"
 
 
-def test_a_batch_runs_though_its_client_left_while_it_was_made(house, monkeypatch):
+def test_a_batch_runs_though_its_client_left_while_it_was_made(server, monkeypatch):
     create = batch_routes._create
 
     def create_slowly(*args):
@@ -570,11 +560,11 @@ def test_a_batch_runs_though_its_client_left_while_it_was_made(house, monkeypatc
         return create(*args)
 
     monkeypatch.setattr(batch_routes, "_create", create_slowly)
-    with sdk_of(house) as sdk:
+    with sdk_of(server) as sdk:
         stored = sdk.files.create(file=("in.jsonl", line("a")), purpose="batch")
         body = {"input_file_id": stored.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{house.url}/v1/batches", json=body, timeout=0.1)
+            httpx.post(f"{server.url}/v1/batches", json=body, timeout=0.1)
         for _ in range(100):
             if [each.status for each in sdk.batches.list()] == ["completed"]:
                 return
@@ -628,8 +618,8 @@ def test_a_key_file_that_was_changed_is_named_at_start(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Größe 日本.jsonl", 'a "b".jsonl', "a;b.jsonl"])
-def test_a_file_keeps_the_name_that_it_came_with(house, name):
-    with sdk_of(house) as sdk:
+def test_a_file_keeps_the_name_that_it_came_with(server, name):
+    with sdk_of(server) as sdk:
         stored = sdk.files.create(file=(name, b"x"), purpose="batch")
         assert sdk.files.retrieve(stored.id).filename == stored.filename
         assert stored.filename == name.replace('"', "%22")  # as forms write a quote (WHATWG HTML, 4.10.21.8)
@@ -650,13 +640,13 @@ def test_whatever_form_is_sent_is_read_or_refused(parts, tail, boundary):
 
 
 @pytest.mark.parametrize("filename", [b"\xff\xfe", b"a\r\n b", b"\xed\xa0\x80", b"a" * 5000, b""])
-def test_no_name_of_a_file_is_a_fault_of_the_server(house, filename):
+def test_no_name_of_a_file_is_a_fault_of_the_server(server, filename):
     head = b'content-disposition: form-data; name="file"; filename="' + filename + b'"\r\n\r\n'
     purpose = b'\r\n--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--'
     reply = httpx.post(
-        f"{house.url}/v1/files",
+        f"{server.url}/v1/files",
         content=b"--x\r\n" + head + b"content" + purpose,
         headers={"content-type": "multipart/form-data; boundary=x"},
     )
     assert reply.status_code in (200, 400), reply.text
-    assert httpx.get(f"{house.url}/v1/files").status_code == 200
+    assert httpx.get(f"{server.url}/v1/files").status_code == 200

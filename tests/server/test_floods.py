@@ -22,7 +22,7 @@ from cloister.server.connection import Connection
 from cloister.server.load_shedding import ConnectionTable, network_of
 from cloister.server.tls import HandshakeQueue
 from cloister.types.config import ServerConfig
-from tests.server.house import House, ScriptedEngine, says, serving_script
+from tests.server.running_server import RunningServer, ScriptedEngine, says, serving_script
 from tests.server.test_tls import write_pair
 
 LIMIT = 8
@@ -33,18 +33,18 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: appli
 
 
 @pytest.fixture
-def small(model_path: Path) -> Iterator[House]:
+def small(model_path: Path) -> Iterator[RunningServer]:
     config = ServerConfig(port=0, max_connections=LIMIT, drain_timeout_s=1.0)
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as house:
-        yield house
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as server:
+        yield server
 
 
-def port_of(house: House) -> int:
-    return int(house.url.rpartition(":")[2])
+def port_of(server: RunningServer) -> int:
+    return int(server.url.rpartition(":")[2])
 
 
-def connect(house: House, source: str, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port_of(house)), timeout=5, source_address=(source, 0))
+def connect(server: RunningServer, source: str, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port_of(server)), timeout=5, source_address=(source, 0))
     connection.sendall(data)
     return connection
 
@@ -56,8 +56,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def ask_health(house: House, source: str = HONEST) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port_of(house), timeout=5, source_address=(source, 0))
+def ask_health(server: RunningServer, source: str = HONEST) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=5, source_address=(source, 0))
     with contextlib.closing(connection):
         connection.request("GET", "/health")
         return connection.getresponse().status
@@ -77,14 +77,14 @@ def is_open(connection: socket.socket) -> bool:
     "data", [b"", b"POST / HTTP/1.1\r\nX-", HEAD + b"Content-Length: 100\r\n\r\n{"], ids=["idle", "head", "body"]
 )
 @pytest.mark.parametrize("source", [HONEST, CROWD], ids=["another network", "the same network"])
-def test_sockets_without_a_whole_request_keep_nobody_out(small: House, data: bytes, source: str) -> None:
+def test_sockets_without_a_whole_request_keep_nobody_out(small: RunningServer, data: bytes, source: str) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3 * LIMIT):
             stack.enter_context(connect(small, CROWD, data))
         assert [ask_health(small, source) for _ in range(5)] == [200] * 5
 
 
-def test_the_crowd_gives_way_and_not_an_idle_connection_of_somebody_else(small: House) -> None:
+def test_the_crowd_gives_way_and_not_an_idle_connection_of_somebody_else(small: RunningServer) -> None:
     with connect(small, HONEST) as honest, contextlib.ExitStack() as stack:
         for source in (CROWD, NEIGHBOUR) * LIMIT:
             stack.enter_context(connect(small, source))
@@ -142,23 +142,23 @@ def test_a_network_is_what_the_internet_routes_by_itself(host: str | None, netwo
 
 
 @pytest.fixture
-def guarded(model_path: Path, tmp_path: Path) -> Iterator[House]:
+def guarded(model_path: Path, tmp_path: Path) -> Iterator[RunningServer]:
     certfile, keyfile = write_pair(tmp_path)
     config = ServerConfig(port=0, max_connections=LIMIT, drain_timeout_s=1.0, certfile=str(certfile), keyfile=str(keyfile))
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as house:
-        yield house
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as server:
+        yield server
 
 
 @pytest.fixture
-def crowded(model_path: Path, tmp_path: Path) -> Iterator[House]:
+def crowded(model_path: Path, tmp_path: Path) -> Iterator[RunningServer]:
     """Has room for a crowd."""
     certfile, keyfile = write_pair(tmp_path)
     config = ServerConfig(port=0, drain_timeout_s=1.0, certfile=str(certfile), keyfile=str(keyfile))
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as house:
-        yield house
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as server:
+        yield server
 
 
-def test_handshakes_that_never_end_are_counted_as_connections_and_keep_nobody_out(guarded: House) -> None:
+def test_handshakes_that_never_end_are_counted_as_connections_and_keep_nobody_out(guarded: RunningServer) -> None:
     trusting = ssl._create_unverified_context()
     with contextlib.ExitStack() as stack:
         begun = [stack.enter_context(connect(guarded, CROWD)) for _ in range(3 * LIMIT)]
@@ -169,7 +169,7 @@ def test_handshakes_that_never_end_are_counted_as_connections_and_keep_nobody_ou
         assert sum(is_open(connection) for connection in begun) <= LIMIT
 
 
-def test_a_handshake_has_a_deadline(guarded: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_has_a_deadline(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "handshake_timeout_s", 0.2)
     began_s = time.monotonic()
     with connect(guarded, CROWD) as begun, contextlib.suppress(ConnectionResetError):
@@ -185,7 +185,7 @@ def hello() -> bytes:
     return outgoing.read()
 
 
-def test_a_handshake_waits_for_no_crowd_of_another_network(crowded: House) -> None:
+def test_a_handshake_waits_for_no_crowd_of_another_network(crowded: RunningServer) -> None:
     """All are sent before the honest one; those that are answered by the time when it is are few."""
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(connect(crowded, CROWD)) for _ in range(CROWD_SIZE)]
@@ -231,7 +231,7 @@ def test_handshakes_leave_four_fifths_of_the_time_to_others() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 100])
-def test_a_hello_may_come_in_pieces(guarded: House, cut: int) -> None:
+def test_a_hello_may_come_in_pieces(guarded: RunningServer, cut: int) -> None:
     with connect(guarded, HONEST) as honest:
         data = hello()
         honest.sendall(data[:cut])
@@ -241,17 +241,17 @@ def test_a_hello_may_come_in_pieces(guarded: House, cut: int) -> None:
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x40\x00" + bytes(2**16)], ids=["HTTP", "too much"])
-def test_what_is_no_hello_is_closed_at_once(guarded: House, data: bytes) -> None:
+def test_what_is_no_hello_is_closed_at_once(guarded: RunningServer, data: bytes) -> None:
     with connect(guarded, CROWD) as stranger, contextlib.suppress(ConnectionError):
         stranger.sendall(data)
         while stranger.recv(100):  # a plain server's TLS alert
             pass
 
 
-def test_connections_that_arrive_together_are_not_all_accepted_before_anybody_is_served(crowded: House) -> None:
+def test_connections_that_arrive_together_are_not_all_accepted_before_anybody_is_served(crowded: RunningServer) -> None:
     """A request of an open connection does not wait until all of a crowd are let in."""
-    wait_until(lambda: crowded.server.started)
-    loop, table = crowded.server.servers[0].get_loop(), crowded.server.config.http_protocol_class.table
+    wait_until(lambda: crowded.uvicorn.started)
+    loop, table = crowded.uvicorn.servers[0].get_loop(), crowded.uvicorn.config.http_protocol_class.table
     sizes: list[int] = []
 
     def count() -> None:
@@ -269,7 +269,7 @@ def test_connections_that_arrive_together_are_not_all_accepted_before_anybody_is
     assert max(after - before for before, after in itertools.pairwise(sizes)) <= 16
 
 
-def test_an_idle_tls_connection_costs_little_memory(guarded: House) -> None:
+def test_an_idle_tls_connection_costs_little_memory(guarded: RunningServer) -> None:
     """Two thousand of them have to fit beside the ceiling of the bodies."""
     gc.collect()
     tracemalloc.start()

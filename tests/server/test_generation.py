@@ -11,7 +11,7 @@ from cloister.policy.gate import Admission
 from cloister.server.generation import MAX_SIDE_BY_SIDE, GenerationJob, make_job, run_job
 from cloister.types.errors import DeadlineError
 from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
-from tests.server.house import INFO, make_gate, output
+from tests.server.running_server import INFO, make_gate, output
 from tests.virtual_time import run
 
 TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ import pytest
 
 from cloister.server.parse import IGNORED_HEADER, MAX_NAMED, UNPRINTABLE
 from cloister.types.config import ServerConfig
-from tests.server.house import MODEL, serving, start_speaking
+from tests.server.running_server import MODEL, serving, start_speaking
 from tests.server.test_bad_input import CHAT, HELLO, SECRET, TEXT, check_error
 
 BODY = {"model": MODEL, "messages": HELLO, "max_tokens": 3}
@@ -20,8 +20,8 @@ BODY = {"model": MODEL, "messages": HELLO, "max_tokens": 3}
 def strict(model_path: Path) -> Iterator[httpx.Client]:
     config = ServerConfig(port=0, drain_timeout_s=1.0, strict_fields=True)
     with (
-        serving(model_path, lambda: start_speaking(model_path), config=config) as house,
-        httpx.Client(base_url=house.url, timeout=20) as client,
+        serving(model_path, lambda: start_speaking(model_path), config=config) as server,
+        httpx.Client(base_url=server.url, timeout=20) as client,
     ):
         yield client
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import msgspec
@@ -16,11 +14,11 @@ from cloister.launch import resolve_settings
 from cloister.policy import Credentials, Gate, Policy
 from cloister.server.app import create_app
 from cloister.server.responses.keeping import LIFETIME_S, ResponseStore, read_body
-from cloister.server.serve import Server, ServerApp, address_of, bind
+from cloister.server.serve import ServerApp
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import NotFoundError, PolicyError
-from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, says
+from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, running, says
 
 ROOMY = msgspec.structs.replace(INFO, max_model_len=4096)
 
@@ -30,26 +28,15 @@ def keeping(model_path, gate=None, script=None):
     """Serves with a store; yields the address and the engine."""
     engine = ScriptedEngine(script or says("ok"), model=ROOMY)
     config = ServerConfig(port=0, drain_timeout_s=0.2)
-    ready, started = [], threading.Event()
 
-    async def main():
+    @asynccontextmanager
+    async def open_app():
         template = ChatTemplate.load(model_path)
-        store = ResponseStore()
-        app = create_app(engine, Tokenizer(model_path), template, gate or make_gate(), config, responses_kept=store)
-        with bind(config.host, 0) as listener:
-            server = Server(ServerApp(app, engine), config)
-            ready.append((address_of(listener), server))
-            started.set()
-            await server.serve([listener])
+        app = create_app(engine, Tokenizer(model_path), template, gate or make_gate(), config, responses_kept=ResponseStore())
+        yield ServerApp(app, engine)
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield ready[0][0], engine
-    finally:
-        ready[0][1].should_exit = True
-        thread.join(15)
+    with running(open_app, config) as server:
+        yield server.url, engine
 
 
 def sdk_of(url, key="none"):

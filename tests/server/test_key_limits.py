@@ -13,7 +13,16 @@ from cloister.policy import Credentials, KeyQuota
 from cloister.server.middleware.failures import format_duration
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
-from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, serving_script, start_slow, start_speaking
+from tests.server.running_server import (
+    MODEL,
+    ScriptedEngine,
+    make_gate,
+    says,
+    serving,
+    serving_script,
+    start_slow,
+    start_speaking,
+)
 from tests.server.test_bad_input import check_error
 
 CONFIG = ServerConfig(port=0, api_keys="keys.json", drain_timeout_s=1.0)
@@ -30,7 +39,7 @@ def limited(model_path, limits: KeyQuota, engine: ScriptedEngine | None = None, 
         else serving_script(model_path, engine, gate=gate, config=CONFIG)
     )
     headers = {"authorization": f"Bearer {key}"}
-    with run as house, httpx.Client(base_url=house.url, headers=headers, timeout=20) as client:
+    with run as server, httpx.Client(base_url=server.url, headers=headers, timeout=20) as client:
         yield client
 
 

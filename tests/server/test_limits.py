@@ -20,7 +20,17 @@ from cloister.types.events import Abort, Submit
 from cloister.types.request import FinishReason
 from cloister.types.scope import ScopeKind
 from tests.engine.fake_transport import FakeTransport
-from tests.server.house import INFO, MODEL, House, ScriptedEngine, make_gate, output, says, serving, serving_script
+from tests.server.running_server import (
+    INFO,
+    MODEL,
+    RunningServer,
+    ScriptedEngine,
+    make_gate,
+    output,
+    says,
+    serving,
+    serving_script,
+)
 from tests.server.test_bad_input import check_error
 
 BODY = {"model": MODEL, "prompt": "x"}
@@ -41,29 +51,29 @@ def engine():
 @pytest.fixture
 def guarded(model_path, engine):
     config = ServerConfig(port=0, api_keys="keys.json", drain_timeout_s=1.0)
-    with serving_script(model_path, engine, gate=make_gate("team", KEYS), config=config) as house:
-        yield house
+    with serving_script(model_path, engine, gate=make_gate("team", KEYS), config=config) as server:
+        yield server
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/unknown", "/version"])
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"authorization": "Bearer"}, {"authorization": f"Basic {ALICE}"}])
-def test_everything_but_health_asks_for_a_key(guarded: House, path, headers):
+def test_everything_but_health_asks_for_a_key(guarded: RunningServer, path, headers):
     reply = httpx.get(guarded.url + path, headers=headers)
     error = check_error(reply, 401)
     assert error["code"] == "invalid_api_key"
     assert reply.headers["www-authenticate"] == "Bearer"
 
 
-def test_health_needs_no_key(guarded: House):
+def test_health_needs_no_key(guarded: RunningServer):
     assert httpx.get(f"{guarded.url}/health").status_code == 200
 
 
-def test_two_authorization_headers_are_none(guarded: House):
+def test_two_authorization_headers_are_none(guarded: RunningServer):
     reply = httpx.get(f"{guarded.url}/v1/models", headers=[("authorization", f"Bearer {k}") for k in ("x", ALICE)])
     check_error(reply, 401)
 
 
-def test_the_key_fixes_scope_tenant_and_class(guarded: House, engine):
+def test_the_key_fixes_scope_tenant_and_class(guarded: RunningServer, engine):
     for key in (ALICE, BOB, ALICE):
         assert httpx.post(f"{guarded.url}/v1/completions", json=BODY, headers=bearer(key)).status_code == 200
     first, second, third = engine.taken
@@ -73,7 +83,7 @@ def test_the_key_fixes_scope_tenant_and_class(guarded: House, engine):
     assert (first.priority, second.priority) == (0, 3)
 
 
-def test_a_profile_that_refuses_a_wish_says_its_rule(guarded: House):
+def test_a_profile_that_refuses_a_wish_says_its_rule(guarded: RunningServer):
     reply = httpx.post(f"{guarded.url}/v1/completions", json={**BODY, "priority": -5}, headers=bearer(ALICE))
     error = check_error(reply, 403)
     assert error["code"] == "refused_by_policy"
@@ -83,13 +93,13 @@ def test_a_profile_that_refuses_a_wish_says_its_rule(guarded: House):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_is_refused(model_path, engine, chunked):
     config = ServerConfig(port=0, max_request_kb=8)
-    with serving_script(model_path, engine, config=config) as house:
+    with serving_script(model_path, engine, config=config) as server:
         body = b'{"model": "' + b"z" * 200_000 + b'"}'
         content = iter([body[i : i + 1000] for i in range(0, len(body), 1000)]) if chunked else body
-        reply = httpx.post(f"{house.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+        reply = httpx.post(f"{server.url}/v1/completions", content=content, headers={"content-type": "application/json"})
         error = check_error(reply, 413)
         assert "8 KiB" in error["message"]
-        assert httpx.post(f"{house.url}/v1/completions", json=BODY).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY).status_code == 200
 
 
 @pytest.mark.parametrize(("method", "path", "kept"), [("POST", "/health", 0), ("GET", "/read", 0), ("POST", "/read", 4000)])
@@ -111,8 +121,8 @@ def test_a_body_that_no_route_reads_is_not_kept(method, path, kept):
 
 def test_a_body_that_does_not_come_is_not_waited_for(model_path, engine):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-    with serving_script(model_path, engine, body_timeout_s=0.3) as house:
-        reply, waited_s = trickle(house, head, b" ", every_s=0.05)
+    with serving_script(model_path, engine, body_timeout_s=0.3) as server:
+        reply, waited_s = trickle(server, head, b" ", every_s=0.05)
     assert reply.startswith(b"HTTP/1.1 408 ")
     assert b"within 0.3 s" in reply
     assert waited_s < 3
@@ -120,19 +130,19 @@ def test_a_body_that_does_not_come_is_not_waited_for(model_path, engine):
 
 def test_a_head_that_does_not_come_is_not_waited_for(model_path, engine, monkeypatch):
     monkeypatch.setattr(Connection, "request_timeout_s", 0.3)
-    with serving_script(model_path, engine) as house:
-        reply, waited_s = trickle(house, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"X", every_s=0.05)
+    with serving_script(model_path, engine) as server:
+        reply, waited_s = trickle(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"X", every_s=0.05)
         assert (reply, waited_s < 3) == (b"", True)
-        reply, waited_s = trickle(house, b"", b"", every_s=0.05)
+        reply, waited_s = trickle(server, b"", b"", every_s=0.05)
         assert (reply, waited_s < 3) == (b"", True)
         answered = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /health HTTP/1.1\r\n"
-        reply, waited_s = trickle(house, answered, b"X", every_s=0.05)
+        reply, waited_s = trickle(server, answered, b"X", every_s=0.05)
         assert (reply.count(b"200 OK"), waited_s < 3) == (1, True)
 
 
-def trickle(house: House, first: bytes, more: bytes, *, every_s: float) -> tuple[bytes, float]:
+def trickle(server: RunningServer, first: bytes, more: bytes, *, every_s: float) -> tuple[bytes, float]:
     """Sends `first`, then `more` again and again until the server has had enough; returns what it said, and when."""
-    host, port = house.url.removeprefix("http://").split(":")
+    host, port = server.url.removeprefix("http://").split(":")
     begun = time.monotonic()
     said = b""
     with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -153,9 +163,9 @@ def trickle(house: House, first: bytes, more: bytes, *, every_s: float) -> tuple
 
 def test_a_full_queue_says_when_to_come_back(model_path):
     engine = ScriptedEngine(lambda _: [QueueFullError("7 requests wait already; try again later", retry_after_s=2.4)])
-    with serving_script(model_path, engine) as house:
+    with serving_script(model_path, engine) as server:
         for stream in (False, True):
-            reply = httpx.post(f"{house.url}/v1/completions", json={**BODY, "stream": stream})
+            reply = httpx.post(f"{server.url}/v1/completions", json={**BODY, "stream": stream})
             error = check_error(reply, 429)
             assert error["type"] == "rate_limit_error"
             assert reply.headers["retry-after"] == "3"
@@ -166,8 +176,8 @@ def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_others(mode
         return [QueueFullError("full")] if request.request_id.endswith("-1") else [30.0, output(request, "late")]
 
     engine = ScriptedEngine(script)
-    with serving_script(model_path, engine) as house:
-        reply = httpx.post(f"{house.url}/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}, timeout=5)
+    with serving_script(model_path, engine) as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}, timeout=5)
         assert reply.status_code == 429
         assert len(engine.left) == 3
 
@@ -183,9 +193,9 @@ def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_others(mode
 )
 def test_a_sequence_without_an_answer_is_an_error(model_path, end, status, code):
     engine = ScriptedEngine(lambda r: [output(r, end=end, error="what the engine says")])
-    with serving_script(model_path, engine) as house:
+    with serving_script(model_path, engine) as server:
         for stream in (False, True):
-            reply = httpx.post(f"{house.url}/v1/completions", json={**BODY, "stream": stream})
+            reply = httpx.post(f"{server.url}/v1/completions", json={**BODY, "stream": stream})
             assert reply.status_code == status
             assert reply.json()["error"]["code"] == code
             assert reply.json()["error"]["message"] == "what the engine says"
@@ -194,8 +204,8 @@ def test_a_sequence_without_an_answer_is_an_error(model_path, end, status, code)
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(model_path):
     engine = ScriptedEngine(lambda r: [output(r, "half"), output(r, end=FinishReason.ERROR, error="the engine died")])
-    with serving_script(model_path, engine) as house:
-        reply = httpx.post(f"{house.url}/v1/completions", json={**BODY, "stream": True})
+    with serving_script(model_path, engine) as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json={**BODY, "stream": True})
     events = reply.text.strip().split("\n\n")
     assert reply.status_code == 200
     assert "half" in events[0]
@@ -205,12 +215,12 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(model_path):
 
 def test_an_engine_that_is_down_is_told_at_once(model_path):
     engine = ScriptedEngine(lambda _: [EngineError("the engine is being restarted; try again")], good=False)
-    with serving_script(model_path, engine) as house:
-        reply = httpx.post(f"{house.url}/v1/completions", json=BODY)
+    with serving_script(model_path, engine) as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json=BODY)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
-        assert httpx.get(f"{house.url}/health").status_code == 503
-        assert httpx.head(f"{house.url}/health").status_code == 503
-        assert httpx.get(f"{house.url}/v1/models").status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert httpx.head(f"{server.url}/health").status_code == 503
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
 
 
 def test_an_engine_that_says_nothing_is_not_waited_for(model_path, monkeypatch):
@@ -222,8 +232,8 @@ def test_an_engine_that_says_nothing_is_not_waited_for(model_path, monkeypatch):
         await engine.start()
         return engine
 
-    with serving(model_path, start, request_timeout_s=0.1) as house:
-        reply = httpx.post(f"{house.url}/v1/completions", json=BODY, timeout=5)
+    with serving(model_path, start, request_timeout_s=0.1) as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=5)
     assert reply.status_code == 504
     assert [type(message) for message in transport.sent[:2]] == [Submit, Abort]
 
@@ -231,8 +241,8 @@ def test_an_engine_that_says_nothing_is_not_waited_for(model_path, monkeypatch):
 def test_a_prompt_that_takes_too_long_to_read_is_given_up(model_path, engine, monkeypatch):
     read = threading.Event()
     monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(5) and [1])
-    with serving_script(model_path, engine, prepare_timeout_s=0.1) as house:
-        reply = httpx.post(f"{house.url}/v1/completions", json=BODY)
+    with serving_script(model_path, engine, prepare_timeout_s=0.1) as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json=BODY)
         read.set()
     assert reply.status_code == 503
     assert reply.json()["error"]["code"] == "overloaded"
@@ -241,17 +251,17 @@ def test_a_prompt_that_takes_too_long_to_read_is_given_up(model_path, engine, mo
 def test_reading_a_prompt_does_not_hold_others_up(model_path, engine, monkeypatch):
     read = threading.Event()
     monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(5) and [1])
-    with serving_script(model_path, engine) as house:
-        slow = threading.Thread(target=lambda: httpx.post(f"{house.url}/v1/completions", json=BODY))
+    with serving_script(model_path, engine) as server:
+        slow = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=BODY))
         slow.start()
         begun = time.monotonic()
-        assert httpx.get(f"{house.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
         assert time.monotonic() - begun < 2
         read.set()
         slow.join(5)
 
 
-def test_every_reply_has_the_security_headers(guarded: House):
+def test_every_reply_has_the_security_headers(guarded: RunningServer):
     for reply in (httpx.get(f"{guarded.url}/health"), httpx.get(f"{guarded.url}/v1/models")):
         assert reply.headers["x-content-type-options"] == "nosniff"
         assert reply.headers["cache-control"] == "no-store"
@@ -266,22 +276,22 @@ def test_a_keyless_local_server_is_reached_under_no_foreign_name(client, host, s
     assert client.get("/v1/models", headers={"host": host}).status_code == status
 
 
-def test_a_guarded_server_may_have_any_name(guarded: House):
+def test_a_guarded_server_may_have_any_name(guarded: RunningServer):
     reply = httpx.get(f"{guarded.url}/v1/models", headers={"host": "llm.example", **bearer(BOB)})
     assert reply.json()["data"][0]["id"] == MODEL
 
 
 def test_the_model_is_listed_under_its_served_name(model_path, engine):
     config = ServerConfig(port=0, served_model_name="org/name")
-    with serving_script(model_path, engine, config=config) as house:
-        listed = httpx.get(f"{house.url}/v1/models").json()
+    with serving_script(model_path, engine, config=config) as server:
+        listed = httpx.get(f"{server.url}/v1/models").json()
         assert listed["object"] == "list"
-        assert httpx.get(f"{house.url}/v1/models/org/name").json() == listed["data"][0]
-        assert httpx.post(f"{house.url}/v1/completions", json={**BODY, "model": "org/name"}).json()["model"] == "org/name"
-        assert httpx.post(f"{house.url}/v1/completions", json=BODY).status_code == 404
+        assert httpx.get(f"{server.url}/v1/models/org/name").json() == listed["data"][0]
+        assert httpx.post(f"{server.url}/v1/completions", json={**BODY, "model": "org/name"}).json()["model"] == "org/name"
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY).status_code == 404
 
 
-def test_many_clients_at_once_all_get_their_answer(speaking: House):
+def test_many_clients_at_once_all_get_their_answer(speaking: RunningServer):
     async def ask_all() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=speaking.url, timeout=30) as client:
             body = {"model": MODEL, "prompt": "x", "max_tokens": 3}

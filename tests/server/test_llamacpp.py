@@ -14,7 +14,7 @@ from cloister.server import llamacpp
 from cloister.server.errors import ABSENT
 from cloister.types.grammar import GrammarKind
 from cloister.types.request import FinishReason
-from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script, write_model
+from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script, write_model
 from tests.server.test_dialects import DOCS
 from tests.server.test_embeddings import letters
 from tests.text.test_infill import with_tokens
@@ -29,8 +29,8 @@ def complete(client, **fields):
 def asked_of(model_path, path, model=INFO, **fields):
     """Returns the reply of a scripted server, and the request that its engine got."""
     engine = ScriptedEngine(says("ok"), model=model)
-    with serving_script(model_path, engine) as house:
-        reply = httpx.post(house.url + path, json=fields)
+    with serving_script(model_path, engine) as server:
+        reply = httpx.post(server.url + path, json=fields)
     return reply, engine.taken[0] if engine.taken else None
 
 
@@ -156,7 +156,7 @@ def test_what_is_missing_in_the_middle_is_filled_in(filling):
 
 def test_ollamas_suffix_does_the_same(filling):
     engine = ScriptedEngine(says("ok"), model=msgspec.structs.replace(INFO, vocab_size=260))
-    with serving_script(filling, engine) as house, ollama.Client(host=house.url) as sdk:
+    with serving_script(filling, engine) as server, ollama.Client(host=server.url) as sdk:
         assert sdk.generate(MODEL, "def f(", suffix="):").response == "ok"
         assert "insert" in sdk.show(MODEL).capabilities
     assert engine.taken[0].token_ids == [257, *b"def f(", 258, *b"):", 259]
@@ -166,8 +166,8 @@ def test_the_suffix_of_completions_does_the_same(filling):
     model = msgspec.structs.replace(INFO, vocab_size=260)
     body = {"prompt": ["def f(", ""], "suffix": "):", "stop_token_ids": [7]}
     engine = ScriptedEngine(says("ok"), model=model)
-    with serving_script(filling, engine) as house:
-        reply = httpx.post(f"{house.url}/v1/completions", json=body)
+    with serving_script(filling, engine) as server:
+        reply = httpx.post(f"{server.url}/v1/completions", json=body)
     assert [choice["text"] for choice in reply.json()["choices"]] == ["ok", "ok"]
     taken = sorted(engine.taken, key=lambda request: request.request_id)
     assert [request.token_ids for request in taken] == [[257, *b"def f(", 258, *b"):", 259], [257, 258, *b"):", 259]]
@@ -217,35 +217,35 @@ def test_properties_tell_no_path(client, model_path):
 
 def test_ping_is_health(model_path):
     engine = ScriptedEngine(says("ok"))
-    with serving_script(model_path, engine) as house:
-        assert [httpx.request(method, f"{house.url}/ping").status_code for method in ("GET", "POST")] == [200, 200]
+    with serving_script(model_path, engine) as server:
+        assert [httpx.request(method, f"{server.url}/ping").status_code for method in ("GET", "POST")] == [200, 200]
         engine.good = False
-        assert httpx.get(f"{house.url}/ping").status_code == 503
+        assert httpx.get(f"{server.url}/ping").status_code == 503
 
 
 def test_load_counts_what_the_engine_has(model_path):
     def script(request):
         return [output(request, "a"), 0.5, output(request, end=FinishReason.STOP)]
 
-    with serving_script(model_path, ScriptedEngine(script)) as house, httpx.Client(base_url=house.url) as client:
+    with serving_script(model_path, ScriptedEngine(script)) as server, httpx.Client(base_url=server.url) as client:
         assert client.get("/load").json() == {"server_load": 0}
         body = {"prompt": "hello", "stream": True}
         with client.stream("POST", "/completion", json=body) as reply:
             next(reply.iter_lines())
-            assert httpx.get(f"{house.url}/load").json() == {"server_load": 1}
+            assert httpx.get(f"{server.url}/load").json() == {"server_load": 1}
 
 
 def test_a_profile_that_tells_sums_only_tells_no_load(model_path):
-    with serving_script(model_path, ScriptedEngine(says("ok")), gate=make_gate("private")) as house:
-        reply = httpx.get(f"{house.url}/load")
+    with serving_script(model_path, ScriptedEngine(says("ok")), gate=make_gate("private")) as server:
+        reply = httpx.get(f"{server.url}/load")
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "refused_by_policy")
 
 
 def test_pooled_vectors_are_embeddings(model_path):
     engine = ScriptedEngine(letters, model=msgspec.structs.replace(INFO, hidden_size=8))
-    with serving_script(model_path, engine) as house:
+    with serving_script(model_path, engine) as server:
         pooled, embedded = (
-            httpx.post(f"{house.url}{path}", json={"input": ["abc", "hhh"]}).json() for path in ("/pooling", "/v1/embeddings")
+            httpx.post(f"{server.url}{path}", json={"input": ["abc", "hhh"]}).json() for path in ("/pooling", "/v1/embeddings")
         )
     assert [entry["data"] for entry in pooled["data"]] == [entry["embedding"] for entry in embedded["data"]]
     assert pooled["data"][0]["object"] == "pooling"

@@ -14,7 +14,16 @@ import pytest
 
 from cloister.types.config import ServerConfig
 from cloister.types.logs import FORMATS, set_up_logging
-from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, serving_script, start_slow, start_speaking
+from tests.server.running_server import (
+    MODEL,
+    ScriptedEngine,
+    make_gate,
+    says,
+    serving,
+    serving_script,
+    start_slow,
+    start_speaking,
+)
 from tests.server.test_bad_input import BAD_CHAT, BAD_TEXT, HELLO, SECRET
 
 
@@ -31,10 +40,10 @@ def test_a_mistake_of_ours_is_a_500_and_logged_without_its_words(model_path, log
     def fail(request):
         raise ValueError(f"cannot do {SECRET} {bytes(request.token_ids)!r}")
 
-    with serving_script(model_path, ScriptedEngine(fail)) as house:
+    with serving_script(model_path, ScriptedEngine(fail)) as server:
         for stream in (False, True):
             body = {"model": MODEL, "prompt": SECRET, "stream": stream}
-            reply = httpx.post(f"{house.url}/v1/completions", json=body)
+            reply = httpx.post(f"{server.url}/v1/completions", json=body)
             assert reply.status_code == 500
             assert reply.json()["error"]["type"] == "server_error"
             assert SECRET not in reply.text
@@ -48,9 +57,9 @@ def test_a_mistake_in_the_middle_of_a_stream_ends_it(model_path, logs):
         yield from says("x")(request)[:1]
         raise KeyError(SECRET)
 
-    with serving_script(model_path, ScriptedEngine(fail)) as house:
+    with serving_script(model_path, ScriptedEngine(fail)) as server:
         body = {"model": MODEL, "prompt": SECRET, "stream": True}
-        reply = httpx.post(f"{house.url}/v1/completions", json=body)
+        reply = httpx.post(f"{server.url}/v1/completions", json=body)
     events = reply.text.strip().split("\n\n")
     assert '"type":"server_error"' in events[-2]
     assert events[-1] == "data: [DONE]"
@@ -59,7 +68,7 @@ def test_a_mistake_in_the_middle_of_a_stream_ends_it(model_path, logs):
 
 
 def test_no_request_good_or_bad_is_logged(model_path, logs, capfd):
-    with serving_script(model_path, ScriptedEngine(says("ok"))) as house, httpx.Client(base_url=house.url) as client:
+    with serving_script(model_path, ScriptedEngine(says("ok"))) as server, httpx.Client(base_url=server.url) as client:
         for path, core, table in (
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}, BAD_CHAT),
             ("/v1/completions", {"prompt": SECRET}, BAD_TEXT),
@@ -73,9 +82,9 @@ def test_no_request_good_or_bad_is_logged(model_path, logs, capfd):
 
 
 def test_an_error_never_shows_the_key(model_path):
-    with serving_script(model_path, ScriptedEngine(says("ok"))) as house:
+    with serving_script(model_path, ScriptedEngine(says("ok"))) as server:
         reply = httpx.post(
-            f"{house.url}/v1/completions", json={"messages": HELLO}, headers={"authorization": f"Bearer {SECRET}"}
+            f"{server.url}/v1/completions", json={"messages": HELLO}, headers={"authorization": f"Bearer {SECRET}"}
         )
     assert SECRET not in reply.text
 
@@ -96,15 +105,15 @@ LOGGING = ServerConfig(port=0, log_requests=True, drain_timeout_s=1.0)
 
 
 def test_every_request_leaves_one_line_of_counts_and_times(model_path, lines):
-    with serving(model_path, lambda: start_speaking(model_path), config=LOGGING) as house:
+    with serving(model_path, lambda: start_speaking(model_path), config=LOGGING) as server:
         reply = httpx.post(
-            f"{house.url}/v1/completions", json={"model": MODEL, "prompt": ["four", "fives"], "max_tokens": 3, "n": 2}
+            f"{server.url}/v1/completions", json={"model": MODEL, "prompt": ["four", "fives"], "max_tokens": 3, "n": 2}
         )
-        httpx.get(f"{house.url}/v1/models")
-        httpx.get(f"{house.url}/health")
-        httpx.get(f"{house.url}/metrics")
-        page = httpx.get(f"{house.url}/").text
-        assert httpx.get(house.url + re.findall(r'/page/[^"]+[.]js', page)[0]).status_code == 200
+        httpx.get(f"{server.url}/v1/models")
+        httpx.get(f"{server.url}/health")
+        httpx.get(f"{server.url}/metrics")
+        page = httpx.get(f"{server.url}/").text
+        assert httpx.get(server.url + re.findall(r'/page/[^"]+[.]js', page)[0]).status_code == 200
     (line, listed, shown) = lines()
     assert line["request_id"] == reply.headers["x-request-id"]
     assert (
@@ -130,9 +139,9 @@ def test_every_request_leaves_one_line_of_counts_and_times(model_path, lines):
 
 
 def test_the_line_of_a_client_that_left_has_what_the_engine_did_for_it(model_path, lines):
-    with serving(model_path, lambda: start_slow(model_path), config=LOGGING) as house:
+    with serving(model_path, lambda: start_slow(model_path), config=LOGGING) as server:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{house.url}/v1/completions", json=body) as reply:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
             stream = reply.iter_lines()
             next(stream)
         deadline = time.monotonic() + 10
@@ -145,14 +154,14 @@ def test_the_line_of_a_client_that_left_has_what_the_engine_did_for_it(model_pat
 
 
 def test_the_address_of_a_client_is_logged_where_a_setting_says_so(model_path, lines):
-    with serving(model_path, lambda: start_speaking(model_path), config=replace(LOGGING, log_clients=True)) as house:
-        httpx.get(f"{house.url}/v1/models")
+    with serving(model_path, lambda: start_speaking(model_path), config=replace(LOGGING, log_clients=True)) as server:
+        httpx.get(f"{server.url}/v1/models")
     assert lines()[0]["client"] == "127.0.0.1"
 
 
 def test_a_strict_profile_logs_no_single_request(model_path, lines):
-    with serving(model_path, lambda: start_speaking(model_path), gate=make_gate("private"), config=LOGGING) as house:
-        assert httpx.post(f"{house.url}/v1/completions", json={"model": MODEL, "prompt": "x"}).status_code == 200
+    with serving(model_path, lambda: start_speaking(model_path), gate=make_gate("private"), config=LOGGING) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "x"}).status_code == 200
     assert lines() == []
 
 
@@ -161,8 +170,8 @@ def test_a_marker_planted_everywhere_is_in_no_line_and_no_figure(model_path, lin
         logging.getLogger(name).setLevel(logging.ERROR)
     marked = {"x-marker": SECRET, "user-agent": SECRET, "referer": f"http://{SECRET}/", "traceparent": SECRET}
     with (
-        serving(model_path, lambda: start_speaking(model_path), config=replace(LOGGING, log_clients=True)) as house,
-        httpx.Client(base_url=house.url, headers=marked) as client,
+        serving(model_path, lambda: start_speaking(model_path), config=replace(LOGGING, log_clients=True)) as server,
+        httpx.Client(base_url=server.url, headers=marked) as client,
     ):
         body = {"model": MODEL, "prompt": SECRET, "max_tokens": 2, "user": SECRET, "stop": SECRET, "metadata": {SECRET: SECRET}}
         for fields in ({}, {"stream": True}, {"model": SECRET}, {SECRET: 1}, {"temperature": SECRET}):

@@ -9,7 +9,7 @@ import pytest
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError
 from cloister.types.request import FinishReason
-from tests.server.house import INFO, MODEL, ScriptedEngine, output, says, serving_script
+from tests.server.running_server import INFO, MODEL, ScriptedEngine, output, says, serving_script
 
 SPEECH = "Größe: 5 €. " * 40
 HELLO = [{"role": "user", "content": "hello"}]
@@ -23,8 +23,8 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_cal
 THINKING = ServerConfig(port=0, drain_timeout_s=1.0, reasoning_parser="think")
 
 
-def client_of(house, **options):
-    return anthropic.Anthropic(base_url=house.url, api_key="none", max_retries=0, **options)
+def client_of(server, **options):
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def sdk(speaking):
 def asking(model_path, script, ask, **options):
     """Asks a server that plays a script; returns what came and the prompt that the engine got."""
     engine = ScriptedEngine(says(script) if isinstance(script, str) else script, model=ROOMY)
-    with serving_script(model_path, engine, **options) as house, client_of(house) as sdk:
+    with serving_script(model_path, engine, **options) as server, client_of(server) as sdk:
         came = ask(sdk)
     return came, bytes(engine.taken[0].token_ids).decode() if engine.taken else None
 

@@ -12,7 +12,7 @@ from cloister.policy import CountRelease
 from cloister.server.metrics import EngineGauges, Metrics, ReleasedCounts
 from cloister.types.events import Arrived, Drafting, Ended, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
-from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, start_speaking
+from tests.server.running_server import MODEL, ScriptedEngine, make_gate, says, serving, start_speaking
 
 LABELS = {
     "drafter",
@@ -189,7 +189,7 @@ def test_no_series_says_when_a_counter_was_made():
 
 
 def test_the_metrics_of_a_real_server_add_up(model_path):
-    with serving(model_path, lambda: start_speaking(model_path)) as house, httpx.Client(base_url=house.url) as client:
+    with serving(model_path, lambda: start_speaking(model_path)) as server, httpx.Client(base_url=server.url) as client:
         for _ in range(3):
             client.post("/v1/completions", json={"model": MODEL, "prompt": "four", "max_tokens": 5})
         client.post("/v1/completions", json={"model": MODEL, "prompt": ""})
@@ -210,8 +210,8 @@ def test_the_metrics_of_a_real_server_add_up(model_path):
 def test_a_strict_profile_lets_out_sums_of_many_requests_only(model_path):
     gate = make_gate("private")
     with (
-        serving(model_path, lambda: start_speaking(model_path), gate=gate) as house,
-        httpx.Client(base_url=house.url) as client,
+        serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
     ):
         assert client.get("/metrics").text == ""
         for _ in range(19):

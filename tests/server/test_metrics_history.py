@@ -12,7 +12,7 @@ import pytest
 from cloister.server.metrics import Metrics, MetricsReport, RecordedMetrics
 from cloister.types.events import Arrived, Ended, Scheduled
 from cloister.types.request import FinishReason
-from tests.server.house import MODEL, make_gate, serving, start_speaking
+from tests.server.running_server import MODEL, make_gate, serving, start_speaking
 
 RUNNING = "cloister_num_requests_running"
 ENDED = 'cloister_request_success_total{finished_reason="stop"}'
@@ -105,7 +105,7 @@ def test_a_series_that_came_later_is_unknown_before(recorded, clock):
 
 def test_the_past_is_read_over_http_and_has_no_label_of_a_request(model_path, monkeypatch):
     monkeypatch.setattr("cloister.server.metrics.history.PERIOD_S", 0.05)
-    with serving(model_path, lambda: start_speaking(model_path)) as house, httpx.Client(base_url=house.url) as client:
+    with serving(model_path, lambda: start_speaking(model_path)) as server, httpx.Client(base_url=server.url) as client:
         client.post("/v1/completions", json={"model": MODEL, "prompt": "four", "max_tokens": 5})
         client.get("/v1/made-up-by-a-client")
         time.sleep(0.06)
@@ -118,7 +118,7 @@ def test_the_past_is_read_over_http_and_has_no_label_of_a_request(model_path, mo
 
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 def test_a_strict_profile_keeps_no_past(model_path, profile):
-    with serving(model_path, lambda: start_speaking(model_path), gate=make_gate(profile)) as house:
-        reply = httpx.get(f"{house.url}/metrics/history")
+    with serving(model_path, lambda: start_speaking(model_path), gate=make_gate(profile)) as server:
+        reply = httpx.get(f"{server.url}/metrics/history")
     assert reply.status_code == 403
     assert f"T6.profiling.metrics-history.{profile}" in reply.json()["error"]["message"]

@@ -26,8 +26,8 @@ from cloister.server.oidc import KEEP_S, REFRESH_S, RETRY_S, IssuerError, TokenV
 from cloister.types.config import ServerConfig
 from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
 from cloister.types.scope import ScopeKind
-from tests.server.house import MODEL, ScriptedEngine, says, serving, serving_script, start_speaking
 from tests.server.issuer import AUDIENCE, RSA, Issuer, issuing
+from tests.server.running_server import MODEL, ScriptedEngine, says, serving, serving_script, start_speaking
 from tests.server.test_bad_input import check_error
 
 OTHER = RSAKey.generate_key(2048, {"kid": "first"})
@@ -74,8 +74,8 @@ def api_key_and_client(model_path: Path, issuer: Issuer) -> Iterator[tuple[str, 
     credentials, key = Credentials.empty().add("ann")
     gate = gate_of(issuer, credentials, roles_claim="realm_access.roles", required_role="chat", operator_role="boss")
     with (
-        serving(model_path, lambda: start_speaking(model_path), gate=gate) as house,
-        httpx.Client(base_url=house.url, timeout=20) as client,
+        serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
+        httpx.Client(base_url=server.url, timeout=20) as client,
     ):
         yield key, client
 
@@ -89,7 +89,7 @@ def ask(client: httpx.Client, token: str) -> httpx.Response:
     return client.post("/v1/completions", json=BODY, headers=bearer(token))
 
 
-def test_a_token_of_the_issuer_and_an_api_key_both_open_the_door(api_key_and_client, issuer):
+def test_a_token_of_the_issuer_and_an_api_key_are_both_accepted(api_key_and_client, issuer):
     api_key, client = api_key_and_client
     assert ask(client, issuer.token(**CHAT)).status_code == 200
     assert ask(client, api_key).status_code == 200
@@ -203,8 +203,8 @@ def test_tokens_of_a_day_are_counted_by_person(model_path, issuer):
     gate = gate_of(issuer, limits=TokenLimits(tokens_per_day=10))
     body = {"model": MODEL, "prompt": "four", "max_tokens": 4}
     with (
-        serving(model_path, lambda: start_speaking(model_path), gate=gate) as house,
-        httpx.Client(base_url=house.url) as client,
+        serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
     ):
         ann, again, ben = issuer.token(sub="ann"), issuer.token(sub="ann", jti="2"), issuer.token(sub="ben")
         first = client.post("/v1/completions", json=body, headers=bearer(ann))
@@ -449,7 +449,7 @@ def test_a_profile_that_tells_nobody_apart_takes_no_tokens_of_people(tmp_path, p
 
 def test_a_local_server_with_an_issuer_lets_nobody_in_without_a_token(model_path, issuer):
     config = ServerConfig(port=0, drain_timeout_s=1.0)
-    with serving_script(model_path, ScriptedEngine(says("ok")), gate=gate_of(issuer), config=config) as house:
-        url = f"{house.url}/v1/completions"
+    with serving_script(model_path, ScriptedEngine(says("ok")), gate=gate_of(issuer), config=config) as server:
+        url = f"{server.url}/v1/completions"
         assert httpx.post(url, json=BODY).status_code == 401
         assert httpx.post(url, json=BODY, headers={**bearer(issuer.token()), "host": "model.lan"}).status_code == 200

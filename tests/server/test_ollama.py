@@ -17,7 +17,7 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError
 from cloister.types.grammar import GrammarKind
 from cloister.types.request import FinishReason, PoolingParams
-from tests.server.house import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script
+from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script
 from tests.server.test_dialects import DOCS
 from tests.server.test_embeddings import letters
 
@@ -52,8 +52,8 @@ def real(thinking):
 def counting(model_path):
     """A server whose vectors count letters."""
     model = msgspec.structs.replace(INFO, hidden_size=8, pooling=PoolingParams(kind="mean"))
-    with serving_script(model_path, ScriptedEngine(letters, model=model)) as house:
-        yield house
+    with serving_script(model_path, ScriptedEngine(letters, model=model)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def vectors(counting):
 def asking(model_path, script, ask, **options):
     """Asks a server that plays a script; returns what came, and the request that the engine got."""
     engine = ScriptedEngine(says(script) if isinstance(script, str) else script, model=ROOMY)
-    with serving_script(model_path, engine, **options) as house, ollama.Client(host=house.url) as sdk:
+    with serving_script(model_path, engine, **options) as server, ollama.Client(host=server.url) as sdk:
         came = ask(sdk)
     return came, engine.taken[0] if engine.taken else None
 
@@ -220,8 +220,8 @@ def test_reasoning_is_thinking(model_path):
 @pytest.mark.parametrize(("is_strict", "status"), [(False, 200), (True, 400)])
 def test_a_model_that_does_not_think_says_so(model_path, is_strict, status):
     config = ServerConfig(port=0, drain_timeout_s=1.0, strict_fields=is_strict)
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as house:
-        reply = httpx.post(f"{house.url}/api/chat", json={"messages": HELLO, "think": True, "stream": False})
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config) as server:
+        reply = httpx.post(f"{server.url}/api/chat", json={"messages": HELLO, "think": True, "stream": False})
     assert reply.status_code == status
     assert reply.headers.get("cloister-ignored-fields") == (None if is_strict else "think")
     assert ("`think` is refused" in reply.text) == is_strict

@@ -10,7 +10,7 @@ import pytest
 from cloister.policy import Credentials
 from cloister.server.routes.page import read_page
 from cloister.types.config import ServerConfig
-from tests.server.house import make_gate, serving, start_speaking
+from tests.server.running_server import make_gate, serving, start_speaking
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +19,16 @@ def guarded(model_path):
     credentials, _ = Credentials.empty().add("ann", tenant="lab")
     gate = make_gate("team", credentials)
     with (
-        serving(model_path, lambda: start_speaking(model_path), gate=gate) as house,
-        httpx.Client(base_url=house.url) as client,
+        serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
     ):
         yield client
 
 
 def policy_of(profile: str, model_path, credentials: Credentials | None = None) -> dict[str, object]:
     gate = make_gate(profile, credentials)
-    with serving(model_path, lambda: start_speaking(model_path), gate=gate) as house:
-        return httpx.get(f"{house.url}/v1/policy").json()
+    with serving(model_path, lambda: start_speaking(model_path), gate=gate) as server:
+        return httpx.get(f"{server.url}/v1/policy").json()
 
 
 def addresses(html: str) -> set[str]:
@@ -110,9 +110,9 @@ def test_the_page_needs_no_key_and_what_it_asks_for_does(guarded):
 
 def test_the_page_can_be_switched_off(model_path):
     config = ServerConfig(port=0, drain_timeout_s=1.0, page=False)
-    with serving(model_path, lambda: start_speaking(model_path), config=config) as house:
+    with serving(model_path, lambda: start_speaking(model_path), config=config) as server:
         asset = f"/page/{read_page().digest}/theme.css"
-        assert [httpx.get(house.url + path).status_code for path in ("/", asset, "/v1/policy")] == [404, 404, 200]
+        assert [httpx.get(server.url + path).status_code for path in ("/", asset, "/v1/policy")] == [404, 404, 200]
 
 
 def test_the_policy_says_who_shares_what(model_path):

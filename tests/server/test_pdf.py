@@ -17,7 +17,7 @@ from cloister.server.pdf.reading import PdfReader
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, InvalidRequestError
 from tests.pdf_factory import make_pdf
-from tests.server.house import ScriptedEngine, make_gate, says, serving_script
+from tests.server.running_server import ScriptedEngine, make_gate, says, serving_script
 from tests.server.test_bad_input import check_error
 
 PATH = "/v1/pdf/text"
@@ -34,8 +34,8 @@ def read(data: bytes, limits: PdfLimits) -> PdfAnswer:
 
 @pytest.fixture(scope="module")
 def url(model_path: Path):
-    with serving_script(model_path, ScriptedEngine(says("ok"))) as house:
-        yield house.url
+    with serving_script(model_path, ScriptedEngine(says("ok"))) as server:
+        yield server.url
 
 
 @needs_pypdf
@@ -149,8 +149,8 @@ def test_a_server_without_pypdf_says_what_to_install(url: str, monkeypatch: pyte
 
 def test_a_sealed_node_refuses_with_words(model_path: Path) -> None:
     config = ServerConfig(port=0, sealed=True, drain_timeout_s=1.0)
-    with serving_script(model_path, ScriptedEngine(says("ok")), gate=make_gate("private"), config=config) as house:
-        error = check_error(send(house.url, b"%PDF"), 404)
+    with serving_script(model_path, ScriptedEngine(says("ok")), gate=make_gate("private"), config=config) as server:
+        error = check_error(send(server.url, b"%PDF"), 404)
         assert "sealed node" in error["message"]
         assert "pdftotext" in error["message"]
 

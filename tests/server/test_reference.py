@@ -16,7 +16,7 @@ from cloister.policy import Credentials
 from cloister.server.app import _ROUTERS
 from cloister.server.openapi import REF, describe_api
 from cloister.server.operations import EVENTS, OPERATIONS
-from tests.server.house import MODEL, make_gate, serving, start_speaking
+from tests.server.running_server import MODEL, make_gate, serving, start_speaking
 
 THOUGHT = {"type": "thinking", "thinking": "hm"}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -275,8 +275,8 @@ def test_who_asks_for_keys_says_so_and_shows_the_reference_without_one(model_pat
     credentials, key = Credentials.empty().add("ann")
     gate = make_gate("team", credentials)
     with (
-        serving(model_path, lambda: start_speaking(model_path), gate=gate) as house,
-        httpx.Client(base_url=house.url, timeout=20) as client,
+        serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
+        httpx.Client(base_url=server.url, timeout=20) as client,
     ):
         document = client.get("/openapi.json").json()
         assert client.get("/docs").status_code == 200

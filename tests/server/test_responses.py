@@ -11,7 +11,7 @@ import pytest
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError
 from cloister.types.request import FinishReason, TokenLogprobs
-from tests.server.house import INFO, MODEL, ScriptedEngine, output, says, serving_script
+from tests.server.running_server import INFO, MODEL, ScriptedEngine, output, says, serving_script
 
 ROOMY = msgspec.structs.replace(INFO, max_model_len=4096)
 SPEECH = "Größe: 5 €. " * 40
@@ -38,8 +38,8 @@ def asking(model_path, script, ask, **options):
     """Asks a server that plays a script; returns what came and the prompt that the engine got."""
     engine = ScriptedEngine(says(script) if isinstance(script, str) else script, model=ROOMY)
     with (
-        serving_script(model_path, engine, **options) as house,
-        openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as sdk,
+        serving_script(model_path, engine, **options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk,
     ):
         came = ask(sdk)
     return came, bytes(engine.taken[0].token_ids).decode() if engine.taken else None

@@ -17,7 +17,7 @@ import pytest
 
 from cloister.server.serve import address_of, bind
 from cloister.types.errors import ConfigError
-from tests.server.house import MODEL
+from tests.server.running_server import MODEL
 
 ROOT = Path(__file__).parents[2]
 

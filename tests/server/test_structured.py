@@ -17,7 +17,7 @@ from cloister.engine import EngineClient, ThreadTransport
 from cloister.launch import build_engine
 from cloister.models import locate
 from cloister.types.config import EngineConfig
-from tests.server.house import House, serving
+from tests.server.running_server import RunningServer, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASK = {"messages": [{"role": "user", "content": "Invent a person."}], "max_tokens": 600, "temperature": 1}
@@ -36,20 +36,20 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def server() -> Iterator[RunningServer]:
     async def start() -> EngineClient:
         config = EngineConfig(model="cloister-5m", num_threads=1, kv_memory_mb=64)
         engine = EngineClient(ThreadTransport(build_engine(config)), config)
         await engine.start()
         return engine
 
-    with serving(Path(locate("cloister-5m")), start) as house:
-        yield house
+    with serving(Path(locate("cloister-5m")), start) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def client(house: House) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=house.url, timeout=30) as client:
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client
 
 
@@ -154,24 +154,24 @@ def test_a_cut_says_length(client):
     assert reply.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_openai_package_parses_its_own_models(house):
+def test_the_openai_package_parses_its_own_models(server):
     class Person(pydantic.BaseModel):
         name: str = pydantic.Field(max_length=20)
         age: int = pydantic.Field(ge=0, le=130)
         nickname: str | None = pydantic.Field(max_length=5)
 
-    with openai.OpenAI(base_url=f"{house.url}/v1", api_key="none") as api:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
         reply = api.chat.completions.parse(
             model="cloister-5m", messages=[{"role": "user", "content": "Who?"}], response_format=Person, max_tokens=200, seed=1
         )
     assert isinstance(reply.choices[0].message.parsed, Person)
 
 
-def test_many_forms_at_once_do_not_disturb_each_other(house):
+def test_many_forms_at_once_do_not_disturb_each_other(server):
     import concurrent.futures
 
     def one(number: int) -> bool:
-        with httpx.Client(base_url=house.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
             (text,) = ask(client, guided_regex=f"{number}-[a-z]{{5}}")
             return re.fullmatch(f"{number}-[a-z]{{5}}", text) is not None
 

@@ -14,7 +14,7 @@ from cloister.server.metrics import tenants
 from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.events import Arrived, Ended, Preempted, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
-from tests.server.house import MODEL, ScriptedEngine, make_gate, says, serving, serving_script, start_speaking
+from tests.server.running_server import MODEL, ScriptedEngine, make_gate, says, serving, serving_script, start_speaking
 from tests.server.test_bad_input import check_error
 
 PATH = "/metrics/tenants"
@@ -26,11 +26,11 @@ def served(model_path: Path, profile: str = "team") -> Iterator[dict[str, httpx.
     credentials, keys = Credentials.empty(), {}
     for name in ("ann", "bob", "boss"):
         credentials, keys[name] = credentials.add(name, is_operator=name == "boss")
-    with serving(model_path, lambda: start_speaking(model_path), gate=make_gate(profile, credentials)) as house:
+    with serving(model_path, lambda: start_speaking(model_path), gate=make_gate(profile, credentials)) as server:
         headers = {name: {"authorization": f"Bearer {key}"} for name, key in keys.items()}
         with ExitStack() as stack:
             yield {
-                name: stack.enter_context(httpx.Client(base_url=house.url, headers=of_name))
+                name: stack.enter_context(httpx.Client(base_url=server.url, headers=of_name))
                 for name, of_name in headers.items()
             }
 
@@ -66,9 +66,9 @@ def test_a_strict_profile_tells_operators_of_no_tenant(model_path: Path, profile
 
 
 def test_a_server_without_keys_knows_of_no_tenants(model_path: Path) -> None:
-    with serving_script(model_path, ScriptedEngine(says("x"))) as house:
-        assert check_error(httpx.get(house.url + PATH), 404)["code"] == "no_tenants"
-        assert httpx.get(house.url + "/v1/policy").json()["tenants"] is False
+    with serving_script(model_path, ScriptedEngine(says("x"))) as server:
+        assert check_error(httpx.get(server.url + PATH), 404)["code"] == "no_tenants"
+        assert httpx.get(server.url + "/v1/policy").json()["tenants"] is False
 
 
 def asked(request_id: str, tenant: str) -> Request:

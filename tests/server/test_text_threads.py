@@ -15,7 +15,7 @@ from cloister.server.calls import HttpCalls
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from tests.ratchets.test_front import SpokenEngine
-from tests.server.house import make_gate
+from tests.server.running_server import make_gate
 
 SOURCE = Path(__file__).parents[2] / "src" / "cloister"
 

@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 from cloister.server.tls import Certificate
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
-from tests.server.house import MODEL, ScriptedEngine, says, serving_script
+from tests.server.running_server import MODEL, ScriptedEngine, says, serving_script
 
 PEM = serialization.Encoding.PEM
 
@@ -67,9 +67,9 @@ def test_requests_and_streams_go_over_tls(model_path, tmp_path, in_one_file):
     if in_one_file:
         certfile.write_bytes(certfile.read_bytes() + keyfile.read_bytes())
         keyfile = None
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as house:
-        assert house.url.startswith("https://")
-        with httpx.Client(base_url=local(house.url), verify=trust) as client:
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as server:
+        assert server.url.startswith("https://")
+        with httpx.Client(base_url=local(server.url), verify=trust) as client:
             for stream in (False, True):
                 reply = client.post("/v1/completions", json={"model": MODEL, "prompt": "x", "stream": stream})
                 assert reply.status_code == 200
@@ -78,13 +78,13 @@ def test_requests_and_streams_go_over_tls(model_path, tmp_path, in_one_file):
 
 def test_nothing_older_than_tls_1_2_is_spoken(model_path, tmp_path):
     certfile, keyfile = write_pair(tmp_path)
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as house:
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as server:
         for version, engine_stats in (
             (ssl.TLSVersion.TLSv1_1, False),
             (ssl.TLSVersion.TLSv1_2, True),
             (ssl.TLSVersion.TLSv1_3, True),
         ):
-            assert can_connect(house.url, trusting(certfile), version) == engine_stats
+            assert can_connect(server.url, trusting(certfile), version) == engine_stats
 
 
 def can_connect(url: str, context: ssl.SSLContext, version: ssl.TLSVersion) -> bool:
@@ -104,17 +104,17 @@ def can_connect(url: str, context: ssl.SSLContext, version: ssl.TLSVersion) -> b
 
 def test_plain_http_gets_no_answer_and_does_no_harm(model_path, tmp_path):
     certfile, keyfile = write_pair(tmp_path)
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as house:
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as server:
         with pytest.raises(httpx.HTTPError):
-            httpx.get(house.url.replace("https://", "http://") + "/health")
+            httpx.get(server.url.replace("https://", "http://") + "/health")
         with httpx.Client(verify=trusting(certfile)) as client:
-            assert client.get(f"{local(house.url)}/health").status_code == 200
+            assert client.get(f"{local(server.url)}/health").status_code == 200
 
 
 def test_what_is_no_http_is_answered_over_tls_too(model_path, tmp_path):
     certfile, keyfile = write_pair(tmp_path)
-    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as house:
-        host, port = house.url.removeprefix("https://").split(":")
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as server:
+        host, port = server.url.removeprefix("https://").split(":")
         with (
             socket.create_connection((host, int(port)), timeout=5) as connection,
             trusting(certfile).wrap_socket(connection, server_hostname="localhost") as wrapped,

@@ -14,7 +14,7 @@ from cloister.server.app import create_app
 from cloister.server.calls import OUTPUT_BUDGET
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
-from tests.server.house import MODEL, ScriptedEngine, make_gate, says
+from tests.server.running_server import MODEL, ScriptedEngine, make_gate, says
 
 
 class Paid:

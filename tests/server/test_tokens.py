@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 import cloister
-from tests.server.house import MODEL, ScriptedEngine, says, serving_script, write_model
+from tests.server.running_server import MODEL, ScriptedEngine, says, serving_script, write_model
 
 HELLO = {"role": "user", "content": "Grüße"}
 
@@ -36,7 +36,7 @@ def prompted(tmp_path_factory):
     )
     (path / "chat_template.jinja").write_text(template)
     (path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-    with serving_script(path, ScriptedEngine(says("x"))) as house, httpx.Client(base_url=house.url) as client:
+    with serving_script(path, ScriptedEngine(says("x"))) as server, httpx.Client(base_url=server.url) as client:
         yield client
 
 
@@ -63,7 +63,7 @@ def test_a_text_may_be_called_content_as_clients_of_llamacpp_do(client):
 def test_content_has_the_tokens_around_a_text_only_where_they_are_asked_for(tmp_path):
     path = write_model(tmp_path)
     (path / "tokenizer_config.json").write_text('{"bos_token": "<eos>", "add_bos_token": true}')
-    with serving_script(path, ScriptedEngine(says("x"))) as house, httpx.Client(base_url=house.url) as client:
+    with serving_script(path, ScriptedEngine(says("x"))) as server, httpx.Client(base_url=server.url) as client:
         assert post(client, "/tokenize", content="a")["tokens"] == [97]
         assert post(client, "/tokenize", content="a", add_special=True)["tokens"] == [256, 97]
 

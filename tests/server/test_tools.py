@@ -20,7 +20,17 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import InvalidRequestError
 from cloister.types.grammar import Grammar, GrammarKind
 from cloister.types.request import FinishReason, TokenLogprobs
-from tests.server.house import INFO, MODEL, ScriptedEngine, output, says, serving, serving_script, start_speaking, write_model
+from tests.server.running_server import (
+    INFO,
+    MODEL,
+    ScriptedEngine,
+    output,
+    says,
+    serving,
+    serving_script,
+    start_speaking,
+    write_model,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
 ROOMY = msgspec.structs.replace(INFO, max_model_len=4096)
@@ -39,8 +49,8 @@ class Asked:
     def __init__(self, model_path, script, *, config=None, **fields):
         engine = ScriptedEngine(says(script) if isinstance(script, str) else script, model=ROOMY)
         with (
-            serving_script(model_path, engine, config=config) as house,
-            openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as sdk,
+            serving_script(model_path, engine, config=config) as server,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk,
         ):
             asked = {"model": MODEL, "messages": HELLO, **fields}
             self.whole = sdk.chat.completions.create(**asked)
@@ -279,8 +289,8 @@ def test_bad_tools_are_refused(client, fields, param):
 def test_a_schema_that_cannot_be_enforced_is_refused_only_where_it_would_be(model_path, client):
     odd = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
     engine = ScriptedEngine(says("ok"), model=ROOMY)
-    with serving_script(model_path, engine) as house:
-        url = f"{house.url}/v1/chat/completions"
+    with serving_script(model_path, engine) as server:
+        url = f"{server.url}/v1/chat/completions"
         assert httpx.post(url, json={"messages": HELLO, "tools": [odd]}).status_code == 200
         forced = httpx.post(url, json={"messages": HELLO, "tools": [odd], "tool_choice": "required"})
     assert (forced.status_code, forced.json()["error"]["param"]) == (400, "tools[0].function.parameters")
@@ -335,8 +345,8 @@ def marked_path(tmp_path_factory):
 def test_a_mark_that_is_a_control_token_is_seen_by_the_parser_and_by_nobody_else(marked_path):
     speech = [257, *b'[{"name": "now", "arguments": {}}]', 256]
     with (
-        serving(marked_path, lambda: start_speaking(marked_path, speech)) as house,
-        openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as sdk,
+        serving(marked_path, lambda: start_speaking(marked_path, speech)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk,
     ):
         asked = {"model": MODEL, "messages": HELLO}
         message = sdk.chat.completions.create(**asked, tools=[NOW]).choices[0].message

@@ -10,7 +10,7 @@ import pytest
 
 from cloister.policy import Credentials, Gate, Policy
 from cloister.types.scope import Scope, ScopeKind
-from tests.server.house import ScriptedEngine, says, serving_script, write_model
+from tests.server.running_server import ScriptedEngine, says, serving_script, write_model
 
 CREDENTIALS, ANN = Credentials.empty().add("ann")
 CREDENTIALS, BOB = CREDENTIALS.add("bob")
@@ -38,8 +38,8 @@ def server(
     path: Path = write_model(tmp_path_factory.mktemp("model"))
     engine = ScriptedEngine(says("yes"))
     gate = Gate(Policy(request.param), CREDENTIALS, loopback=True)
-    with serving_script(path, engine, gate=gate) as house:
-        yield request.param, house.url, engine
+    with serving_script(path, engine, gate=gate) as running:
+        yield request.param, running.url, engine
 
 
 def scopes_of(url: str, engine: ScriptedEngine, api_key: str) -> list[Scope]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from starlette.types import Receive, Scope, Send
 
 from cloister.trust.sealing import Exchange, HttpRequest, RequestHead
 from cloister.trust.tokens import Token, authorization
+from tests.private.inner import CountingApp
 from tests.private.messages import Opening, ask, post
 from tests.sealed_cloud import RELAY_SECRET, LoopbackCloud, open_cloud
 
@@ -18,28 +18,13 @@ REQUEST = HttpRequest(
 )
 
 
-class Counting:
-    """Answers everything, and counts."""
-
-    def __init__(self) -> None:
-        self.num_answered = 0
-        self.budgets: list[object] = []
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        self.num_answered += 1
-        self.budgets.append(scope["state"]["output_budget"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"done"})
+@pytest.fixture(scope="module")
+def inner() -> CountingApp:
+    return CountingApp()
 
 
 @pytest.fixture(scope="module")
-def inner() -> Counting:
-    return Counting()
-
-
-@pytest.fixture(scope="module")
-def cloud(inner: Counting) -> Iterator[LoopbackCloud]:
+def cloud(inner: CountingApp) -> Iterator[LoopbackCloud]:
     with open_cloud(inner, num_nodes=2) as cloud:
         yield cloud
 
@@ -51,7 +36,7 @@ def open_answer(data: bytes, outer: Exchange, inner: Exchange) -> Opening:
     return opening
 
 
-def test_one_token_on_sixteen_letters_at_once_pays_for_one(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_one_token_on_sixteen_letters_at_once_pays_for_one(cloud: LoopbackCloud, inner: CountingApp) -> None:
     before = inner.num_answered
     token = authorization(cloud.buy(1)[0])
     letters = [cloud.seal(REQUEST, token=token, node=cloud.nodes["ab"[i % 2]]) for i in range(16)]
@@ -62,7 +47,7 @@ def test_one_token_on_sixteen_letters_at_once_pays_for_one(cloud: LoopbackCloud,
     assert inner.num_answered == before + 1
 
 
-def test_tokens_that_nobody_issued_pay_for_nothing(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_tokens_that_nobody_issued_pay_for_nothing(cloud: LoopbackCloud, inner: CountingApp) -> None:
     before = inner.num_answered
     good = cloud.buy(1)[0]
     forged = Token(bytes(32), good.challenge_digest, good.key_id, good.authenticator)
@@ -74,7 +59,7 @@ def test_tokens_that_nobody_issued_pay_for_nothing(cloud: LoopbackCloud, inner: 
 
 
 def test_a_letter_sent_again_is_refused_at_the_gateway_with_the_bytes_of_any_other_failure(
-    cloud: LoopbackCloud, inner: Counting
+    cloud: LoopbackCloud, inner: CountingApp
 ) -> None:
     letter, outer, inner_exchange = cloud.seal(REQUEST)
     first = post(cloud, letter)
@@ -87,7 +72,9 @@ def test_a_letter_sent_again_is_refused_at_the_gateway_with_the_bytes_of_any_oth
     assert inner.num_answered == before
 
 
-def test_the_inside_of_a_letter_sent_again_in_a_fresh_one_is_refused_at_the_node(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_the_inside_of_a_letter_sent_again_in_a_fresh_one_is_refused_at_the_node(
+    cloud: LoopbackCloud, inner: CountingApp
+) -> None:
     """A gateway that kept it, or a client with another token, cannot have one question answered twice."""
     kept: list[bytes] = []
 
@@ -104,7 +91,7 @@ def test_the_inside_of_a_letter_sent_again_in_a_fresh_one_is_refused_at_the_node
 
 
 def test_the_inside_of_a_letter_opens_at_the_node_that_the_client_drew_and_at_no_other(
-    cloud: LoopbackCloud, inner: Counting
+    cloud: LoopbackCloud, inner: CountingApp
 ) -> None:
     fresh: list[bytes] = []
     cloud.seal(REQUEST, node=cloud.nodes["a"], change_inner=lambda sealed: fresh.append(sealed) or sealed)
@@ -115,7 +102,7 @@ def test_the_inside_of_a_letter_opens_at_the_node_that_the_client_drew_and_at_no
     assert inner.num_answered == before
 
 
-def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: LoopbackCloud, inner: CountingApp) -> None:
     before = inner.num_answered
     token = authorization(cloud.buy(1)[0])
     old = ask(cloud, REQUEST, token=token, date_s=cloud.now() - 3600)
@@ -125,7 +112,7 @@ def test_a_letter_with_an_old_date_is_refused_and_its_token_is_left(cloud: Loopb
     assert ask(cloud, REQUEST, token=token).content == b"done"
 
 
-def test_a_client_that_writes_more_than_its_token_pays_for_gets_no_answer(cloud: LoopbackCloud, inner: Counting) -> None:
+def test_a_client_that_writes_more_than_its_token_pays_for_gets_no_answer(cloud: LoopbackCloud, inner: CountingApp) -> None:
     before = inner.num_answered
     fields = (*REQUEST.head.fields, (b"cloister-token-budget", b"999999"))
     opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "node", "/v1/chat/completions", fields), REQUEST.content))

@@ -28,16 +28,16 @@ from cloister.trust.tokens.issuance import TokenRequest, decode_batch, encode_an
 from cloister.trust.tokens.issuer import MOST_TIMES
 from cloister.trust.tokens.issuer_keys import EPOCH_S, GRACE_S
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, RateLimitError
-from tests.token_shop import CHALLENGE, START, Shop
+from tests.token_service import CHALLENGE, START, TokenService
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "tokens" / "rfc9578-type2-issuance.json").read_text())
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    shop = Shop(tmp_path)
-    yield shop
-    shop.close()
+def service(tmp_path: Path) -> Iterator[TokenService]:
+    service = TokenService(tmp_path)
+    yield service
+    service.close()
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
@@ -61,18 +61,18 @@ def test_issuance_has_the_bytes_of_rfc_9578(vector: dict[str, str]) -> None:
     assert Token(token.nonce, token.challenge_digest, token.key_id, authenticator).encode() == fields["token"]
 
 
-def test_a_batch_is_bought_with_an_api_key_and_taken(shop: Shop) -> None:
-    tokens = shop.buy(5)
+def test_a_batch_is_bought_with_an_api_key_and_taken(service: TokenService) -> None:
+    tokens = service.buy(5)
     assert len({token.nonce for token in tokens}) == 5
     for token in tokens:
-        assert decode_public(shop.signing_key()).verify(token.signed, token.authenticator)
+        assert decode_public(service.signing_key()).verify(token.signed, token.authenticator)
 
 
-def test_a_batch_goes_over_the_wire_and_back(shop: Shop) -> None:
-    pending = request_tokens(shop.signing_key(), CHALLENGE, 3)
+def test_a_batch_goes_over_the_wire_and_back(service: TokenService) -> None:
+    pending = request_tokens(service.signing_key(), CHALLENGE, 3)
     requests = decode_batch(pending.encode())
     assert requests == list(pending.requests)
-    answer = encode_answers(shop.issuer.issue(shop.api_key, requests))
+    answer = encode_answers(service.issuer.issue(service.api_key, requests))
     assert len(pending.finish(answer)) == 3
     for broken in (b"", answer[:-1], answer[1:], answer + b"\0"):
         with pytest.raises(MalformedTokenError):
@@ -82,122 +82,122 @@ def test_a_batch_goes_over_the_wire_and_back(shop: Shop) -> None:
         pending.finish(swapped)
 
 
-def test_an_issuer_that_signs_with_a_key_of_its_own_for_one_client_is_found_out(shop: Shop) -> None:
+def test_an_issuer_that_signs_with_a_key_of_its_own_for_one_client_is_found_out(service: TokenService) -> None:
     """Such a key would mark the tokens of that client (key consistency, RFC 9576)."""
-    pending = request_tokens(shop.signing_key(), CHALLENGE, 2)
+    pending = request_tokens(service.signing_key(), CHALLENGE, 2)
     marked = generate()
     answer = encode_answers([blind_sign(marked, bytes([0]) + request.blinded[1:]) for request in pending.requests])
     with pytest.raises(BlindSignatureError):
         pending.finish(answer)
 
 
-def test_broken_batches_are_refused(shop: Shop) -> None:
-    body = request_tokens(shop.signing_key(), CHALLENGE, 2).encode()
+def test_broken_batches_are_refused(service: TokenService) -> None:
+    body = request_tokens(service.signing_key(), CHALLENGE, 2).encode()
     for broken in (b"", b"\0", body[:-1], body + b"\0", body[2:], bytes([body[0], body[1], 0, 1]) + body[4:]):
         with pytest.raises(MalformedTokenError):
             decode_batch(broken)
 
 
-def test_who_has_no_key_gets_nothing(shop: Shop) -> None:
-    requests = list(request_tokens(shop.signing_key(), CHALLENGE, 1).requests)
+def test_who_has_no_key_gets_nothing(service: TokenService) -> None:
+    requests = list(request_tokens(service.signing_key(), CHALLENGE, 1).requests)
     for key in (None, "", "clo-wrong"):
         with pytest.raises(AuthenticationError):
-            shop.issuer.issue(key, requests)
-    shop.credentials = shop.credentials.remove("ann")
+            service.issuer.issue(key, requests)
+    service.credentials = service.credentials.remove("ann")
     with pytest.raises(AuthenticationError):
-        shop.issuer.issue(shop.api_key, requests)
+        service.issuer.issue(service.api_key, requests)
 
 
 def test_a_key_gets_its_quota_in_an_epoch_and_no_more(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, tokens_per_epoch=10)
-    shop.credentials, other = shop.credentials.add("bob")
-    shop.buy(8)
+    service = TokenService(tmp_path, tokens_per_epoch=10)
+    service.credentials, other = service.credentials.add("bob")
+    service.buy(8)
     with pytest.raises(RateLimitError) as caught:
-        shop.buy(3)
+        service.buy(3)
     assert caught.value.retry_after_s == EPOCH_S - 3600
-    shop.buy(2)  # what was refused was not counted
-    shop.buy(10, api_key=other)
+    service.buy(2)  # what was refused was not counted
+    service.buy(10, api_key=other)
     with pytest.raises(RateLimitError):
-        shop.buy(1)
-    shop.close()
-    again = Shop(tmp_path, tokens_per_epoch=10)  # a restart forgets no quota
-    again.credentials = shop.credentials
+        service.buy(1)
+    service.close()
+    again = TokenService(tmp_path, tokens_per_epoch=10)  # a restart forgets no quota
+    again.credentials = service.credentials
     with pytest.raises(RateLimitError):
-        again.buy(1, api_key=shop.api_key)
-    again.clock.now = shop.clock.now + EPOCH_S
-    again.buy(10, api_key=shop.api_key)
+        again.buy(1, api_key=service.api_key)
+    again.clock.now = service.clock.now + EPOCH_S
+    again.buy(10, api_key=service.api_key)
     again.close()
 
 
 def test_a_batch_that_comes_again_brings_the_same_tokens_costs_nothing_and_is_not_signed_for_ever(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, tokens_per_epoch=5)
-    shop.credentials, other = shop.credentials.add("bob")
-    requests = list(request_tokens(shop.signing_key(), CHALLENGE, 3).requests)
-    first = shop.issuer.issue(shop.api_key, requests)
-    assert [shop.issuer.issue(shop.api_key, requests) for _ in range(MOST_TIMES - 1)] == [first] * (MOST_TIMES - 1)
+    service = TokenService(tmp_path, tokens_per_epoch=5)
+    service.credentials, other = service.credentials.add("bob")
+    requests = list(request_tokens(service.signing_key(), CHALLENGE, 3).requests)
+    first = service.issuer.issue(service.api_key, requests)
+    assert [service.issuer.issue(service.api_key, requests) for _ in range(MOST_TIMES - 1)] == [first] * (MOST_TIMES - 1)
     with pytest.raises(RateLimitError, match="draw another batch"):
-        shop.issuer.issue(shop.api_key, requests)
-    shop.buy(2)
+        service.issuer.issue(service.api_key, requests)
+    service.buy(2)
     with pytest.raises(RateLimitError):
-        shop.buy(1)  # the first batch was counted once, and once it was
-    shop.issuer.issue(other, requests)
+        service.buy(1)  # the first batch was counted once, and once it was
+    service.issuer.issue(other, requests)
     with pytest.raises(RateLimitError):
-        shop.buy(3, api_key=other)  # a copy of another's batch is another batch
-    shop.clock.now += EPOCH_S
-    shop.issuer.current_keys()
-    assert shop.book._database.execute("SELECT count(*) FROM batches").fetchone() == (0,)
-    shop.close()
+        service.buy(3, api_key=other)  # a copy of another's batch is another batch
+    service.clock.now += EPOCH_S
+    service.issuer.current_keys()
+    assert service.book._database.execute("SELECT count(*) FROM batches").fetchone() == (0,)
+    service.close()
 
 
 def test_a_request_larger_than_the_quota_takes_nothing(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, tokens_per_epoch=2)
+    service = TokenService(tmp_path, tokens_per_epoch=2)
     with pytest.raises(RateLimitError):
-        shop.buy(3)
-    shop.buy(2)
-    shop.close()
+        service.buy(3)
+    service.buy(2)
+    service.close()
 
 
 def test_a_request_for_another_key_is_refused_before_it_counts(tmp_path: Path) -> None:
-    shop = Shop(tmp_path, tokens_per_epoch=1)
-    (request,) = request_tokens(shop.signing_key(), CHALLENGE, 1).requests
+    service = TokenService(tmp_path, tokens_per_epoch=1)
+    (request,) = request_tokens(service.signing_key(), CHALLENGE, 1).requests
     for wrong in (
         TokenRequest(request.truncated_key_id ^ 1, request.blinded),
         TokenRequest(request.truncated_key_id, b"\xff" * 256),
     ):
         with pytest.raises(InvalidRequestError):
-            shop.issuer.issue(shop.api_key, [wrong])
-    shop.buy(1)
-    shop.close()
+            service.issuer.issue(service.api_key, [wrong])
+    service.buy(1)
+    service.close()
 
 
-def test_keys_turn_every_seven_days_and_the_old_secret_is_gone(shop: Shop, tmp_path: Path) -> None:
-    (first,) = shop.issuer.current_keys()
+def test_keys_turn_every_seven_days_and_the_old_secret_is_gone(service: TokenService, tmp_path: Path) -> None:
+    (first,) = service.issuer.current_keys()
     assert first.private is not None
     secret = hex(first.private.p)
-    shop.clock.now = START + EPOCH_S - 2 * 3600 - 80000  # in the last day
-    old, coming = shop.issuer.current_keys()
+    service.clock.now = START + EPOCH_S - 2 * 3600 - 80000  # in the last day
+    old, coming = service.issuer.current_keys()
     assert old.encoded == first.encoded
     assert old.private is not None
     assert coming.issues_from == old.issues_until
-    assert shop.signing_key() == first.encoded
-    shop.clock.now = old.issues_until
-    old, current = shop.issuer.current_keys()
+    assert service.signing_key() == first.encoded
+    service.clock.now = old.issues_until
+    old, current = service.issuer.current_keys()
     assert (old.private, current.encoded) == (None, coming.encoded)
-    assert shop.signing_key() == coming.encoded
+    assert service.signing_key() == coming.encoded
     files = "".join(path.read_text() for path in (tmp_path / "keys").iterdir())
     assert secret not in files
-    shop.clock.now = old.issues_until + GRACE_S
-    assert [key.epoch for key in shop.issuer.current_keys()] == [current.epoch]
+    service.clock.now = old.issues_until + GRACE_S
+    assert [key.epoch for key in service.issuer.current_keys()] == [current.epoch]
 
 
-def test_keys_survive_a_restart_and_keep_their_budget(shop: Shop, tmp_path: Path) -> None:
-    (before,) = shop.issuer.current_keys()
+def test_keys_survive_a_restart_and_keep_their_budget(service: TokenService, tmp_path: Path) -> None:
+    (before,) = service.issuer.current_keys()
     (after,) = KeyShelf(tmp_path / "keys", budget=9).turn(START)
     assert (after.encoded, after.budget) == (before.encoded, 512)
 
 
-def test_key_files_are_closed_to_others_and_a_broken_one_is_named(shop: Shop, tmp_path: Path) -> None:
-    (key,) = shop.issuer.current_keys()
+def test_key_files_are_closed_to_others_and_a_broken_one_is_named(service: TokenService, tmp_path: Path) -> None:
+    (key,) = service.issuer.current_keys()
     path = tmp_path / "keys" / f"{key.epoch}.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text(path.read_text().replace("0x", "0x1", 1))
@@ -212,15 +212,15 @@ def test_two_issuers_of_one_directory_make_one_key(tmp_path: Path) -> None:
     assert len(set(made)) == 1
 
 
-def test_the_directory_names_the_signing_key_first(shop: Shop) -> None:
-    shop.issuer.current_keys()
+def test_the_directory_names_the_signing_key_first(service: TokenService) -> None:
+    service.issuer.current_keys()
     for now in (START, START + EPOCH_S - 7200, START + EPOCH_S):
-        shop.clock.now = now
-        uri, keys = decode_directory(shop.issuer.directory("https://issuer.example/token-request"))
+        service.clock.now = now
+        uri, keys = decode_directory(service.issuer.directory("https://issuer.example/token-request"))
         assert uri == "https://issuer.example/token-request"
-        assert next(key for key in keys if key.not_before <= now).encoded_key == shop.signing_key()
+        assert next(key for key in keys if key.not_before <= now).encoded_key == service.signing_key()
         assert {(k.encoded_key, k.taken_until, k.budget) for k in keys} == {
-            (k.encoded, k.until, k.budget) for k in shop.accepted()
+            (k.encoded, k.until, k.budget) for k in service.accepted()
         }
 
 

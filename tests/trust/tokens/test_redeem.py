@@ -24,25 +24,25 @@ from cloister.trust.tokens import (
 from cloister.trust.tokens.blind_rsa import blind, blind_sign, finalize, generate
 from cloister.trust.tokens.issuer_keys import EPOCH_S, GRACE_S
 from cloister.types.errors import ConfigError
-from tests.token_shop import CHALLENGE, START, Shop
+from tests.token_service import CHALLENGE, START, TokenService
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    shop = Shop(tmp_path)
-    yield shop
-    shop.close()
+def service(tmp_path: Path) -> Iterator[TokenService]:
+    service = TokenService(tmp_path)
+    yield service
+    service.close()
 
 
-def test_a_token_pays_once_and_says_for_how_much(shop: Shop) -> None:
-    (token,) = shop.buy(1)
-    assert shop.till.redeem(authorization(token)).budget == 512
+def test_a_token_pays_once_and_says_for_how_much(service: TokenService) -> None:
+    (token,) = service.buy(1)
+    assert service.redeemer.redeem(authorization(token)).budget == 512
     with pytest.raises(TokenSpentError):
-        shop.till.redeem(authorization(token))
+        service.redeemer.redeem(authorization(token))
 
 
-def test_forged_changed_and_truncated_tokens_are_refused_and_cost_the_real_one_nothing(shop: Shop) -> None:
-    (token,) = shop.buy(1)
+def test_forged_changed_and_truncated_tokens_are_refused_and_cost_the_real_one_nothing(service: TokenService) -> None:
+    (token,) = service.buy(1)
     forger = generate()
     blinded, kept = blind(forger.public, token.signed)
     signature = finalize(forger.public, blind_sign(forger, blinded), kept)
@@ -58,32 +58,32 @@ def test_forged_changed_and_truncated_tokens_are_refused_and_cost_the_real_one_n
     seen = set()
     for text in texts:
         with pytest.raises(TokenError) as caught:
-            shop.till.redeem(text)
+            service.redeemer.redeem(text)
         seen.add((str(caught.value), caught.value.status))
     assert len(seen) == 1  # the answer does not say what was wrong
-    shop.till.redeem(authorization(token))
+    service.redeemer.redeem(authorization(token))
 
 
-def test_a_token_for_another_gateway_is_refused(shop: Shop) -> None:
-    (token,) = shop.buy(1, challenge=TokenChallenge("issuer.example", ("elsewhere.example",)))
+def test_a_token_for_another_gateway_is_refused(service: TokenService) -> None:
+    (token,) = service.buy(1, challenge=TokenChallenge("issuer.example", ("elsewhere.example",)))
     with pytest.raises(TokenError):
-        shop.till.redeem(authorization(token))
+        service.redeemer.redeem(authorization(token))
 
 
-def test_one_nonce_signed_twice_pays_once(shop: Shop) -> None:
-    key = shop.issuer.current_keys()[0]
+def test_one_nonce_signed_twice_pays_once(service: TokenService) -> None:
+    key = service.issuer.current_keys()[0]
     assert key.private is not None
-    (token,) = shop.buy(1)
+    (token,) = service.buy(1)
     blinded, kept = blind(key.private.public, token.signed)
     twin = replace(token, authenticator=finalize(key.private.public, blind_sign(key.private, blinded), kept))
     assert twin.authenticator != token.authenticator
-    shop.till.redeem(authorization(twin))
+    service.redeemer.redeem(authorization(twin))
     with pytest.raises(TokenSpentError):
-        shop.till.redeem(authorization(token))
+        service.redeemer.redeem(authorization(token))
 
 
-def test_one_of_32_threads_wins_each_token(shop: Shop) -> None:
-    tokens = shop.buy(8)
+def test_one_of_32_threads_wins_each_token(service: TokenService) -> None:
+    tokens = service.buy(8)
     barrier = Barrier(32)
 
     def spend_all(_: int) -> list[Token]:
@@ -91,7 +91,7 @@ def test_one_of_32_threads_wins_each_token(shop: Shop) -> None:
         won = []
         for token in tokens:
             try:
-                shop.till.redeem(authorization(token))
+                service.redeemer.redeem(authorization(token))
             except TokenSpentError:
                 continue
             won.append(token)
@@ -102,43 +102,43 @@ def test_one_of_32_threads_wins_each_token(shop: Shop) -> None:
     assert sorted(token.nonce for token in winners) == sorted(token.nonce for token in tokens)
 
 
-def test_tokens_end_a_day_after_their_key_and_their_records_with_them(shop: Shop, tmp_path: Path) -> None:
-    early, late = shop.buy(2)
-    shop.till.redeem(authorization(early))
-    shop.clock.now = START - 3600 + EPOCH_S + GRACE_S - 1
-    shop.till.change_keys(shop.accepted())
+def test_tokens_end_a_day_after_their_key_and_their_records_with_them(service: TokenService, tmp_path: Path) -> None:
+    early, late = service.buy(2)
+    service.redeemer.redeem(authorization(early))
+    service.clock.now = START - 3600 + EPOCH_S + GRACE_S - 1
+    service.redeemer.change_keys(service.accepted())
     with pytest.raises(TokenSpentError):
-        shop.till.redeem(authorization(early))
-    shop.clock.now += 1
+        service.redeemer.redeem(authorization(early))
+    service.clock.now += 1
     with pytest.raises(TokenError):
-        shop.till.redeem(authorization(late))
-    shop.store.forget(int(shop.clock.now))
+        service.redeemer.redeem(authorization(late))
+    service.store.forget(int(service.clock.now))
     database = sqlite3.connect(tmp_path / "spent.db")
     assert database.execute("SELECT count(*) FROM spent").fetchone() == (0,)
     database.close()
     for spent in (early, late):
         with pytest.raises(TokenError):
-            shop.till.redeem(authorization(spent))
+            service.redeemer.redeem(authorization(spent))
 
 
-def test_the_gateway_asks_everybody_the_same(shop: Shop) -> None:
-    asked = read_authenticate(shop.till.ask())
-    assert asked == [(CHALLENGE, shop.signing_key())]
+def test_the_gateway_asks_everybody_the_same(service: TokenService) -> None:
+    asked = read_authenticate(service.redeemer.ask())
+    assert asked == [(CHALLENGE, service.signing_key())]
     marked = TokenChallenge("issuer.example", ("gateway.example",), bytes(32))
     with pytest.raises(ConfigError, match="same for everybody"):
-        Redeemer([replace(key, challenge=marked) for key in shop.accepted()], shop.store, shop.clock)
+        Redeemer([replace(key, challenge=marked) for key in service.accepted()], service.store, service.clock)
 
 
-def test_a_key_of_another_kind_is_refused_and_the_others_stay(shop: Shop) -> None:
+def test_a_key_of_another_kind_is_refused_and_the_others_stay(service: TokenService) -> None:
     with pytest.raises(ConfigError, match="issuer's key"):
-        shop.till.change_keys([AcceptedKey(b"no key", CHALLENGE, START + 1, 1)])
-    (token,) = shop.buy(1)
-    shop.till.redeem(authorization(token))
+        service.redeemer.change_keys([AcceptedKey(b"no key", CHALLENGE, START + 1, 1)])
+    (token,) = service.buy(1)
+    service.redeemer.redeem(authorization(token))
 
 
-def test_nothing_in_either_book_joins_a_token_to_an_api_key(shop: Shop, tmp_path: Path) -> None:
-    for token in shop.buy(20):
-        shop.till.redeem(authorization(token))
+def test_nothing_in_either_book_joins_a_token_to_an_api_key(service: TokenService, tmp_path: Path) -> None:
+    for token in service.buy(20):
+        service.redeemer.redeem(authorization(token))
     values: dict[str, set[object]] = {}
     for name, table in (("spent.db", "spent"), ("issued.db", "issued")):
         database = sqlite3.connect(tmp_path / name)
@@ -154,10 +154,10 @@ def test_nothing_in_either_book_joins_a_token_to_an_api_key(shop: Shop, tmp_path
     assert not values["spent"] & values["issued"]
 
 
-def test_no_token_shows_in_text(shop: Shop) -> None:
-    (token,) = shop.buy(1)
+def test_no_token_shows_in_text(service: TokenService) -> None:
+    (token,) = service.buy(1)
     assert repr(token.nonce)[2:-1] not in repr(token)
-    shop.till.redeem(authorization(token))
+    service.redeemer.redeem(authorization(token))
     with pytest.raises(TokenSpentError) as caught:
-        shop.till.redeem(authorization(token))
+        service.redeemer.redeem(authorization(token))
     assert authorization(token).split('"')[1][:16] not in str(caught.value)

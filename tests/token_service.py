@@ -1,4 +1,4 @@
-"""An issuer, a gateway's till and a client's purse for tests, with a clock that is set."""
+"""An issuer, a gateway's redeemer and a client's tokens for tests, with a clock that is set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SetClock:
         return self.now
 
 
-class Shop:
+class TokenService:
     """Everything that issues and takes tokens, in one directory."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Shop:
         self.issuer = Issuer(self.shelf, self.book, lambda: self.credentials, IssuerLimits(tokens_per_epoch), now=self.clock)
         self.store_url = store_url or f"sqlite:///{directory}/spent.db"
         self.store = open_spend_store(self.store_url)
-        self.till = Redeemer(self.accepted(), self.store, self.clock)
+        self.redeemer = Redeemer(self.accepted(), self.store, self.clock)
 
     def accepted(self) -> list[AcceptedKey]:
         return [AcceptedKey(key.encoded, CHALLENGE, key.taken_until, key.budget) for key in self.issuer.current_keys()]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.torch.linear import Linear
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
 
 NARROW = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32)

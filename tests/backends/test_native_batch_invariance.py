@@ -12,7 +12,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import GroupedTensor, Tensor
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.quant.weights import is_projection
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, make_spec
 from tests.native import KERNELS, NARROW, SPECS, WINDOWED, GivenWeights, build_native
 
