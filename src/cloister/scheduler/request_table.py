@@ -23,7 +23,7 @@ class RequestTable:
         pool: the KV blocks that sequences hold.
         policy: told who waits, runs and leaves.
         keys: makes prefix keys; None switches the prefix cache off.
-        quotas: what each scope may keep; None for one cache that all share.
+        quotas: for each group of the pool, what each scope may keep; None for one cache that all share.
 
     Attributes:
         groups: requests by id.
@@ -35,7 +35,7 @@ class RequestTable:
     """
 
     def __init__(
-        self, pool: BlockPool, policy: SchedulingPolicy, keys: PrefixKeys | None, quotas: CacheQuotas | None = None
+        self, pool: BlockPool, policy: SchedulingPolicy, keys: PrefixKeys | None, quotas: list[CacheQuotas] | None = None
     ) -> None:
         self.pool = pool
         self.tree = PrefixCache(pool, keys.public, quotas) if keys is not None else None
@@ -68,7 +68,7 @@ class RequestTable:
         size = self.pool.block_size
         held: dict[int, int] = {}
         for sequence in self.running.values():
-            for i, block in enumerate(table_of(sequence).blocks):
+            for i, block in enumerate(table_of(sequence).blocks[:: self.pool.num_groups]):
                 filled = min(size, max(0, sequence.num_planned - i * size))
                 held[block] = max(held.get(block, 0), filled)
         return sum(size - filled for filled in held.values())
