@@ -111,7 +111,7 @@ class BlockPool:
         )
 
     def attach(self, evict_one: EvictOne, on_unused: Callable[[int], None]) -> None:
-        """Connects the prefix cache: how to evict one cached block of a group, and what to call when a kept block becomes unused."""
+        """Connects the prefix cache, which evicts one cached block of a group, and is told when a kept block becomes unused."""
         self._evict_one = evict_one
         self._on_unused = on_unused
 

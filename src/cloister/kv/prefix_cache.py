@@ -1,8 +1,8 @@
 """The prefix cache: a tree of full blocks shared by scope and prefix (RadixAttention, Zheng et al. 2024, section 3).
 
-Pure. A node has the blocks of one full table entry, one for each group of layers, under its chain key; the chain makes the dictionary
-a tree. Of layers that see all positions unused leaves go first, the least recently used one before the others. Of layers with a window
-any unused block may go: a hit ends where every group still has what the next query sees.
+Pure. A node has the blocks of one full entry of a block table, one for each group of layers, under its chain key; the chain
+makes the dictionary a tree. Of layers that see all positions unused leaves go first, the least recently used one before the
+others. Of layers with a window any unused block may go: a hit ends where every group still has what the next query sees.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PrefixCache:
 
     Args:
         pool: whose blocks it keeps; the cache attaches itself to it.
-        pinned: keys whose blocks are never evicted once they are there: everybody's, so that nobody can infer from their eviction
+        pinned: keys whose blocks are never evicted once they are there: everybody's, so that nobody can infer from an eviction
             whether another one used them lately.
-        quotas: for each group what an owner may keep; None for one cache that all share, the least recently used block goes first.
+        quotas: for each group what an owner may keep; None for one cache that all share.
 
     Attributes:
         ttl: when `expire` has something to do.

@@ -13,7 +13,7 @@ class BlockTable:
     An entry holds `block_size` positions, and has one block for each group of layers.
 
     Attributes:
-        blocks: block ids, entry after entry: position p lives in blocks[p // block_size * num_groups + g] for layers of group g.
+        blocks: block ids, entry after entry; of group g position p lives in blocks[p // block_size * num_groups + g].
             `NO_BLOCK` where no query of the group sees these positions any more.
         num_sent: how many leading entries the runner knows already.
     """

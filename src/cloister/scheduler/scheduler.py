@@ -25,6 +25,8 @@ from cloister.types.events import Event, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
+_UNBOUNDED = 2**62
+"""Positions, where every layer has a window: a request holds no more of them the longer it gets."""
 BURST_S = 0.5
 """Requests that arrive within this time of each other came together."""
 BURST_LASTS_S = 1.0
@@ -96,7 +98,8 @@ class Scheduler:
             if speculation is not None
             else None
         )
-        self._num_usable = num_usable * pool.block_size
+        max_held = pool.groups[0].max_held
+        self._num_usable = num_usable * pool.block_size if max_held is None or num_usable < max_held else _UNBOUNDED
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
         self.answers = self._requests.answers
