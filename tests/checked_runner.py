@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cloister.types.step import Sample, StepPlan, StepResult
 
 EMPTY = None
@@ -14,10 +16,21 @@ class CheckedRunner:
     """Writes token ids into slots as a model would write KV, and fails the moment a sequence would read a wrong one.
 
     Sampled tokens are a hash of the whole history, so that equal histories continue equally.
+
+    Args:
+        windows: for each group of layers, how many positions a query sees; None: all of them.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 50, step_s: float = 0.01) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int = 50,
+        step_s: float = 0.01,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.vocab_size = vocab_size
         self.step_s = step_s
         self.slots: list[list[tuple[int, int] | None]] = [[EMPTY] * block_size for _ in range(num_blocks)]
@@ -46,9 +59,11 @@ class CheckedRunner:
 
     def _compute(self, part, plan: StepPlan) -> list[Sample]:
         tokens, table = self.tokens[part.seq_id], self.tables[part.seq_id]
-        table[part.table_start :] = part.new_block_ids
-        for position in range(part.start):
-            assert self._slot(table, position) == (position, tokens[position]), "a sequence reads KV that is not its own"
+        table[part.table_start * len(self.windows) :] = part.new_block_ids
+        for group, window in enumerate(self.windows):
+            for position in range(0 if window is None else max(0, part.start - window + 1), part.start):
+                held = self.slots[self._block(table, position, group)][position % self.block_size]
+                assert held == (position, tokens[position]), "a sequence reads KV that is not its own"
         end = part.start + part.num_tokens - part.num_drafts
         for position in range(part.start, end):
             self._write(part.seq_id, table, position, tokens[position])
@@ -78,11 +93,12 @@ class CheckedRunner:
         return Sample(part.seq_id, tokens[end:], None, num_drafted, tuple(range(num_accepted)))
 
     def _write(self, seq_id: int, table: list[int], position: int, token: int) -> None:
-        block, offset = table[position // self.block_size], position % self.block_size
-        held = self.slots[block][offset]
-        is_own = held is EMPTY or held == (position, token) or held == (seq_id, REJECTED)
-        assert is_own, "a block was not wiped before it was given away"
-        self.slots[block][offset] = (seq_id, REJECTED) if token == REJECTED else (position, token)
+        for group in range(len(self.windows)):
+            block, offset = self._block(table, position, group), position % self.block_size
+            held = self.slots[block][offset]
+            is_own = held is EMPTY or held == (position, token) or held == (seq_id, REJECTED)
+            assert is_own, "a block was not wiped before it was given away"
+            self.slots[block][offset] = (seq_id, REJECTED) if token == REJECTED else (position, token)
 
     def _sample(self, seq_id: int) -> Sample:
         tokens = self.tokens[seq_id]
@@ -90,16 +106,21 @@ class CheckedRunner:
         tokens.append(token)
         return Sample(seq_id, [token])
 
-    def _slot(self, table: list[int], position: int):
-        return self.slots[table[position // self.block_size]][position % self.block_size]
+    def _block(self, table: list[int], position: int, group: int) -> int:
+        block = table[position // self.block_size * len(self.windows) + group]
+        assert block >= 0, "a query sees a position whose block was given back"
+        return block
 
     def _check_private(self, plan: StepPlan) -> None:
         """Two sequences may hold one block only where both have the same tokens in it."""
+        num_groups = len(self.windows)
+        if self.windows[0] is not None:
+            return  # tables name blocks behind the window that others have by now
         for part in plan.sequences:
-            block = self.tables[part.seq_id][(part.start + part.num_tokens - 1) // self.block_size]
+            block = self._block(self.tables[part.seq_id], part.start + part.num_tokens - 1, 0)
             for other, held in self.tables.items():
                 # behind what it has computed lie blocks of drafts that were not accepted, which were given back
-                table = held[: -(-(len(self.tokens[other]) - 1) // self.block_size)]
+                table = held[::num_groups][: -(-(len(self.tokens[other]) - 1) // self.block_size)]
                 if other != part.seq_id and block in table and other not in {f.child_id for f in plan.forks}:
                     first = table.index(block) * self.block_size
                     mine = self.tokens[part.seq_id][first : part.start + part.num_tokens]

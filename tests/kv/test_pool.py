@@ -36,14 +36,14 @@ def test_an_allocation_that_does_not_fit_takes_nothing():
 def test_a_planted_leak_is_found_by_the_check():
     pool = BlockPool(4, 16)
     pool.allocate(1)
-    pool._references[pool._free.popleft()] = 0
+    pool._references[pool._free[0].popleft()] = 0
     with pytest.raises(AssertionError, match="leaked"):
         pool.check()
 
 
 def test_a_planted_double_free_is_found_by_the_check():
     pool = BlockPool(4, 16)
-    pool._free.append(0)
+    pool._free[0].append(0)
     with pytest.raises(AssertionError, match="free twice"):
         pool.check()
 

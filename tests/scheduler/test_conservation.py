@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from cloister.kv import BlockPool, PrefixKeys
+from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.events import Arrived, Ended
 from cloister.types.request import PoolingParams, Request, SamplingParams
@@ -19,6 +19,13 @@ SCOPES = [Scope(kind, b"salt") for kind in (ScopeKind.TENANT, ScopeKind.LOCAL, S
 SCOPES.append(Scope(ScopeKind.SESSION, b"salt", lifetime_s=3.0))
 PUBLIC = [0] * 6
 """How prompts of the first kind begin."""
+
+
+def _group(num_blocks, window, block_size, max_tokens):
+    if window is None:
+        return BlockGroup(num_blocks)
+    max_held = -(-(window + max_tokens + 8) // block_size) + 2
+    return BlockGroup(min(num_blocks, 2 * max_held), window, max_held)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -36,9 +43,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         public=st.sampled_from([(), (PUBLIC,)]),
         cache_scopes=st.integers(0, 3),
         most_drafts=st.sampled_from([0, 1, 7]),
+        windows=st.sampled_from([(None,), (None, 5), (None, 1, 16), (7,)]),
     )
-    def start(self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes, most_drafts):
-        self.pool = BlockPool(num_blocks, block_size)
+    def start(
+        self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes, most_drafts, windows
+    ):
+        self.pool = BlockPool([_group(num_blocks, window, block_size, max_tokens) for window in windows], block_size)
         config = SchedulerConfig(
             max_model_len=48,
             max_num_seqs=max_num_seqs,
@@ -50,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keys = PrefixKeys("model", block_size, public)
         self.num_public = len(keys.public) if prefix_cache else 0
         self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None)
-        self.runner = CheckedRunner(num_blocks, block_size, vocab_size=3)
+        self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
         self.now = 0.0
         self.flights = []
         self.count = 0
@@ -156,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.last == dict.fromkeys(self.expected, 1)
         assert self.ended == {(name, i): 1 for name, n in self.expected.items() for i in range(n)}
         assert self.arrived == Counter(self.expected.keys())
-        assert self.pool.num_used <= self.num_public, "a block leaked"
+        assert self.pool.num_used <= self.num_public * self.pool.num_groups, "a block leaked"
         self.now += 4.0
         plan = self.scheduler.plan(self.now)
         assert plan is None or not plan.sequences

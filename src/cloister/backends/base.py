@@ -87,8 +87,9 @@ class ForwardBatch:
         positions: [num_tokens] int32, absolute; consecutive inside a sequence.
         query_starts: [num_seqs + 1] int32; sequence i owns tokens query_starts[i]:query_starts[i + 1].
         context_lens: [num_seqs] int32; keys of sequence i after this step (its last position + 1).
-        block_tables: [num_seqs, max_blocks] int32; position p of sequence i lives in slot p % block_size of block
-            block_tables[i, p // block_size]. Entries past the context are not read.
+        block_tables: [num_seqs, max_entries * num_groups] int32; of layers of group g position p of sequence i lives in slot
+            p % block_size of block block_tables[i, p // block_size * num_groups + g] (`KVLayout.groups`). Entries past the
+            context, and those behind the window of the group, are not read.
         logit_rows: [num_rows] int32 indexes into the tokens; logits are computed for these only, in this order.
         parents: None, or [num_tokens] int32: the token before each, as an index into the tokens; -1 is the end of the context.
             Tokens with one parent are rivals (token trees; SpecInfer, Miao et al. 2024): they have the same position and do not
@@ -108,16 +109,51 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share block tables, as their queries see the same positions (decisions/0018).
+
+    Attributes:
+        num_blocks: blocks of all sequences together.
+        layers: their numbers; empty for all layers of the model.
+        window: what lies behind so many positions is never read, and its blocks may be others' by then; None keeps all of them.
+    """
+
+    num_blocks: int
+    layers: frozenset[int] = frozenset()
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """How much KV a program holds.
 
     Attributes:
-        num_blocks: blocks of all sequences together.
+        num_blocks: blocks of all sequences together, of all groups; they are numbered through, group after group.
         block_size: positions in a block, 1 to 256.
+        groups: of layers; empty for one group of all layers.
     """
 
     num_blocks: int
     block_size: int
+    groups: tuple[KVGroup, ...] = ()
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[KVGroup], block_size: int) -> KVLayout:
+        """Returns the layout of groups that have every layer once."""
+        return cls(sum(group.num_blocks for group in groups), block_size, tuple(groups))
+
+    def blocks_of(self, layer: int) -> range:
+        """Returns the numbers of the blocks that a layer's positions lie in."""
+        first = 0
+        for group in self.groups:
+            if not group.layers or layer in group.layers:
+                return range(first, first + group.num_blocks)
+            first += group.num_blocks
+        return range(self.num_blocks)
+
+    def group_of(self, layer: int) -> int:
+        """Returns the number of a layer's group."""
+        return next((i for i, group in enumerate(self.groups) if not group.layers or layer in group.layers), 0)
 
 
 class Capability(Flag):
@@ -320,6 +356,8 @@ class MemoryNeed:
     """What a program will take, in bytes.
 
     Attributes:
+        kv_block_bytes: of one block in every layer.
+        kv_layer_bytes: of one block in each layer; empty where the program takes no groups of layers (`KVLayout.groups`).
         logit_row_bytes: of the logits of one position, where `activations_bytes` does not count them.
         available_bytes: free memory of the device that it is taken from; None is the memory of this machine.
     """
@@ -329,6 +367,7 @@ class MemoryNeed:
     activations_bytes: int
     available_bytes: int | None = None
     logit_row_bytes: int = 0
+    kv_layer_bytes: tuple[int, ...] = ()
 
 
 class Backend(Protocol):

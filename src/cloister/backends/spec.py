@@ -233,6 +233,20 @@ class DecoderSpec:
     head_bias: bool = False
 
 
+def group_layers(spec: DecoderSpec, max_model_len: int) -> list[tuple[int | None, frozenset[int]]]:
+    """Returns (window, numbers of layers) of the layers whose queries see the same positions, widest first (decisions/0018).
+
+    Args:
+        max_model_len: a window that no sequence outgrows counts as none.
+    """
+    layers: dict[int | None, set[int]] = {}
+    for number, layer in enumerate(spec.layers):
+        window = layer.attention.window
+        layers.setdefault(None if window is None or window >= max_model_len else window, set()).add(number)
+    widest_first = sorted(layers, key=lambda window: -(window or 2**62))
+    return [(window, frozenset(layers[window])) for window in widest_first]
+
+
 def widest_feed_forward(spec: MlpSpec | MoeSpec) -> int:
     """Returns how many numbers one token has between the two products of its feed-forward, all its experts together."""
     if isinstance(spec, MlpSpec):

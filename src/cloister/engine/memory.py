@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from cloister.backends.base import MemoryNeed
+from cloister.backends.base import KVGroup, MemoryNeed
 from cloister.types.errors import MemoryBudgetError
 from cloister.types.step import MAX_SCORED_ROWS
 
@@ -23,13 +24,18 @@ class MemoryBudget:
 
     Attributes:
         items: (what, bytes): weights, KV cache, activations, overhead.
-        num_blocks: KV blocks that the KV item pays for.
+        groups: KV blocks that the KV item pays for, by groups of layers.
         why: one sentence on where the KV figure comes from.
     """
 
     items: tuple[tuple[str, int], ...]
-    num_blocks: int
+    groups: tuple[KVGroup, ...]
     why: str
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the first group, whose layers see the most positions."""
+        return self.groups[0].num_blocks
 
     @property
     def total_bytes(self) -> int:
@@ -43,6 +49,8 @@ def budget_memory(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
+    windows: Sequence[tuple[int | None, frozenset[int]]] = (),
+    max_batched_tokens: int = 0,
     kv_memory_mb: float | None = None,
     adapters_bytes: int = 0,
     drafters_bytes: int = 0,
@@ -55,6 +63,8 @@ def budget_memory(
     half of what is left pays for, whichever is fewer, but always one sequence of full length.
 
     Args:
+        windows: (window, layers) of each group (`backends.spec.group_layers`); empty for one group of all layers.
+        max_batched_tokens: positions that one step computes at most, which are all there before any is behind a window.
         adapters_bytes: of the places for adapters.
         drafters_bytes: of drafters, their KV aside: `need` counts it with each block.
         num_draft_rows: rows as wide as the vocabulary that drafts take at once.
@@ -73,20 +83,63 @@ def budget_memory(
             param="model",
         )
     blocks_per_seq = math.ceil(max_model_len / block_size)
+    sizes = _GroupSizes(need, windows, block_size, max_num_seqs, max_batched_tokens)
     if kv_memory_mb is None:
-        num_blocks, why = _default_blocks(need.kv_block_bytes, left, blocks_per_seq, max_num_seqs)
+        num_blocks, why = _default_blocks(sizes, left, blocks_per_seq, max_num_seqs)
     else:
-        num_blocks, why = int(kv_memory_mb * MIB) // need.kv_block_bytes, "--kv-memory-mb"
-    _check_fits(need.kv_block_bytes, num_blocks, left, blocks_per_seq, block_size, given=kv_memory_mb is not None)
+        num_blocks, why = sizes.count_blocks(int(kv_memory_mb * MIB)), "--kv-memory-mb"
+    _check_fits(sizes, num_blocks, left, blocks_per_seq, block_size, given=kv_memory_mb is not None)
     items = (
         ("weights", need.weights_bytes),
         *((("adapters", adapters_bytes),) if adapters_bytes else ()),
         *((("drafters", drafters_bytes),) if drafters_bytes else ()),
-        ("KV cache", num_blocks * need.kv_block_bytes),
+        ("KV cache", sizes.num_bytes(num_blocks)),
         ("activations", activations_bytes),
         ("overhead", overhead_bytes),
     )
-    return MemoryBudget(items, num_blocks, why)
+    return MemoryBudget(items, sizes.groups(num_blocks), why)
+
+
+class _GroupSizes:
+    """How many blocks each group of layers gets.
+
+    Positions of layers that see all of them need a block for every `block_size`; of layers with a window no more than what
+    sequences see, and what one step computes, is ever in use.
+    """
+
+    def __init__(
+        self,
+        need: MemoryNeed,
+        windows: Sequence[tuple[int | None, frozenset[int]]],
+        block_size: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+    ) -> None:
+        extra = need.kv_block_bytes - sum(need.kv_layer_bytes)  # of drafters, whose blocks are those of the first group
+        self._groups: list[tuple[KVGroup, int]] = []
+        for window, layers in windows if need.kv_layer_bytes else ():
+            size_bytes = sum(need.kv_layer_bytes[layer] for layer in layers) + (0 if self._groups else extra)
+            most = 2**62
+            if window is not None:
+                most = max_num_seqs * (math.ceil(window / block_size) + 1) + math.ceil(max_batched_tokens / block_size) + 1
+            self._groups.append((KVGroup(most, layers, window), size_bytes))
+        self._groups = self._groups or [(KVGroup(2**62), need.kv_block_bytes)]
+
+    def groups(self, num_blocks: int) -> tuple[KVGroup, ...]:
+        """Returns the groups of a cache for `num_blocks * block_size` positions."""
+        return tuple(replace(group, num_blocks=min(num_blocks, group.num_blocks)) for group, _ in self._groups)
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Returns what they take."""
+        return sum(min(num_blocks, group.num_blocks) * size_bytes for group, size_bytes in self._groups)
+
+    def count_blocks(self, num_bytes: int) -> int:
+        """Returns the most `num_blocks` that so many bytes pay for."""
+        low, high = 0, 1 + num_bytes // max(1, min(size_bytes for _, size_bytes in self._groups))
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.num_bytes(middle) <= num_bytes else (low, middle)
+        return low
 
 
 def _logit_rows(max_num_seqs: int) -> int:
@@ -95,9 +148,9 @@ def _logit_rows(max_num_seqs: int) -> int:
     return 2 * max_num_seqs + MAX_SCORED_ROWS
 
 
-def _default_blocks(block_bytes: int, left: int, blocks_per_seq: int, max_num_seqs: int) -> tuple[int, str]:
+def _default_blocks(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_seqs: int) -> tuple[int, str]:
     wanted = blocks_per_seq * max_num_seqs
-    shared = int(left * DEFAULT_SHARE) // block_bytes
+    shared = sizes.count_blocks(int(left * DEFAULT_SHARE))
     if wanted <= shared:
         return wanted, f"{max_num_seqs} sequences of full length"
     if blocks_per_seq <= shared:
@@ -105,20 +158,20 @@ def _default_blocks(block_bytes: int, left: int, blocks_per_seq: int, max_num_se
     return blocks_per_seq, "one sequence of full length"
 
 
-def _check_fits(block_bytes: int, num_blocks: int, left: int, blocks_per_seq: int, block_size: int, *, given: bool) -> None:
+def _check_fits(sizes: _GroupSizes, num_blocks: int, left: int, blocks_per_seq: int, block_size: int, *, given: bool) -> None:
     if num_blocks < blocks_per_seq:
         shorter = f", or --max-model-len {num_blocks * block_size} or less" if num_blocks else ""
         raise MemoryBudgetError(
-            f"a KV cache of {_mib(num_blocks * block_bytes)} does not hold one sequence of full length; "
-            f"set --kv-memory-mb {_mib_figure(blocks_per_seq * block_bytes)} or more{shorter}",
+            f"a KV cache of {_mib(sizes.num_bytes(num_blocks))} does not hold one sequence of full length; "
+            f"set --kv-memory-mb {_mib_figure(sizes.num_bytes(blocks_per_seq))} or more{shorter}",
             param="kv_memory_mb",
         )
-    if num_blocks * block_bytes > left:
-        fits = left // block_bytes
+    if sizes.num_bytes(num_blocks) > left:
+        fits = sizes.count_blocks(left)
         can_keep_length = given and fits >= blocks_per_seq
-        remedy = f"--kv-memory-mb {fits * block_bytes // MIB}" if can_keep_length else f"--max-model-len {fits * block_size}"
+        remedy = f"--kv-memory-mb {sizes.num_bytes(fits) // MIB}" if can_keep_length else f"--max-model-len {fits * block_size}"
         raise MemoryBudgetError(
-            f"a KV cache of {_mib(num_blocks * block_bytes)} does not fit into the {left // MIB} MiB that weights, "
+            f"a KV cache of {_mib(sizes.num_bytes(num_blocks))} does not fit into the {left // MIB} MiB that weights, "
             f"activations and overhead leave; set {remedy} or less",
             param="kv_memory_mb" if can_keep_length else "max_model_len",
         )

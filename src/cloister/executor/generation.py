@@ -38,12 +38,19 @@ class TokenGenerator:
     """
 
     def __init__(
-        self, program: Program, batch: BatchState, drafting: DrafterGroup, *, vocab_size: int, block_size: int
+        self,
+        program: Program,
+        batch: BatchState,
+        drafting: DrafterGroup,
+        *,
+        vocab_size: int,
+        block_size: int,
+        num_groups: int = 1,
     ) -> None:
         self._program = program
         self._executor = ProgramExecutor(program, vocab_size)
         self._batch = batch
-        self._block_size = block_size
+        self._block_size, self._num_groups = block_size, num_groups
         self._drafting = drafting
         self._drafts = len(drafting) > 0
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
@@ -115,11 +122,13 @@ class TokenGenerator:
     def _keep_paths(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification]) -> None:
         """Moves the KV of accepted drafts to where a chain would have it."""
         trees = {part.plan.seq_id: part for part in parts if part.draft.parents is not None}
-        size, moves = self._block_size, []
+        size, num_groups, moves = self._block_size, self._num_groups, []
         for each in verified if trees else ():
             part, slots = trees.get(each.state.seq_id), each.state.blocks
-            if part is not None:
-                moves += [[slots[p // size] * size + p % size for p in move] for move in each.moves(part)]
+            for move in each.moves(part) if part is not None else ():
+                moves += [
+                    [slots[p // size * num_groups + group] * size + p % size for p in move] for group in range(num_groups)
+                ]
         if moves:
             self._program.move_positions(np.array(moves, np.int32))
 
@@ -127,7 +136,7 @@ class TokenGenerator:
 
     def _start_plain(self, live: Sequence[ScheduledSequence], result: StepResult) -> Callable[[], None] | None:
         """Begins a step that verifies nothing: an object for each sequence would be a tenth of its Python."""
-        batch = forward_batch(live, self._block_size)
+        batch = forward_batch(live, self._block_size, self._num_groups)
         states = [part.state for part in live if part.plan.num_samples]
         wants = self._wants(batch, states)
         if not self._executor.is_asynchronous:
@@ -139,7 +148,7 @@ class TokenGenerator:
     def _verify_on_program(
         self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
     ) -> list[VerifyFeedback]:
-        batch = forward_batch(live, self._block_size)
+        batch = forward_batch(live, self._block_size, self._num_groups)
         verified = self._start(live, forks, row_slices(live))
         states = []
         rows: list[int] = []
@@ -208,7 +217,7 @@ class TokenGenerator:
     ) -> list[VerifyFeedback]:
         rows = row_slices(run)
         wants = Wants(logits=True, num_top=self._drafting.num_top if watched else 0, hidden=self._shows(run, watched))
-        output = self._executor.step(forward_batch(run, self._block_size), wants)
+        output = self._executor.step(forward_batch(run, self._block_size, self._num_groups), wants)
         finite = finite_rows(output.logits)
         for part in run:
             first = rows[part.plan.seq_id].start

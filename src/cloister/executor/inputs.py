@@ -69,8 +69,11 @@ def split_scored(parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]
     return runs
 
 
-def forward_batch(parts: Sequence[ScheduledSequence], block_size: int) -> ForwardBatch:
+def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_groups: int = 1) -> ForwardBatch:
     """Builds the arrays for `parts`, at least one.
+
+    Args:
+        num_groups: of layers, each with a block of every entry of a block table.
 
     Raises:
         EngineError: a part does not fit what the runner knows of its sequence.
@@ -79,10 +82,11 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int) -> Forwar
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
     has_adapter = has_tree = False
+    block_positions = block_size if num_groups == 1 else block_size / num_groups  # of one number in a block table
     for part in parts:
         start, end, draft = part.plan.start, part.end, part.draft
         known = part.state.tokens
-        if start == end - 1 == len(known) - 1 and part.num_rows == 1 and len(part.state.blocks) * block_size >= end:
+        if start == end - 1 == len(known) - 1 and part.num_rows == 1 and len(part.state.blocks) * block_positions >= end:
             # One token that is sampled from, without drafts, fits what `_check` looks for: nearly every decode.
             token_ids.append(known[start])
             positions.append(start)
@@ -91,7 +95,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int) -> Forwar
             query_starts.append(query_starts[-1] + 1)
             has_adapter = has_adapter or part.state.adapter >= 0
             continue
-        _check(part, block_size)
+        _check(part, block_positions)
         token_ids += known[start:end]
         positions.extend(range(start, end))
         if draft is NOTHING:
@@ -114,7 +118,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int) -> Forwar
         positions=as_ints(positions),
         query_starts=as_ints(query_starts),
         context_lens=as_ints(context_lens),
-        block_tables=block_tables([*map(_blocks_of, parts)], -(-max(context_lens) // block_size)),
+        block_tables=block_tables([*map(_blocks_of, parts)], -(-max(context_lens) // block_size) * num_groups),
         logit_rows=as_ints(logit_rows),
         parents=_parents(parts) if has_tree else None,
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
@@ -135,7 +139,7 @@ def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:
     return as_ints(parents)
 
 
-def _check(part: ScheduledSequence, block_size: int) -> None:
+def _check(part: ScheduledSequence, block_positions: float) -> None:
     plan, num_known, end = part.plan, len(part.state.tokens), part.end
     num_drafts = 0 if part.draft is NOTHING else len(part.draft.token_ids)
     if end <= plan.start or plan.start < 0 or end > num_known:
@@ -149,5 +153,5 @@ def _check(part: ScheduledSequence, block_size: int) -> None:
         raise EngineError(f"the step plan drafts for sequence {plan.seq_id}, which does not sample")
     if num_drafts > plan.num_drafts:
         raise EngineError(f"sequence {plan.seq_id} has {num_drafts} drafts where the step plan has room for {plan.num_drafts}")
-    if len(part.state.blocks) * block_size < end + num_drafts:
+    if len(part.state.blocks) * block_positions < end + num_drafts:
         raise EngineError(f"the block table of sequence {plan.seq_id} ends before its tokens do")

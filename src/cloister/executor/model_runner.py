@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from cloister.backends.base import Capability, Program, SamplingMetadata
+from cloister.backends.base import Capability, KVGroup, Program, SamplingMetadata
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
@@ -28,6 +28,7 @@ class ModelRunner:
         vocab_size: columns of its logits.
         max_model_len: prompt and answer together, in tokens.
         block_size: positions in one KV block.
+        groups: of layers, as the program was built with them (`KVLayout.groups`).
         adapters: digest -> slot of the program's adapters; may change between steps.
         grammars: compiles those that sequences bring; None fails such sequences.
         drafters: by the name that plans know them by; None where no plan drafts.
@@ -44,16 +45,27 @@ class ModelRunner:
         adapters: Mapping[str, int] = {},
         grammars: Grammars | None = None,
         drafters: Mapping[str, Drafter] | None = None,
+        groups: Sequence[KVGroup] = (),
     ) -> None:
         self._program = program
+        self._num_groups = max(1, len(groups))
+        self._num_drafter_blocks = groups[0].num_blocks if len(groups) > 1 else None
         self._can_pool = Capability.HIDDEN in program.capabilities
         self._block_size = block_size
         self._clock = clock or WallClock()
         self._grammars = grammars
-        self._batch = BatchState(vocab_size=vocab_size, max_model_len=max_model_len, adapters=adapters, grammars=grammars)
+        self._batch = BatchState(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            adapters=adapters,
+            grammars=grammars,
+            num_groups=self._num_groups,
+        )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
-        self._generator = TokenGenerator(program, self._batch, self._drafting, vocab_size=vocab_size, block_size=block_size)
+        self._generator = TokenGenerator(
+            program, self._batch, self._drafting, vocab_size=vocab_size, block_size=block_size, num_groups=self._num_groups
+        )
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
         """Says how the next token of each sequence is sampled, for drafters that sample as the model does (`DraftingPlace`)."""
@@ -93,10 +105,12 @@ class ModelRunner:
             self._batch.arrive(new)
         if plan.wipes:
             self._program.wipe_blocks(plan.wipes)
-            self._drafting.wipe_blocks(plan.wipes)
+            self._drafting.wipe_blocks(plan.wipes if self._num_groups == 1 else [b for b in plan.wipes if self._is_drafters(b)])
         if plan.copies:
             self._program.copy_blocks(plan.copies)
-            self._drafting.copy_blocks(plan.copies)
+            self._drafting.copy_blocks(
+                plan.copies if self._num_groups == 1 else [p for p in plan.copies if self._is_drafters(p[0])]
+            )
         if not (plan.sequences or self.num_sequences):
             self.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
@@ -146,7 +160,7 @@ class ModelRunner:
             for part in parts:
                 part.state.failure = NOT_OFFERED
             return {}
-        return pool_parts(self._program, parts, forward_batch(parts, self._block_size)) if parts else {}
+        return pool_parts(self._program, parts, forward_batch(parts, self._block_size, self._num_groups)) if parts else {}
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
         """Says whose grammar is complete, and starts to work out what may follow the tokens of the others."""
@@ -163,10 +177,15 @@ class ModelRunner:
                 going_on.append(state.grammar)
         self._grammars.look_ahead(going_on)
 
+    def _is_drafters(self, block: int) -> bool:
+        """Whether drafters know a block: they keep what they do under the numbers of the first group."""
+        return self._num_drafter_blocks is None or block < self._num_drafter_blocks
+
     def _part(self, plan: SequencePlan) -> ScheduledSequence:
         state = self._batch[plan.seq_id]
-        if plan.new_block_ids or plan.table_start != len(state.blocks):
-            if plan.table_start > len(state.blocks):
+        start = plan.table_start * self._num_groups
+        if plan.new_block_ids or start != len(state.blocks):
+            if start > len(state.blocks):
                 raise EngineError(f"the step plan leaves a gap in the block table of sequence {plan.seq_id}")
-            state.blocks[plan.table_start :] = array("i", plan.new_block_ids)
+            state.blocks[start:] = array("i", plan.new_block_ids)
         return schedule_sequence(plan, state)

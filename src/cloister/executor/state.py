@@ -25,7 +25,8 @@ class SequenceState:
     Attributes:
         slot: its row in the sampling columns.
         tokens: prompt, then output.
-        blocks: the block table.
+        blocks: the block table; of each entry one block for each group of layers (`KVLayout.groups`).
+        num_groups: how many those are.
         is_unprocessed: it takes a token of the distribution as the model says it, among those that its grammar lets follow if
             it has one, and wants to know nothing else.
         is_greedy: it is unprocessed, follows no grammar, and takes the most likely token.
@@ -54,6 +55,12 @@ class SequenceState:
     stops: frozenset[int] = frozenset()
     failure: str | None = None
     adapter: int = -1
+    num_groups: int = 1
+
+    @property
+    def first_group_blocks(self) -> array[int]:
+        """The block table of the first group of layers, by whose numbers drafters keep what they know of blocks."""
+        return self.blocks if self.num_groups == 1 else self.blocks[:: self.num_groups]
 
     @property
     def num_output_tokens(self) -> int:
@@ -94,6 +101,7 @@ class BatchState:
 
     Args:
         adapters: digest -> slot of the program's adapters.
+        num_groups: of layers, each with a block of every entry of a block table.
 
     Attributes:
         num_pooled: sequences whose prompt becomes a vector.
@@ -102,8 +110,15 @@ class BatchState:
     """
 
     def __init__(
-        self, *, vocab_size: int, max_model_len: int, adapters: Mapping[str, int] = {}, grammars: Grammars | None = None
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        adapters: Mapping[str, int] = {},
+        grammars: Grammars | None = None,
+        num_groups: int = 1,
     ) -> None:
+        self._num_groups = num_groups
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -152,6 +167,7 @@ class BatchState:
             stops=frozenset(new.stop_token_ids),
             failure=self._objection(new),
             adapter=-1 if new.adapter is None else self._adapters.get(new.adapter, -1),
+            num_groups=self._num_groups,
         )
         self._file(state)
         self.num_pooled += state.pool is not None
@@ -180,6 +196,7 @@ class BatchState:
             slot=self._take_slot(),
             tokens=parent.tokens[:],
             blocks=parent.blocks[:],
+            num_groups=parent.num_groups,
             num_prompt_tokens=parent.num_prompt_tokens,
             sampling=parent.sampling,
             is_unprocessed=parent.is_unprocessed,

@@ -6,12 +6,33 @@ listed for wiping, and the runner wipes before it copies or writes, so nobody ev
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
 
 _KEPT, _PROTECTED = 1, 2
+NO_BLOCK: Final = -1
+"""In a block table: no query sees these positions any more, or ever did."""
 
-EvictOne = Callable[[], int | None]
+EvictOne = Callable[[int], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """Blocks of layers that share block tables (decisions/0018).
+
+    Attributes:
+        num_blocks: how many of the pool's blocks are theirs.
+        window: positions that a query of these layers sees, its own included; None: all up to its own.
+        max_held: blocks that one sequence holds at once; None: one for each `block_size` of its positions.
+    """
+
+    num_blocks: int
+    window: int | None = None
+    max_held: int | None = None
 
 
 class OutOfBlocksError(Exception):
@@ -22,59 +43,82 @@ class BlockPool:
     """All KV blocks of one engine.
 
     Args:
-        num_blocks: blocks in the pool, numbered from 0.
+        groups: blocks of each group, numbered through from 0, group after group; a number for one group without a window.
         block_size: positions in one block, 1 to 256.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or not 1 <= block_size <= 256:
-            raise ValueError("a pool needs at least one block, of 1 to 256 positions")
-        self.num_total = num_blocks
+    def __init__(self, groups: int | Sequence[BlockGroup], block_size: int) -> None:
+        self.groups = (BlockGroup(groups),) if isinstance(groups, int) else tuple(groups)
+        if any(group.num_blocks < 1 for group in self.groups) or not self.groups or not 1 <= block_size <= 256:
+            raise ValueError("a pool needs at least one block in each group, of 1 to 256 positions")
+        self._ends = list(accumulate(group.num_blocks for group in self.groups))
+        self.num_groups = len(self.groups)
+        self.num_total = self._ends[-1]
         self.block_size = block_size
-        self._free: deque[int] = deque(range(num_blocks))
-        self._references = [0] * num_blocks
-        self._kept = bytearray(num_blocks)
-        self._num_cached = 0
-        self._num_protected = 0
+        self._free = [deque(range(end - group.num_blocks, end)) for group, end in zip(self.groups, self._ends, strict=True)]
+        self._references = [0] * self.num_total
+        self._kept = bytearray(self.num_total)
+        self._num_cached = [0] * self.num_groups
+        self._num_protected = [0] * self.num_groups
         self._wipes: list[int] = []
-        self._evict_one: EvictOne = lambda: None
+        self._evict_one: EvictOne = lambda group: None
         self._on_unused: Callable[[int], None] = lambda block: None
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody uses but the prefix tree keeps."""
-        return self._num_cached
+        """Blocks that nobody uses but the prefix cache keeps."""
+        return sum(self._num_cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_total - len(self._free) - self._num_cached
+        return self.num_total - self.num_free - self.num_cached
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation may hope for: free ones, and cached ones that are not protected."""
-        return len(self._free) + self._num_cached - self._num_protected
+        """Blocks that an allocation may hope for in every group."""
+        return self.count_available(0) if self.num_groups == 1 else min(map(self.count_available, range(self.num_groups)))
+
+    def count_available(self, group: int) -> int:
+        """Returns the blocks of a group that an allocation may hope for: free ones, and cached ones that are not protected."""
+        return len(self._free[group]) + self._num_cached[group] - self._num_protected[group]
+
+    def group_of(self, block: int) -> int:
+        """Returns the group that a block belongs to."""
+        return 0 if self.num_groups == 1 else bisect_right(self._ends, block)
+
+    def has_room(self, num_missing: Iterable[int], num_spare: int) -> bool:
+        """Whether sequences can grow by so many table entries each, and `num_spare` blocks are left in every group."""
+        if self.num_groups == 1:
+            return self.count_available(0) >= sum(num_missing) + num_spare
+        missing = list(num_missing)
+        return all(
+            self.count_available(number)
+            >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing)) + num_spare
+            for number, group in enumerate(self.groups)
+        )
 
     def attach(self, evict_one: EvictOne, on_unused: Callable[[int], None]) -> None:
-        """Connects the prefix tree: how to evict one cached block, and what to call when a kept block becomes unused."""
+        """Connects the prefix cache, which evicts one cached block of a group, and is told when a kept block becomes unused."""
         self._evict_one = evict_one
         self._on_unused = on_unused
 
-    def allocate(self, count: int) -> list[int]:
-        """Returns `count` blocks with one reference each, evicting cached ones if need be.
+    def allocate(self, count: int, group: int = 0) -> list[int]:
+        """Returns `count` blocks of a group with one reference each, evicting cached ones if need be.
 
         Raises:
             OutOfBlocksError: there are not enough; nothing was taken.
         """
-        if count > self.num_available:
+        if count > self.count_available(group):
             raise OutOfBlocksError
-        while len(self._free) < count:
-            if self._evict_one() is None:
+        free = self._free[group]
+        while len(free) < count:
+            if self._evict_one(group) is None:
                 raise OutOfBlocksError
-        blocks = [self._free.popleft() for _ in range(count)]
+        blocks = [free.popleft() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -89,7 +133,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Takes one reference from each block; an unused one becomes cached if the tree keeps it, else free."""
+        """Takes one reference from each block; an unused one becomes cached if the prefix cache keeps it, else free."""
         for block in blocks:
             if self._references[block] == 0:
                 raise ValueError(f"block {block} was released more often than it was taken")
@@ -102,17 +146,17 @@ class BlockPool:
                     self._free_and_wipe(block)
 
     def keep(self, block: int, *, is_protected: bool = False) -> None:
-        """The prefix tree holds on to a used block: it becomes cached, not free, when nobody uses it.
+        """The prefix cache holds on to a used block: it becomes cached, not free, when nobody uses it.
 
         Args:
-            is_protected: no allocation counts on it, as the tree does not evict it for others.
+            is_protected: no allocation counts on it, as the cache does not evict it for others.
         """
         if self._references[block] == 0 or self._kept[block]:
             raise ValueError(f"block {block} cannot be kept: it is not in use, or kept already")
         self._kept[block] = _PROTECTED if is_protected else _KEPT
 
     def drop(self, block: int) -> None:
-        """The prefix tree lets a block go; a cached one becomes free."""
+        """The prefix cache lets a block go; a cached one becomes free."""
         if not self._kept[block]:
             raise ValueError(f"block {block} is not kept")
         if self._references[block] == 0:
@@ -124,6 +168,10 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         """True if writing the block would change what somebody else reads."""
         return self._references[block] > 1 or bool(self._kept[block])
+
+    def is_kept(self, block: int) -> bool:
+        """True if the prefix cache holds on to the block."""
+        return bool(self._kept[block])
 
     def references(self, block: int) -> int:
         return self._references[block]
@@ -142,22 +190,26 @@ class BlockPool:
         self._wipes.extend(block for block in blocks if self.is_free(block))
 
     def check(self) -> None:
-        """Raises AssertionError unless every block is in exactly one state and none is free twice."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        cached = sum(1 for b in range(self.num_total) if self._kept[b] and not self._references[b])
-        used = sum(1 for count in self._references if count)
-        assert all(not self._references[b] and not self._kept[b] for b in free), "a free block is in use"
-        assert cached == self._num_cached, "the count of cached blocks is off"
-        protected = sum(1 for b in range(self.num_total) if self._kept[b] == _PROTECTED and not self._references[b])
-        assert protected == self._num_protected, "the count of protected blocks is off"
-        assert len(free) + used + cached == self.num_total, "a block leaked"
+        """Raises AssertionError unless every block is in exactly one state and none is free twice, in every group."""
+        for number, (group, end) in enumerate(zip(self.groups, self._ends, strict=True)):
+            blocks, free = range(end - group.num_blocks, end), set(self._free[number])
+            assert len(free) == len(self._free[number]), "a block is free twice"
+            assert all(block in blocks for block in free), "a block is free in another group"
+            cached = sum(1 for b in blocks if self._kept[b] and not self._references[b])
+            used = sum(1 for b in blocks if self._references[b])
+            assert all(not self._references[b] and not self._kept[b] for b in free), "a free block is in use"
+            assert cached == self._num_cached[number], "the count of cached blocks is off"
+            protected = sum(1 for b in blocks if self._kept[b] == _PROTECTED and not self._references[b])
+            assert protected == self._num_protected[number], "the count of protected blocks is off"
+            assert len(free) + used + cached == group.num_blocks, "a block leaked"
 
     def _count_cached(self, block: int, change: int) -> None:
-        self._num_cached += change
+        group = self.group_of(block)
+        self._num_cached[group] += change
         if self._kept[block] == _PROTECTED:
-            self._num_protected += change
+            self._num_protected[group] += change
 
     def _free_and_wipe(self, block: int) -> None:
-        self._free.appendleft(block)  # the one used last is taken first: memory that nobody touched yet stays untouched
+        # The one used last is taken first: memory that nobody touched yet stays untouched.
+        self._free[self.group_of(block)].appendleft(block)
         self._wipes.append(block)

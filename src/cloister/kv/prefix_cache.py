@@ -1,7 +1,8 @@
 """The prefix cache: a tree of full blocks shared by scope and prefix (RadixAttention, Zheng et al. 2024, section 3).
 
-Pure. A node is one full block under its chain key; the chain makes the dictionary a tree. Unused leaves go first, the least
-recently used one before the others.
+Pure. A node has the blocks of one full entry of a block table, one for each group of layers, under its chain key; the chain
+makes the dictionary a tree. Of layers that see all positions unused leaves go first, the least recently used one before the
+others. Of layers with a window any unused block may go: a hit ends where every group still has what the next query sees.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import heapq
 from collections.abc import Sequence
 
 from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
-from cloister.kv.pool import BlockPool
+from cloister.kv.pool import NO_BLOCK, BlockPool
+from cloister.kv.table import first_seen
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -24,67 +26,89 @@ PREFIX_CACHE_THREAT = ThreatProfile(
 
 
 class _Node:
-    __slots__ = ("block", "key", "last_used", "num_children", "offered", "owner", "parent", "root")
+    __slots__ = ("blocks", "key", "last_used", "num_children", "offered", "owner", "parent", "root")
 
-    def __init__(self, key: bytes, block: int, parent: _Node | None, root: bytes | None, owner: bytes | None) -> None:
+    def __init__(self, key: bytes, num_groups: int, parent: _Node | None, root: bytes | None, owner: bytes | None) -> None:
         self.key = key
         self.owner = owner
         self.root = root
-        self.block = block
+        self.blocks = [NO_BLOCK] * num_groups
         self.parent = parent
         self.num_children = 0
         self.last_used = 0
-        self.offered = False
+        self.offered = [False] * num_groups
 
 
 class PrefixCache:
     """Finds, keeps and evicts blocks by prefix key.
 
     Args:
-        pool: whose blocks it keeps; the tree attaches itself to it.
-        pinned: keys whose blocks are never evicted once they are there: everybody's, so that nobody can feel whether another
-            one used them lately.
-        quotas: what each owner may keep; None for one cache that all share, the least recently used block goes first.
+        pool: whose blocks it keeps; the cache attaches itself to it.
+        pinned: keys whose blocks are never evicted once they are there: everybody's, so that nobody can infer from an eviction
+            whether another one used them lately.
+        quotas: for each group what an owner may keep; None for one cache that all share.
 
     Attributes:
         ttl: when `expire` has something to do.
     """
 
-    def __init__(self, pool: BlockPool, pinned: frozenset[bytes] = frozenset(), quotas: CacheQuotas | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, pinned: frozenset[bytes] = frozenset(), quotas: Sequence[CacheQuotas] | None = None
+    ) -> None:
         self._pool = pool
         self._pinned = pinned
         self.ttl = CacheTTL()
         self._nodes: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
-        self._evictable: dict[bytes | None, list[tuple[int, int, _Node]]] = {None: []}
+        self._evictable: list[dict[bytes | None, list[tuple[int, int, _Node]]]] = [{None: []} for _ in pool.groups]
         self._tick = 0
         self._quotas = quotas
+        self._windows = [group.window for group in pool.groups]
+        # Without the block of such a group nothing behind it can be used, which is what makes a tree.
+        self._full = self._windows.index(None) if None in self._windows else None
         pool.attach(self.evict_one, self._note_unused)
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the blocks of the longest known prefix of `keys` and marks them as just used.
+        """Returns the block table of the longest known prefix of `keys` and marks its nodes as just used.
 
-        The caller must `share` them with the pool before it allocates anything.
+        The caller must `share` its blocks with the pool before it allocates anything.
         """
         self._tick += 1
-        blocks = []
-        for key in keys:
-            node = self._nodes.get(key)
-            if node is None:
-                break
+        num_entries = self.match_length(keys)
+        firsts = [self._first_entry(num_entries, window) for window in self._windows]
+        table = [NO_BLOCK] * (min(firsts) * len(firsts))
+        for i in range(min(firsts), num_entries):
+            node = self._nodes[keys[i]]
             node.last_used = self._tick
-            blocks.append(node.block)
-        return blocks
+            table += [block if i >= first else NO_BLOCK for block, first in zip(node.blocks, firsts, strict=True)]
+        return table
 
     def match_length(self, keys: Sequence[bytes]) -> int:
-        """Returns how many blocks `match` would find; changes nothing."""
-        for length, key in enumerate(keys):
-            if key not in self._nodes:
-                return length
-        return len(keys)
+        """Returns how many entries the table of `match` would have; changes nothing."""
+        runs = [0] * len(self._windows)  # entries without a gap that each group has up to here
+        longest = 0
+        for i, key in enumerate(keys):
+            node = self._nodes.get(key)
+            if node is None:
+                if self._full is not None:
+                    break
+                runs = [0]
+                continue
+            if len(runs) == 1 and self._full is not None:
+                longest = i + 1
+                continue
+            runs = [0 if block == NO_BLOCK else run + 1 for block, run in zip(node.blocks, runs, strict=True)]
+            if all(run > i - self._first_entry(i + 1, window) for run, window in zip(runs, self._windows, strict=True)):
+                longest = i + 1
+        return longest
+
+    def _first_entry(self, num_entries: int, window: int | None) -> int:
+        """Returns the first entry that a query right behind `num_entries` entries sees."""
+        size = self._pool.block_size
+        return first_seen(num_entries * size, window) // size
 
     def insert(
         self,
@@ -94,9 +118,10 @@ class PrefixCache:
         root: bytes | None = None,
         owner: bytes | None = None,
     ) -> None:
-        """Keeps blocks[start:len(keys)], in use by the caller, under their keys.
+        """Keeps the entries [start, len(keys)) of a block table, in use by the caller, under their keys.
 
         Args:
+            blocks: the table (`BlockTable.blocks`).
             root: start of the chain, where its blocks have a lifetime (`renew`).
             owner: whose share they come from, where there are quotas. What does not fit into it is not kept; None for what
                 may go whenever anybody needs room.
@@ -106,20 +131,26 @@ class PrefixCache:
         whatever is unused has unused children only, and every cached block can be evicted.
         """
         self._tick += 1
+        num_groups, full = len(self._windows), self._full
         # Ancestors may be another's, or gone: its equal blocks were kept in place of the caller's, and then evicted.
-        while start and not self._keeps(keys[start - 1], blocks[start - 1]):
+        while full is not None and start and not self._keeps(keys[start - 1], blocks[(start - 1) * num_groups + full]):
             start -= 1
-        parent = self._nodes[keys[start - 1]] if start else None
+        parent = self._nodes[keys[start - 1]] if start and full is not None else None
         for i in range(start, len(keys)):
+            entry = blocks[i * num_groups : (i + 1) * num_groups]
             node = self._nodes.get(keys[i])
             if node is None:
-                if keys[i] not in self._pinned and not self._find_room(owner):
-                    return
-                node = self._add(keys[i], blocks[i], parent, root, owner)
+                node = self._add(keys[i], entry, parent, root, owner)
+                if node is None:
+                    if full is not None:
+                        return
+                    continue
+            elif num_groups > 1 or full is None:
+                self._complete(node, entry)
             node.last_used = self._tick
-            if node.block != blocks[i]:
+            if full is not None and node.blocks[full] != entry[full]:
                 return
-            parent = node
+            parent = node if full is not None else None
 
     def renew(self, root: bytes, deadline_s: float) -> None:
         """Lets the blocks that were inserted with `root` stay until then, should nobody use them."""
@@ -128,111 +159,159 @@ class PrefixCache:
     def expire(self, now: float) -> None:
         """Drops the blocks whose scope's deadline has passed; those in use are looked at again a little later."""
         for root, keys in self.ttl.take_due(now):
-            leaves = [self._nodes[key] for key in keys if self._is_evictable(self._nodes[key])]
+            leaves = [self._nodes[key] for key in keys if self._is_unused(self._nodes[key])]
             while leaves:
                 node = leaves.pop()
                 keys.discard(node.key)
                 self._remove(node)
-                if node.parent is not None and node.parent.key in keys and self._is_evictable(node.parent):
+                if node.parent is not None and node.parent.key in keys and self._is_unused(node.parent):
                     leaves.append(node.parent)
             if keys:
                 self.ttl.renew(root, now + RETRY_S)
 
-    def evict_one(self) -> int | None:
-        """Drops the least recently used unused leaf that is nobody's; returns its block, or None if there is none."""
-        return self._evict_from(None)
+    def evict_one(self, group: int = 0) -> int | None:
+        """Drops the least recently used block of a group that can go and is nobody's; returns it, or None if there is none."""
+        return self._evict_from(None, group)
 
-    def _evict_from(self, owner: bytes | None) -> int | None:
-        evictable = self._evictable.get(owner, [])
+    def _evict_from(self, owner: bytes | None, group: int) -> int | None:
+        evictable = self._evictable[group].get(owner, [])
         while evictable:
             last_used, _, node = heapq.heappop(evictable)
-            node.offered = False
-            if self._nodes.get(node.key) is not node or not self._is_evictable(node):
+            node.offered[group] = False
+            if self._nodes.get(node.key) is not node or not self._is_evictable(node, group):
                 continue
             if node.last_used != last_used:
-                self._offer(node)
+                self._offer(node, group)
                 continue
-            self._remove(node)
-            return node.block
+            block = node.blocks[group]
+            if self._windows[group] is None or node.blocks.count(NO_BLOCK) == len(node.blocks) - 1:
+                self._remove(node)
+            else:
+                self._drop(node, group)
+            return block
         return None
 
-    def _find_room(self, owner: bytes | None) -> bool:
+    def _find_room(self, owner: bytes | None, group: int) -> bool:
         """Whether one more block of an owner can be kept; makes room among its own if need be."""
         if self._quotas is None or owner is None:
             return True
-        if not self._quotas.has_share(owner) or not self._quotas.per_scope:
+        quotas = self._quotas[group]
+        if not quotas.has_share(owner) or not quotas.per_scope:
             return False
-        return not self._quotas.is_full(owner) or self._evict_from(owner) is not None
+        return not quotas.is_full(owner) or self._evict_from(owner, group) is not None
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Drops the unused end of one chain: nobody can ask for these keys again."""
         for key in reversed(keys):
             node = self._nodes.get(key)
-            if node is not None and self._is_evictable(node):
+            if node is not None and self._is_unused(node):
                 self._remove(node)
 
     def check(self) -> None:
         """Raises AssertionError unless nodes, blocks and children agree."""
-        assert len(self._nodes) == len(self._by_block), "two keys hold one block"
+        kept = [block for node in self._nodes.values() for block in node.blocks if block != NO_BLOCK]
+        assert len(kept) == len(set(kept)) == len(self._by_block), "two keys hold one block"
         children: dict[bytes, int] = {}
         for node in self._nodes.values():
-            if node.parent is not None:
+            assert any(block != NO_BLOCK for block in node.blocks), "a node without blocks is kept"
+            assert self._full is None or node.blocks[self._full] != NO_BLOCK, "a node lacks what all queries see"
+            if node.parent is not None and self._full is not None:
                 assert self._nodes.get(node.parent.key) is node.parent, "a node outlived its parent"
                 children[node.parent.key] = children.get(node.parent.key, 0) + 1
-                is_used = self._pool.references(node.block) > 0
-                assert not is_used or self._pool.references(node.parent.block), "a cached block cannot be evicted"
+                is_used = self._pool.references(node.blocks[self._full]) > 0
+                assert not is_used or self._pool.references(node.parent.blocks[self._full]), "a cached block cannot be evicted"
+        for quotas in self._quotas or ():
+            quotas.check()
         if self._quotas is not None:
-            self._quotas.check()
-            assert set(self._evictable) - {None} <= {n.owner for n in self._nodes.values()}, "an owner that left is remembered"
+            owners = {n.owner for n in self._nodes.values()}
+            assert all(set(heaps) - {None} <= owners for heaps in self._evictable), "an owner that left is remembered"
         assert all(children.get(n.key, 0) == n.num_children for n in self._nodes.values()), "child counts are off"
 
     def _keeps(self, key: bytes, block: int) -> bool:
         node = self._nodes.get(key)
-        return node is not None and node.block == block
+        return node is not None and self._full is not None and node.blocks[self._full] == block
 
-    def _add(self, key: bytes, block: int, parent: _Node | None, root: bytes | None, owner: bytes | None) -> _Node:
+    def _add(
+        self, key: bytes, entry: Sequence[int], parent: _Node | None, root: bytes | None, owner: bytes | None
+    ) -> _Node | None:
+        """Keeps an entry under a new key; None where its owner has no room for what a node must have."""
         if key in self._pinned:
-            self._pool.share([block])
             root = owner = None  # it is nobody's own
         if self._quotas is None:
             owner = None
-        elif owner is not None:
-            self._quotas.add(owner)
+        if self._full is not None and not self._find_room(owner, self._full):
+            return None
+        node = _Node(key, len(entry), parent, root, owner)
+        self._complete(node, entry)
+        if node.blocks.count(NO_BLOCK) == len(entry):
+            return None
         if root is not None:
             self.ttl.keep(root, key)
-        node = _Node(key, block, parent, root, owner)
         if parent is not None:
             parent.num_children += 1
         self._nodes[key] = node
-        self._by_block[block] = node
-        self._pool.keep(block, is_protected=owner is not None)
         return node
+
+    def _complete(self, node: _Node, entry: Sequence[int]) -> None:
+        """Keeps the blocks of an entry that its node lacks, where its owner has room for them."""
+        if self._full is not None and node.blocks[self._full] not in (NO_BLOCK, entry[self._full]):
+            return  # computed side by side: the caller's remain its own
+        for group, block in enumerate(entry):
+            if block == NO_BLOCK or node.blocks[group] != NO_BLOCK or self._pool.is_kept(block):
+                continue
+            if group != self._full and not self._find_room(node.owner, group):
+                continue
+            if node.key in self._pinned:
+                self._pool.share([block])
+            if self._quotas is not None and node.owner is not None:
+                self._quotas[group].add(node.owner)
+            node.blocks[group] = block
+            self._by_block[block] = node
+            self._pool.keep(block, is_protected=node.owner is not None)
 
     def _remove(self, node: _Node) -> None:
         del self._nodes[node.key]
-        del self._by_block[node.block]
         if node.root is not None:
             self.ttl.drop(node.root, node.key)
-        if self._quotas is not None and node.owner is not None:
-            self._quotas.drop(node.owner)
-            if not self._quotas.keeps_any(node.owner):
-                self._evictable.pop(node.owner, None)  # only stale entries are left in it
+        for group, block in enumerate(node.blocks):
+            if block != NO_BLOCK:
+                self._drop(node, group)
         if node.parent is not None:
             node.parent.num_children -= 1
-            if self._is_evictable(node.parent):
-                self._offer(node.parent)
-        self._pool.drop(node.block)
+            self._offer_unused(node.parent)
 
-    def _is_evictable(self, node: _Node) -> bool:
-        return node.num_children == 0 and self._pool.references(node.block) == 0
+    def _drop(self, node: _Node, group: int) -> None:
+        """Lets one block of a node go."""
+        block, node.blocks[group] = node.blocks[group], NO_BLOCK
+        del self._by_block[block]
+        if self._quotas is not None and node.owner is not None:
+            self._quotas[group].drop(node.owner)
+            if not self._quotas[group].keeps_any(node.owner):
+                self._evictable[group].pop(node.owner, None)  # only stale entries are left in it
+        self._pool.drop(block)
+
+    def _is_unused(self, node: _Node) -> bool:
+        references = self._pool.references
+        return node.num_children == 0 and not any(references(block) for block in node.blocks if block != NO_BLOCK)
+
+    def _is_evictable(self, node: _Node, group: int) -> bool:
+        if self._windows[group] is None and node.num_children:
+            return False
+        block = node.blocks[group]
+        return block != NO_BLOCK and self._pool.references(block) == 0
 
     def _note_unused(self, block: int) -> None:
-        node = self._by_block[block]
-        if self._is_evictable(node):
-            self._offer(node)
+        node, group = self._by_block[block], self._pool.group_of(block)
+        if self._is_evictable(node, group):
+            self._offer(node, group)
 
-    def _offer(self, node: _Node) -> None:
-        if node.offered:
+    def _offer_unused(self, node: _Node) -> None:
+        for group in range(len(node.blocks)):
+            if self._is_evictable(node, group):
+                self._offer(node, group)
+
+    def _offer(self, node: _Node, group: int) -> None:
+        if node.offered[group]:
             return  # one entry a node bounds the heap; a stale time is put right when the entry is popped
-        node.offered = True
-        heapq.heappush(self._evictable.setdefault(node.owner, []), (node.last_used, node.block, node))
+        node.offered[group] = True
+        heapq.heappush(self._evictable[group].setdefault(node.owner, []), (node.last_used, node.blocks[group], node))

@@ -4,33 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.kv.pool import BlockPool
+from cloister.kv.pool import NO_BLOCK, BlockPool, OutOfBlocksError
 
 
 class BlockTable:
     """Blocks of one sequence in the order of its positions.
 
+    An entry holds `block_size` positions, and has one block for each group of layers.
+
     Attributes:
-        blocks: block ids; position p lives in blocks[p // block_size].
+        blocks: block ids, entry after entry; of group g position p lives in blocks[p // block_size * num_groups + g].
+            `NO_BLOCK` where no query of the group sees these positions any more.
         num_sent: how many leading entries the runner knows already.
     """
 
-    __slots__ = ("_pool", "blocks", "num_sent")
+    __slots__ = ("_num_groups", "_passed", "_pool", "blocks", "num_sent")
 
     def __init__(self, pool: BlockPool, blocks: Sequence[int] = ()) -> None:
         self._pool = pool
+        self._num_groups = pool.num_groups
         self.blocks = list(blocks)
         self.num_sent = 0
+        self._passed = [0] * pool.num_groups  # leading entries of each group that hold no block any more
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.blocks) // self._num_groups
 
     def num_missing(self, num_positions: int) -> int:
-        """Blocks to allocate before `num_positions` fit, copies on write aside."""
-        return max(0, -(-num_positions // self._pool.block_size) - len(self.blocks))
+        """Entries to add before `num_positions` fit, copies on write aside."""
+        return max(0, -(-num_positions // self._pool.block_size) - self.num_entries)
 
     def is_writable(self, start: int, end: int) -> bool:
-        """Whether positions [start, end) lie in one block that is there and that nobody else reads: nearly every decode."""
-        size = self._pool.block_size
+        """Whether positions [start, end) lie in one entry that is there and that nobody else reads: nearly every decode."""
+        size, num_groups = self._pool.block_size, self._num_groups
         first = start // size
-        return end <= min(first + 1, len(self.blocks)) * size and not self._pool.is_shared(self.blocks[first])
+        if end > (first + 1) * size:
+            return False
+        blocks = self.blocks
+        if num_groups == 1:
+            return first < len(blocks) and not self._pool.is_shared(blocks[first])
+        entry = blocks[first * num_groups : (first + 1) * num_groups]
+        return bool(entry) and not any(map(self._pool.is_shared, entry))
 
     def grow(self, start: int, end: int) -> list[tuple[int, int]]:
         """Makes positions [start, end) writable and returns the block copies (source, target) that this takes.
@@ -43,45 +58,80 @@ class BlockTable:
         """
         if self.is_writable(start, end):
             return []
-        pool, size = self._pool, self._pool.block_size
-        first = start // size
-        shared = [i for i in range(first, min(len(self.blocks), -(-end // size))) if pool.is_shared(self.blocks[i])]
+        pool, num_groups = self._pool, self._num_groups
+        first = start // pool.block_size
+        last = min(self.num_entries, -(-end // pool.block_size))
+        shared = [i for i in range(first * num_groups, last * num_groups) if pool.is_shared(self.blocks[i])]
         missing = self.num_missing(end)
         if not shared and not missing:
             return []
-        fresh = pool.allocate(len(shared) + missing)
-        copies = []
+        places = shared + list(range(len(self.blocks), len(self.blocks) + missing * num_groups))
+        fresh = self._allocate(places)
+        copies = [(self.blocks[i], block) for i, block in zip(shared, fresh, strict=False)]
         for i, block in zip(shared, fresh, strict=False):
-            copies.append((self.blocks[i], block))
             self.blocks[i] = block
         self.blocks.extend(fresh[len(shared) :])
         if copies:
-            self.num_sent = min(self.num_sent, shared[0])
+            self.num_sent = min(self.num_sent, shared[0] // num_groups)
         return copies
+
+    def _allocate(self, places: Sequence[int]) -> list[int]:
+        """Returns a block for each place of the table, all or none."""
+        pool, num_groups = self._pool, self._num_groups
+        if num_groups == 1:
+            return pool.allocate(len(places))
+        counts = [sum(place % num_groups == group for place in places) for group in range(num_groups)]
+        if any(count > pool.count_available(group) for group, count in enumerate(counts)):
+            raise OutOfBlocksError
+        fresh = [iter(pool.allocate(count, group)) for group, count in enumerate(counts)]
+        return [next(fresh[place % num_groups]) for place in places]
+
+    def pass_positions(self, num_positions: int) -> None:
+        """Gives back the blocks that no query from position `num_positions` on sees: those behind the windows."""
+        for number, group in enumerate(self._pool.groups):
+            if group.window is None:
+                continue
+            first = min(first_seen(num_positions, group.window) // self._pool.block_size, self.num_entries)
+            places = range(
+                self._passed[number] * self._num_groups + number, first * self._num_groups + number, self._num_groups
+            )
+            blocks = [self.blocks[place] for place in places if self.blocks[place] != NO_BLOCK]
+            for place in places:
+                self.blocks[place] = NO_BLOCK
+            self._pool.release(blocks)
+            self._passed[number] = max(self._passed[number], first)
 
     def shrink(self, num_positions: int) -> None:
         """Gives back the blocks behind the first `num_positions` positions; the last of these are its own to write."""
-        num_blocks = -(-num_positions // self._pool.block_size)
-        if num_blocks < len(self.blocks):
-            self._pool.release(reversed(self.blocks[num_blocks:]))
-            del self.blocks[num_blocks:]
-            self.num_sent = min(self.num_sent, num_blocks)
+        num_entries = -(-num_positions // self._pool.block_size)
+        if num_entries < self.num_entries:
+            self._release(self.blocks[num_entries * self._num_groups :])
+            del self.blocks[num_entries * self._num_groups :]
+            self.num_sent = min(self.num_sent, num_entries)
 
     def take_unsent(self) -> tuple[int, list[int]]:
-        """Returns (index, block ids from there on) that the runner does not know yet, and counts them as sent."""
+        """Returns (entry, block ids from there on) that the runner does not know yet, and counts them as sent."""
         start = self.num_sent
-        self.num_sent = len(self.blocks)
-        return start, self.blocks[start:]
+        self.num_sent = self.num_entries
+        return start, self.blocks[start * self._num_groups :]
 
     def fork(self) -> BlockTable:
         """Returns a table that shares every block with this one."""
-        self._pool.share(self.blocks)
         child = BlockTable(self._pool, self.blocks)
-        child.num_sent = self.num_sent
+        self._pool.share(block for block in self.blocks if block != NO_BLOCK)
+        child.num_sent, child._passed = self.num_sent, self._passed[:]
         return child
 
     def close(self) -> None:
-        """Gives every block back, last one first, so that the prefix tree gets leaves before their parents."""
-        self._pool.release(reversed(self.blocks))
+        """Gives every block back, last one first, so that the prefix cache gets leaves before their parents."""
+        self._release(self.blocks)
         self.blocks = []
         self.num_sent = 0
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        self._pool.release(block for block in reversed(blocks) if block != NO_BLOCK)
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """Returns the first position that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from cloister.backends.base import Backend, Capability, KVLayout, Program
-from cloister.backends.spec import DecoderSpec
+from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
+from cloister.backends.spec import DecoderSpec, group_layers
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
-from cloister.kv import BlockPool, PrefixKeys
+from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.launch.backend import NO_QUANT, kept_tokenizers, make_backend, weights_cache, write_in_few_bits
 from cloister.launch.drafters import open_drafters
 from cloister.launch.loading import Loading
@@ -81,23 +81,28 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
+    windows = group_layers(model.spec, max_model_len) if need.kv_layer_bytes else []
+    if drafters.names and windows and windows[0][0] is not None:
+        windows = []  # drafters keep KV of every position, under the numbers of the first group's blocks
     budget = budget_memory(
         drafters.add_blocks(need),
         available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        windows=windows,
+        max_batched_tokens=max_batched_tokens(config),
         kv_memory_mb=config.kv_memory_mb,
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
         drafters_bytes=drafters.fixed_bytes,
         num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
-    layout = KVLayout(budget.num_blocks, config.block_size)
+    layout = KVLayout.of_groups(budget.groups, config.block_size)
     loading.begin("packing the weights, or reading them packed")
     program = backend.build(model.spec, model.weights, layout, identity=identity)
     loading.begin("starting the engine")
-    drafters.allocate(program, layout)
+    drafters.allocate(program, KVLayout(budget.groups[0].num_blocks, config.block_size))
     slots, adapters = _open_adapters(config, model.spec, program, room)
     watch.lap("build")
     fingerprint = _fingerprint(model, backend, config)
@@ -124,12 +129,13 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         adapters=slots,
         grammars=grammars,
         drafters=drafters.drafters,
+        groups=budget.groups,
     )
     drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)
     scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
-        build_scheduler(config, info, budget.num_blocks, public, drafters.speculation()),
+        build_scheduler(config, info, budget.groups, public, drafters.speculation()),
         runner,
         OutputProcessor(tokenizer, info),
         model=info,
@@ -212,11 +218,11 @@ def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) ->
 def build_scheduler(
     config: EngineConfig,
     model: ModelInfo,
-    num_blocks: int,
+    groups: Sequence[KVGroup],
     public: Sequence[Sequence[int]] = (),
     speculation: Speculation | None = None,
 ) -> Scheduler:
-    """Returns a scheduler as the settings want it, over `num_blocks` blocks of its own.
+    """Returns a scheduler as the settings want it, over a pool with the blocks of `groups`.
 
     Args:
         public: token ids of prefixes that everybody shares.
@@ -226,6 +232,7 @@ def build_scheduler(
         ConfigError: those would take more than half of the blocks.
     """
     keys = PrefixKeys(model.fingerprint, config.block_size, public)
+    num_blocks = min(group.num_blocks for group in groups)
     if len(keys.public) > num_blocks // 2:
         raise ConfigError(
             f"release_prefixes take {len(keys.public)} of {num_blocks} KV blocks; shorten them or raise kv_memory_mb",
@@ -242,10 +249,18 @@ def build_scheduler(
             prefix_cache=bool(config.prefix_cache),
             cache_scopes=config.cache_scopes or 0,
         ),
-        BlockPool(num_blocks, config.block_size),
+        BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,
         speculation,
     )
+
+
+def _block_group(group: KVGroup, config: EngineConfig) -> BlockGroup:
+    if group.window is None:
+        return BlockGroup(group.num_blocks)
+    # what a query sees, and what one step computes before anything is behind the window
+    max_held = -(-(group.window + max_batched_tokens(config)) // config.block_size) + 1
+    return BlockGroup(group.num_blocks, group.window, max_held)
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:

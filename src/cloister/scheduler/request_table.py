@@ -23,7 +23,7 @@ class RequestTable:
         pool: the KV blocks that sequences hold.
         policy: gets the sequences that wait, run and leave.
         keys: makes prefix keys; None switches the prefix cache off.
-        quotas: what each scope may keep; None for one cache that all share.
+        quotas: for each group of the pool, what each scope may keep; None for one cache that all share.
 
     Attributes:
         groups: requests by id.
@@ -36,7 +36,7 @@ class RequestTable:
     """
 
     def __init__(
-        self, pool: BlockPool, policy: SchedulingPolicy, keys: PrefixKeys | None, quotas: CacheQuotas | None = None
+        self, pool: BlockPool, policy: SchedulingPolicy, keys: PrefixKeys | None, quotas: list[CacheQuotas] | None = None
     ) -> None:
         self.pool = pool
         self.tree = PrefixCache(pool, keys.public, quotas) if keys is not None else None

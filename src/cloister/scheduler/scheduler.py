@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cloister.kv import BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixKeys
+from cloister.kv import NO_BLOCK, BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixKeys
 from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
@@ -24,6 +24,8 @@ from cloister.types.events import Event, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
+_UNBOUNDED = 2**62
+"""Positions, where every layer has a window: a request holds no more of them the longer it gets."""
 BURST_S = 0.5
 """Requests that arrive within this time of each other came together."""
 BURST_LASTS_S = 1.0
@@ -81,11 +83,16 @@ class Scheduler:
         self.cost = StepCost()
         self._policy = POLICIES.get(config.policy)()
         keys = keys if config.prefix_cache else None
-        num_usable = pool.num_total - (len(keys.public) if keys is not None else 0)
+        num_public = len(keys.public) if keys is not None else 0
+        num_usable = pool.groups[0].num_blocks - num_public
         quotas = None
         if keys is not None and config.cache_scopes:
-            quotas = CacheQuotas.plan(config.cache_scopes, num_usable, -(-config.max_model_len // pool.block_size))
-            num_usable -= quotas.num_most  # whoever runs alone must get along with what full shares leave
+            num_longest = -(-config.max_model_len // pool.block_size)
+            quotas = [
+                CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
+                for group in pool.groups
+            ]
+            num_usable -= quotas[0].num_most  # a sequence that runs alone must fit into what full shares leave
         self._requests = RequestTable(pool, self._policy, keys, quotas)
         self._policy.attach_cache(self._requests.count_cached)
         self._draft_room = (
@@ -93,7 +100,9 @@ class Scheduler:
             if speculation is not None
             else None
         )
-        self._num_usable = num_usable * pool.block_size
+        max_held = pool.groups[0].max_held
+        self._num_usable = num_usable * pool.block_size if max_held is None or num_usable < max_held else _UNBOUNDED
+        self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
         self.tree = self._requests.tree
         self.requests: Mapping[str, RequestState] = self._requests.groups
@@ -226,6 +235,8 @@ class Scheduler:
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
                     self._requests.keep_blocks(sequence)
                     self._requests.renew(sequence, now)
+                    if self._has_windows:
+                        table_of(sequence).pass_positions(end)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
@@ -333,10 +344,10 @@ class Scheduler:
                 return
             keys = self._requests.match_keys(sequence)
             hits = self.tree.match(keys) if self.tree is not None else []
-            num_hit = len(hits) * self.pool.block_size
+            num_hit = len(hits) // self.pool.num_groups * self.pool.block_size
             if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
                 return
-            self.pool.share(hits)
+            self.pool.share(block for block in hits if block != NO_BLOCK)
             sequence.table = BlockTable(self.pool, hits)
             if not self._reserve(step, sequence):
                 sequence.table.close()
@@ -363,16 +374,15 @@ class Scheduler:
         if sequence.group.beams is not None:
             needed = self._searches.count_blocks(sequence.group)
         while self._requests.running:
-            promised = sum(table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values())
-            promised += self._searches.count_promised()
-            headroom = len(self._requests.running)  # a block each, so that admission does not preempt a step later
-            if self.pool.num_available >= needed + promised + headroom:
+            missing = [table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values()]
+            headroom = len(missing)  # an entry each, so that admission does not preempt a step later
+            if self.pool.has_room([needed, *missing], self._searches.count_promised() + headroom):
                 return True
             victim = self._choose_victim(step, behind=sequence)
             if victim is None:
                 return False
             self._requests.preempt(victim, step.now)
-        return self.pool.num_available >= needed
+        return self.pool.has_room([needed], 0)
 
     def _start(self, step: Step, sequence: Sequence, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""

@@ -79,6 +79,7 @@ class Program:
         logit_softcap: float,
     ) -> None: ...
     def add_rope(self, inv_freq: list[float], scale: float) -> None: ...
+    def add_group(self, *, first_block: int, num_blocks: int, window: int) -> None: ...
     def add_layer(
         self,
         *,
@@ -102,6 +103,7 @@ class Program:
         cache: _Bytes,
         kv_kind: int,
         block_size: int,
+        group: int,
     ) -> None: ...
     def forward(
         self,

@@ -65,14 +65,15 @@ class NativeBackend:
             ConfigError: the kernels do not compute such a decoder.
         """
         check_computable(spec)
+        kind = KV_KINDS[self._kv_dtype]
+        layer_bytes = tuple(
+            _native.kv_block_bytes(kind, layer.attention.num_kv_heads, layer.attention.head_dim, block_size)
+            for layer in spec.layers
+        )
         return MemoryNeed(
             weights_bytes=packed_model_bytes(spec, weights, self._dense),
-            kv_block_bytes=sum(
-                _native.kv_block_bytes(
-                    KV_KINDS[self._kv_dtype], layer.attention.num_kv_heads, layer.attention.head_dim, block_size
-                )
-                for layer in spec.layers
-            ),
+            kv_block_bytes=sum(layer_bytes),
+            kv_layer_bytes=layer_bytes,
             activations_bytes=buffer_bytes(
                 spec,
                 num_tokens=max_batched_tokens,

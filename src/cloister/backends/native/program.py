@@ -15,6 +15,7 @@ from cloister.backends.base import (
     FloatArray,
     ForwardBatch,
     IntArray,
+    KVGroup,
     KVLayout,
     MaskArray,
     Program,
@@ -142,13 +143,18 @@ class NativeProgram(Program):
         self._adapters, self._heads = NativeAdapters(self._program, packer), HeadShelf(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
+        self._blocks = [kv.blocks_of(number) for number in range(len(spec.layers))]
+        first = 0
+        for group in kv.groups or (KVGroup(kv.num_blocks),):
+            self._program.add_group(first_block=first, num_blocks=group.num_blocks, window=group.window or 0)
+            first += group.num_blocks
         ropes: dict[RopeSpec, int] = {}
         for number, layer in enumerate(spec.layers):
             rope = layer.attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = len(ropes)
                 self._program.add_rope(list(rope.inv_freq), rope.attention_scale)
-            self._add_layer(layer, f"layers.{number}.", -1 if rope is None else ropes[rope], kv, KV_KINDS[kv_dtype])
+            self._add_layer(layer, number, -1 if rope is None else ropes[rope], kv, KV_KINDS[kv_dtype])
 
     def _set_ends(self, spec: DecoderSpec) -> None:
         matrices, vectors = self._model.matrices, self._model.vectors
@@ -166,11 +172,13 @@ class NativeProgram(Program):
             logit_softcap=spec.logit_softcap or 0.0,
         )
 
-    def _add_layer(self, layer: LayerSpec, prefix: str, rope: int, kv: KVLayout, kind: int) -> None:
+    def _add_layer(self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kind: int) -> None:
         attention, matrices, vectors = layer.grouped_attention, self._model.matrices, self._model.vectors
+        prefix, num_blocks = f"layers.{number}.", len(self._blocks[number])
+        num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
         block_bytes = _native.kv_block_bytes(kind, attention.num_kv_heads, attention.head_dim, kv.block_size)
-        cache = reserve(block_bytes * kv.num_blocks, streamed=False)
-        self._caches.append(cache.reshape(kv.num_blocks, block_bytes))
+        cache = reserve(block_bytes * (num_blocks + num_empty), streamed=False)
+        self._caches.append(cache.reshape(num_blocks + num_empty, block_bytes))
         self._program.add_layer(
             shape=(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window or 0),
             scale=attention.scale,
@@ -192,6 +200,7 @@ class NativeProgram(Program):
             cache=cache,
             kv_kind=kind,
             block_size=kv.block_size,
+            group=kv.group_of(number),
         )
 
     def _norm(self, name: str) -> _native.Norm | None:
@@ -307,14 +316,15 @@ class NativeProgram(Program):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
-        for blocks in self._caches:
+        for cache, blocks in zip(self._caches, self._blocks, strict=True):
             for source, target in pairs:
-                blocks[target] = blocks[source]
+                if source in blocks:
+                    cache[target - blocks.start] = cache[source - blocks.start]
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
-        for blocks in self._caches:
-            blocks[list(block_ids)] = 0
+        for cache, blocks in zip(self._caches, self._blocks, strict=True):
+            cache[[block - blocks.start for block in block_ids if block in blocks]] = 0
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer, bit for bit.
@@ -330,7 +340,7 @@ class NativeProgram(Program):
 
     def read_block(self, layer: int, block: int) -> bytes:
         """Returns the bytes of one block, for who checks what blocks hold."""
-        return bytes(self._caches[layer][block])
+        return bytes(self._caches[layer][block - self._blocks[layer].start])
 
     def wipe_buffers(self) -> None:
         """Overwrites activations, logits and scratch of all steps so far with zeros; as quick as what there is to overwrite."""

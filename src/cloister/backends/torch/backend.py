@@ -58,10 +58,11 @@ class TorchBackend:
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
-        slots = sum(kv_size(layer.attention) for layer in spec.layers)
+        layer_bytes = tuple(kv_size(layer.attention) * block_size * self._dtype.itemsize for layer in spec.layers)
         return MemoryNeed(
             weights_bytes=held * self._dtype.itemsize,
-            kv_block_bytes=slots * block_size * self._dtype.itemsize,
+            kv_block_bytes=sum(layer_bytes),
+            kv_layer_bytes=layer_bytes,
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * _ATTENTION_BYTES,
         )
 

@@ -47,29 +47,35 @@ class KVCache:
 
     def __init__(self, layout: KVLayout, layers: Sequence[AnyAttentionSpec], dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self.zero_slot = layout.num_blocks * layout.block_size
-        self.layers = [torch.zeros(self.zero_slot + 1, kv_size(layer), dtype=dtype, device=device) for layer in layers]
+        self._blocks = [layout.blocks_of(number) for number in range(len(layers))]
+        self.layers = [
+            torch.zeros(len(blocks) * layout.block_size + 1, kv_size(layer), dtype=dtype, device=device)
+            for layer, blocks in zip(layers, self._blocks, strict=True)
+        ]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target); no target may be a source of the same call."""
-        if not pairs:
-            return
-        for pages in self._pages():
-            sources, targets = torch.tensor(pairs, device=pages.device).unbind(1)
-            pages.index_copy_(0, targets, pages.index_select(0, sources))
+        for pages, blocks in self._pages():
+            own = [(source - blocks.start, target - blocks.start) for source, target in pairs if source in blocks]
+            if own:
+                sources, targets = torch.tensor(own, device=pages.device).unbind(1)
+                pages.index_copy_(0, targets, pages.index_select(0, sources))
 
     def wipe(self, block_ids: Sequence[int]) -> None:
         """Overwrites whole blocks with zeros."""
-        if not block_ids:
-            return
-        for pages in self._pages():
-            pages.index_fill_(0, torch.tensor(list(block_ids), device=pages.device), 0)
+        for pages, blocks in self._pages():
+            own = [block - blocks.start for block in block_ids if block in blocks]
+            if own:
+                pages.index_fill_(0, torch.tensor(own, device=pages.device), 0)
 
     def move(self, moves: IntArray) -> None:
         """Copies single slots (source, target), one after the other."""
+        size = self.layout.block_size
         for source, target in moves.tolist():
-            for slots in self.layers:
-                slots[target] = slots[source]
+            for slots, blocks in zip(self.layers, self._blocks, strict=True):
+                if source // size in blocks:
+                    slots[target - blocks.start * size] = slots[source - blocks.start * size]
 
-    def _pages(self) -> list[Tensor]:
-        return [slots[:-1].view(self.layout.num_blocks, -1) for slots in self.layers]
+    def _pages(self) -> list[tuple[Tensor, range]]:
+        """Returns the pages of each layer, and the numbers of its blocks."""
+        return [(slots[:-1].view(len(blocks), -1), blocks) for slots, blocks in zip(self.layers, self._blocks, strict=True)]

@@ -29,6 +29,7 @@ from cloister.backends.torch.schedule import (
     KeySlots,
     Team,
     UnitBatch,
+    of_group,
     schedule_units,
     token_slots,
     use_one_thread_per_operation,
@@ -156,11 +157,11 @@ class TorchProgram(Program):
         units = self._schedule(*unfold(batch), num_rows)
         slots_of = self._adapters.of_step(batch)
         adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
-        written = torch.from_numpy(token_slots(batch, self._cache.layout.block_size)).to(self._device)
-        for layer, slots in zip(self._layers, self._cache.layers, strict=True):
+        written = [self._written_slots(batch, group) for group in range(max(1, len(self._cache.layout.groups)))]
+        for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
             rope = layer.attention.rope
             queries, new_slots = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
-            slots.index_copy_(0, written, new_slots[:num_tokens].to(slots.dtype))
+            slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
             mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
             tasks = [
                 partial(layer.finish, hidden[rows], mixed[rows], chunk)
@@ -184,11 +185,22 @@ class TorchProgram(Program):
         positions[: len(batch.positions)] = batch.positions
         return torch.from_numpy(positions).to(self._device)
 
+    def _written_slots(self, batch: ForwardBatch, group: int) -> Tensor:
+        layout = self._cache.layout
+        layer = next(number for number in range(len(self._layers)) if layout.group_of(number) == group)
+        return torch.from_numpy(token_slots(of_group(batch, layout, layer), layout.block_size)).to(self._device)
+
     def _schedule(self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int) -> dict[AttentionShape, list[UnitBatch]]:
-        keys = KeySlots(batch, self._cache.layout.block_size, self._cache.zero_slot, nodes)
+        layout = self._cache.layout
+        keys_of: dict[int, KeySlots] = {}
         units: dict[AttentionShape, list[UnitBatch]] = {}
-        for layer in self._layers:
-            shape, spec = work_shape(layer.attention), layer.attention
+        for number, layer in enumerate(self._layers):
+            shape, spec, group = work_shape(layer.attention), layer.attention, layout.group_of(number)
+            if group not in keys_of:
+                tables, window = of_group(batch, layout, number), layout.groups[group].window if layout.groups else None
+                zero_slot = len(layout.blocks_of(number)) * layout.block_size
+                keys_of[group] = KeySlots(tables, layout.block_size, zero_slot, nodes, window)
+            keys = keys_of[group]
             if shape not in units:
                 tiles = attention_tiles(slot_layout(spec), self._device)
                 widths = split_widths(slot_layout(spec), self._device)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cloister.backends.base import ForwardBatch
+from cloister.backends.base import ForwardBatch, KVLayout
 from cloister.backends.torch.trees import TreeNode, token_places
 
 SPLIT = 256
@@ -99,12 +99,24 @@ class _Unit:
 class KeySlots:
     """Cache slots of every context of a step, split by split.
 
+    Args:
+        batch: its block tables are of one group of layers.
+        zero_slot: stands for positions past the context, and behind the window.
+        window: of the group, where blocks behind it are given back.
+
     Attributes:
         starts: [num_seqs] index of a sequence's first split in `slots`.
         slots: [num_splits of all sequences, 256].
     """
 
-    def __init__(self, batch: ForwardBatch, block_size: int, zero_slot: int, nodes: Sequence[TreeNode] = ()) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        block_size: int,
+        zero_slot: int,
+        nodes: Sequence[TreeNode] = (),
+        window: int | None = None,
+    ) -> None:
         self.block_size = block_size
         counts = -(-batch.context_lens.astype(np.int64) // SPLIT)
         self.starts = np.cumsum(counts) - counts
@@ -112,12 +124,23 @@ class KeySlots:
         positions = ((np.arange(counts.sum()) - self.starts[seqs]) * SPLIT)[:, None] + np.arange(SPLIT)
         past = positions >= batch.context_lens[seqs, None]
         places = np.where(past, 0, positions // block_size)
+        if window is not None:  # what lies behind it may be another's by now
+            first_queries = batch.context_lens - np.diff(batch.query_starts)
+            past |= positions <= first_queries[seqs, None] - window
         blocks = batch.block_tables[seqs[:, None], places].astype(np.int64)
         self.slots: Int64Array = np.where(past, zero_slot, blocks * block_size + positions % block_size)
         for node in nodes:
             for position, place in enumerate(node.places, node.first_position):
                 slot = int(batch.block_tables[node.seq, place // block_size]) * block_size + place % block_size
                 self.slots[self.starts[node.seq] + position // SPLIT, position % SPLIT] = slot
+
+
+def of_group(batch: ForwardBatch, layout: KVLayout, layer: int) -> ForwardBatch:
+    """Returns a batch with the block tables of a layer's group, and blocks numbered from 0."""
+    if len(layout.groups) < 2:
+        return batch
+    first, number = layout.blocks_of(layer).start, layout.group_of(layer)
+    return replace(batch, block_tables=batch.block_tables[:, number :: len(layout.groups)] - first)
 
 
 def token_slots(batch: ForwardBatch, block_size: int) -> Int64Array:

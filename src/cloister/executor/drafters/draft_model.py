@@ -140,7 +140,7 @@ class PagedDrafter(Drafter):
         """Computes prompts beside the model, `MAX_FOLLOWED` positions at most."""
         num_left, stretches = MAX_FOLLOWED, []
         for state, end in parts:
-            start = self._kv.reach(state.seq_id, state.blocks)
+            start = self._kv.reach(state.seq_id, state.first_group_blocks)
             count = min(end, self._max_positions) - start
             if count > 0 and num_left:
                 stretches.append(self._stretch(state, start, start + min(count, num_left)))
@@ -157,7 +157,7 @@ class PagedDrafter(Drafter):
                 known = each.state.tokens[start:end]
                 count = common_length(tokens.tolist(), known)
                 if count:
-                    self._kv.fill(each.state.blocks, start, start + count)
+                    self._kv.fill(each.state.first_group_blocks, start, start + count)
                 tokens[:] = 0
 
     def forget(self, seq_id: int) -> None:
@@ -195,7 +195,7 @@ class PagedDrafter(Drafter):
             count = min(ask.num_drafts, self.max_drafts, self._max_positions - num_known + 1)
             if count < 1:
                 continue
-            start = min(self._kv.reach(state.seq_id, state.blocks), num_known - 1)
+            start = min(self._kv.reach(state.seq_id, state.first_group_blocks), num_known - 1)
             stretch = self._stretch(state, start, min(num_known, start + max(FEW, min(MAX_CAUGHT_UP, num_left))))
             if len(stretch.tokens) > FEW:
                 num_left -= len(stretch.tokens)
@@ -208,7 +208,7 @@ class PagedDrafter(Drafter):
         return ready
 
     def _stretch(self, state: SequenceState, start: int, end: int) -> Stretch:
-        return Stretch(state, state.blocks, start, state.tokens[start:end])
+        return Stretch(state, state.first_group_blocks, start, state.tokens[start:end])
 
     def _compute(self, stretches: Sequence[Stretch]) -> None:
         for grower in self._growers if stretches else ():

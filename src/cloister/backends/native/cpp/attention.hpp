@@ -283,9 +283,9 @@ static void gather(const Cache& cache, const AttentionShape& shape, const Sequen
     for (int key = start; key < end;) {
         int place = key % cache.block_size, run = cache.block_size - place;
         if (run > end - key) run = end - key;
-        int block = sequence.table[key / cache.block_size];
+        int block = sequence.block(key / cache.block_size);
         if (key + run < end) {  // ask for the next block while this one is copied
-            HeadPlace next = head_place(cache, shape, sequence.table[(key + run) / cache.block_size], head);
+            HeadPlace next = head_place(cache, shape, sequence.block((key + run) / cache.block_size), head);
             for (const uint8_t* line = next.keys; line < (const uint8_t*)next.key_scales; line += 64) __builtin_prefetch(line, 0, 3);
         }
         gather_run(cache, shape, head_place(cache, shape, block, head), place, place + run, key - start, p);
@@ -449,7 +449,7 @@ template <bool floats> INLINE Runs find_runs(const Cache& cache, const Attention
     runs.value_stride = size_t(shape.padded_dim) * 4;
     for (int i = 0; i < split_keys / run_keys; i++) {
         int key = start + run_keys * i < end ? start + run_keys * i : (end - 1) / run_keys * run_keys;  // what lies past the end is masked
-        HeadPlace at = head_place(cache, shape, sequence.table[key / cache.block_size], head);
+        HeadPlace at = head_place(cache, shape, sequence.block(key / cache.block_size), head);
         int place = key % cache.block_size;
         runs.keys[i] = at.keys + place * 4;
         runs.values[i] = at.values + size_t(floats ? place : place / 2) * runs.value_stride;
@@ -696,7 +696,7 @@ template <bool floats> static void attend_nodes(const Attending& at, int split) 
             int slot = sequence.paths[node.path + start + column - tree], place = slot % cache.block_size;
             if (held[column] == slot) continue;
             held[column] = slot;
-            HeadPlace from = head_place(cache, at.shape, sequence.table[slot / cache.block_size], at.task.kv_head);
+            HeadPlace from = head_place(cache, at.shape, sequence.block(slot / cache.block_size), at.task.kv_head);
             gather_run(cache, at.shape, from, place, place + 1, column, at.panels());
         }
         clear_values(cache, at.shape.padded_dim, end, padded, at.panels());

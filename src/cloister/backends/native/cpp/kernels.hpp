@@ -43,12 +43,16 @@ struct Node {
 
 // One sequence of a step.
 struct Sequence {
-    const int32_t* table = nullptr;  // blocks
+    const int32_t* table = nullptr;  // blocks: of each entry one for each group of layers
+    int num_groups = 1, first_block = 0;  // the number of the first block of the group whose layer is computed
+    int first_entry = 0, empty_block = 0;  // entries before this one are behind the window: an empty block stands for them
     int first_token = 0, num_tokens = 0, first_position = 0;
     // Of a token tree, whose keys from `first_position` on do not lie where their positions say; else null.
     const Node* nodes = nullptr;     // [num_tokens]
     const int32_t* paths = nullptr;  // of all nodes, one after the other
 
+    // A block of the layer's cache.
+    int block(int entry) const { return entry < first_entry ? empty_block : table[size_t(entry) * size_t(num_groups)] - first_block; }
     int position(int token) const { return nodes ? nodes[token].position : first_position + token; }
     // The positions of tokens [begin, end): the first of them, and the one after the last.
     std::pair<int, int> range(int begin, int end) const {

@@ -184,7 +184,10 @@ void check_layer(const Program& program, const Layer& layer) {
             layer.output.inputs == s.num_heads * s.head_dim && layer.output.outputs == hidden, "the matrices of a layer do not fit together");
     if (layer.mixture) check_mixture(*layer.mixture, hidden);
     else check_feed_forward(layer.mlp, hidden);
-    require(layer.cache.block_size > 0 && layer.num_blocks > 0, "a cache has no block");
+    require(layer.cache.block_size > 0, "a cache has no block");
+    require(size_t(layer.group) < program.groups.size(), "a layer is of a group that was not added");
+    const KVGroup& group = program.groups[size_t(layer.group)];
+    require(group.num_blocks > 0 && layer.num_blocks >= group.num_blocks + (group.window ? 1 : 0), "a cache has fewer blocks than its group");
     require(program.layers.empty() || layer.cache.block_size == program.layers[0].cache.block_size, "the caches have blocks of several sizes");
 }
 
@@ -286,10 +289,14 @@ NB_MODULE(_native, m) {
         .def("add_rope", [](Program& self, std::vector<float> inv_freq, float scale) {
             self.ropes.push_back({std::move(inv_freq), scale, {}, 0});
         })
+        .def("add_group", [](Program& self, int first_block, int num_blocks, int window) {
+            require(first_block >= 0 && num_blocks > 0 && window >= 0, "a group of layers has no such blocks");
+            self.groups.push_back({first_block, num_blocks, window});
+        }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"))
         .def("add_layer", [](Program& self, std::tuple<int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Matrix& output,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
-                             bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size) {
+                             bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
             Layer layer;
             auto [heads, kv_heads, dim, window] = shape;
             layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap};
@@ -311,11 +318,12 @@ NB_MODULE(_native, m) {
             layer.residual_scale = residual_scale;
             layer.cache = {cache.data(), kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
             layer.num_blocks = int(std::min(cache.size() / layer.cache.block_bytes, size_t(INT32_MAX)));
+            layer.group = group;
             check_layer(self, layer);
             self.layers.push_back(layer);
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");

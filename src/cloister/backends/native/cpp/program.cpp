@@ -24,6 +24,11 @@ void require(bool fits, const char* otherwise) {
 
 bool within(int32_t value, int end) { return uint32_t(value) < uint32_t(end); }
 
+// The first entry of a block table that a token at `position` sees.
+int first_entry(const KVGroup& group, int position, int block_size) {
+    return group.window ? std::max(0, position - group.window + 1) / block_size : 0;
+}
+
 // Whether attention of two layers has the same list of tasks.
 bool same_tasks(const Layer& one, const Layer& other) {
     const AttentionShape &a = one.shape, &b = other.shape;
@@ -68,8 +73,7 @@ void Program::wipe() {
 void Program::check(const Batch& batch) const {
     const int32_t *starts = batch.query_starts, *contexts = batch.context_lens;
     require(starts[0] == 0 && starts[batch.num_sequences] == batch.num_tokens, "the sequences of a batch do not make up its tokens");
-    int block_size = layers.empty() ? 1 : layers[0].cache.block_size, num_blocks = INT32_MAX;
-    for (const Layer& layer : layers) num_blocks = std::min(num_blocks, layer.num_blocks);
+    int block_size = layers.empty() ? 1 : layers[0].cache.block_size, num_groups = int(groups.size());
     for (int s = 0; s < batch.num_sequences; s++) {
         int first = starts[s], end = starts[s + 1], context = contexts[s];
         require(first <= end && end <= batch.num_tokens, "the sequences of a batch do not make up its tokens");
@@ -77,9 +81,14 @@ void Program::check(const Batch& batch) const {
         for (int i = first; i < end; i++) require(within(batch.positions[i], context), "a batch has a position outside of its sequence's context");
         if (!layers.empty()) {
             int blocks = int((int64_t(context) + block_size - 1) / block_size);
-            require(blocks <= batch.table_stride, "a block table of a batch is shorter than its sequence's context");
+            require(int64_t(blocks) * num_groups <= batch.table_stride, "a block table of a batch is shorter than its sequence's context");
             const int32_t* table = batch.tables + size_t(s) * size_t(batch.table_stride);
-            for (int b = 0; b < blocks; b++) require(within(table[b], num_blocks), "a batch names a block that the cache does not have");
+            for (int g = 0; g < num_groups; g++) {
+                const KVGroup& group = groups[size_t(g)];
+                for (int b = first_entry(group, context - (end - first), block_size); b < blocks; b++)
+                    require(within(table[size_t(b) * size_t(num_groups) + size_t(g)] - group.first_block, group.num_blocks),
+                            "a batch names a block that the cache does not have");
+            }
         }
         if (!batch.parents) continue;
         for (int i = first; i < end; i++) {
@@ -169,19 +178,18 @@ void Program::extend_ropes(const Batch& batch) {
 void Program::place_tokens(const Batch& batch) {
     sequences_.clear();
     paths_.clear();
-    table_of_.resize(size_t(batch.num_tokens));
+    sequence_of_.resize(size_t(batch.num_tokens));
     slot_of_.resize(size_t(batch.num_tokens));
     if (batch.parents) nodes_.resize(size_t(batch.num_tokens));
     for (int s = 0; s < batch.num_sequences; s++) {
         int first = batch.query_starts[s], count = batch.query_starts[s + 1] - first;
         Sequence sequence;
-        sequence.table = batch.tables + size_t(s) * batch.table_stride;
         sequence.first_token = first;
         sequence.num_tokens = count;
         sequence.first_position = batch.context_lens[s] - count;
         bool is_tree = false;
         for (int i = 0; i < count; i++) {
-            table_of_[size_t(first + i)] = sequence.table;
+            sequence_of_[size_t(first + i)] = s;
             slot_of_[size_t(first + i)] = sequence.first_position + i;
             is_tree = is_tree || (batch.parents && batch.parents[first + i] != (i ? first + i - 1 : -1));
         }
@@ -192,6 +200,19 @@ void Program::place_tokens(const Batch& batch) {
         sequences_.push_back(sequence);
     }
     for (Sequence& sequence : sequences_) sequence.paths = paths_.data();
+}
+
+// Where the keys lie that the layers of a group read and write.
+void Program::enter_group(const Batch& batch, int number) {
+    const KVGroup& group = groups[size_t(number)];
+    for (size_t s = 0; s < sequences_.size(); s++) {
+        Sequence& sequence = sequences_[s];
+        sequence.table = batch.tables + s * size_t(batch.table_stride) + number;
+        sequence.num_groups = int(groups.size());
+        sequence.first_block = group.first_block;
+        sequence.first_entry = first_entry(group, sequence.first_position, layers[0].cache.block_size);
+        sequence.empty_block = group.num_blocks;
+    }
 }
 
 // A node's path is its parent's and its own slot.
@@ -290,12 +311,17 @@ void Program::attention(const Layer& layer, const Batch& batch) {
 }
 
 void Program::move_positions(const int32_t* moves, int num_moves) {
-    for (const Layer& layer : layers)
-        for (int i = 0; i < 2 * num_moves; i++)
-            require(moves[i] >= 0 && moves[i] / layer.cache.block_size < layer.num_blocks, "a move names a position that the cache does not have");
+    auto lies_in = [&](const KVGroup& group, int slot) { return within(slot / layers[0].cache.block_size - group.first_block, group.num_blocks); };
+    for (int i = 0; i < num_moves && !layers.empty(); i++)
+        require(std::any_of(groups.begin(), groups.end(), [&](const KVGroup& group) {
+            return moves[2 * i] >= 0 && moves[2 * i + 1] >= 0 && lies_in(group, moves[2 * i]) && lies_in(group, moves[2 * i + 1]);
+        }), "a move names a position that the cache does not have");
     phase("move", int(layers.size()), [&](int i, int) {
         const Layer& layer = layers[size_t(i)];
-        for (int move = 0; move < num_moves; move++) kernels_.move_keys(layer.shape, layer.cache, moves[2 * move], moves[2 * move + 1]);
+        const KVGroup& group = groups[size_t(layer.group)];
+        int first = group.first_block * layer.cache.block_size;
+        for (int move = 0; move < num_moves; move++)
+            if (lies_in(group, moves[2 * move])) kernels_.move_keys(layer.shape, layer.cache, moves[2 * move] - first, moves[2 * move + 1] - first);
     });
 }
 
@@ -365,7 +391,7 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
         }
         kernels_.put_queries(q, shape, layer.scale, layer.cache.kind, queries + size_t(row) * query_bytes);
         int slot = slot_of_[size_t(row)], size = layer.cache.block_size;
-        kernels_.put_keys(k, v, shape, layer.cache, table_of_[size_t(row)][slot / size], slot % size);
+        kernels_.put_keys(k, v, shape, layer.cache, sequences_[size_t(sequence_of_[size_t(row)])].block(slot / size), slot % size);
     });
 }
 
@@ -434,6 +460,7 @@ void Program::forward(const Batch& batch, float* logits) {
     embed(batch);
     const Layer* previous = nullptr;
     for (const Layer& layer : layers) {
+        if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
         const Mixture* experts = layer.mixture ? &*layer.mixture : nullptr;
         const Matrix& up = experts ? experts->experts[0].up : layer.mlp.up;
         Normed inputs;

@@ -50,6 +50,13 @@ struct Layer {
     float residual_scale = 1;
     Cache cache;
     int num_blocks = 0;  // of the cache
+    int group = 0;       // of `Program::groups`
+};
+
+// Layers that share block tables. Blocks are numbered through all groups. With a window, what lies behind it need not be there:
+// caches have one block more, the last, which stays empty.
+struct KVGroup {
+    int first_block = 0, num_blocks = 0, window = 0;
 };
 
 // [head][block]: x + down(activation(up(x))), the next block after that. Float32 or bfloat16, all of one shape.
@@ -82,6 +89,7 @@ public:
     Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps);
 
     std::vector<Layer> layers;  // all with blocks of one size
+    std::vector<KVGroup> groups;
     std::vector<Rope> ropes;
     Matrix embedding, head, positions;  // positions: without codes, none are learned
     Norm norm;
@@ -174,6 +182,7 @@ private:
     void check(const Batch& batch) const;
     void extend_ropes(const Batch& batch);
     void place_tokens(const Batch& batch);
+    void enter_group(const Batch& batch, int number);
     void list_paths(const Batch& batch, const Sequence& sequence);
     int rows_at_once(const Sequence& sequence, const AttentionShape& shape) const;
     void embed(const Batch& batch);
@@ -246,7 +255,7 @@ private:
     int pieces_ = 0, kept_rows_ = 0;
     std::vector<int> head_rows_;  // tokens of the last step whose logits were asked for
     std::vector<Sequence> sequences_;
-    std::vector<const int32_t*> table_of_;  // [num_tokens]
+    std::vector<int> sequence_of_;           // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
     std::vector<Node> nodes_;     // [num_tokens], where there are trees
     std::vector<int32_t> paths_;  // of all nodes

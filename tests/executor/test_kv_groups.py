@@ -1,0 +1,146 @@
+"""Layers with a window keep no more KV than their queries see, and no answer changes by it (decisions/0018)."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from cloister.backends import BACKENDS
+from cloister.backends.base import KVGroup, KVLayout
+from cloister.backends.spec import group_layers
+from cloister.executor import ModelRunner
+from cloister.kv import BlockGroup, BlockPool, PrefixKeys
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.events import Ended, Preempted, Scheduled
+from cloister.types.request import Request, SamplingParams
+from tests.driving import RandomWeights, make_spec
+from tests.native import KERNELS
+from tests.tree_history import Erratic, Prophet
+
+VOCAB, BLOCK, MAX_MODEL_LEN, MAX_TOKENS = 64, 4, 400, 24
+BACKENDS_AND_KINDS = [pytest.param("torch", {}, id="torch")] + [
+    pytest.param("native", {"kernels": kernels, "dtype": dtype}, id=f"{kernels}-{dtype}")
+    for kernels in KERNELS
+    for dtype in ("float32", "bfloat16")
+]
+BACKENDS_AND_KINDS += [
+    pytest.param("native", {"dtype": "bfloat16", "kv_dtype": kind}, id=f"native-{kind}") for kind in ("int8", "int4")
+]
+
+
+def make_windows(*windows):
+    base = make_spec(hidden=32, intermediate=48, heads=(4, 2), head_dim=8, num_layers=len(windows), vocab=VOCAB)
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, window=window))
+        for layer, window in zip(base.layers, windows, strict=True)
+    )
+    return replace(base, layers=layers)
+
+
+MIXED = make_windows(24, None, 24, 7, None)
+ALL_WINDOWED = make_windows(24, 24)
+SPECS = {"mixed": MIXED, "all windowed": ALL_WINDOWED}
+WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in SPECS.items()}
+
+
+def wishes():
+    rng = random.Random(3)
+    shared = [rng.randrange(VOCAB) for _ in range(90)]
+    for i in range(14):
+        tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))]
+        sampling = SamplingParams(
+            temperature=0.0 if i % 3 else 0.9, seed=i, n=2 if i == 4 else 1, max_tokens=rng.randrange(4, 60), ignore_eos=True
+        )
+        yield Request(request_id=str(i), token_ids=(shared if i % 2 else []) + tail, sampling=sampling)
+
+
+class Served:
+    """What came of some requests on one program."""
+
+    def __init__(self, name, backend, options, *, grouped, num_blocks, answers=(), num_seqs=6):
+        spec, speculation = SPECS[name], Erratic(most=5) if answers else None
+        drafters = {"prophet": Prophet(answers, VOCAB)} if answers else {}
+        groups = self._groups(spec, num_blocks) if grouped else (KVGroup(num_blocks),)
+        self.layout = KVLayout.of_groups(groups, BLOCK)
+        maker = BACKENDS.get(backend)(num_threads=1, device="cpu", **{"dtype": "float32", **options})
+        program = maker.build(spec, WEIGHTS[name], self.layout)
+        self.pool = BlockPool([BlockGroup(g.num_blocks, g.window, self._held(g.window)) for g in groups], BLOCK)
+        config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=num_seqs, budget=BudgetConfig(max_tokens=MAX_TOKENS))
+        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", BLOCK), speculation)
+        self.runner = ModelRunner(
+            program, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, block_size=BLOCK, drafters=drafters, groups=groups
+        )
+        self.speculation = speculation
+        self.num_preempted = self.num_hit = self.most_used = 0
+
+    @staticmethod
+    def _held(window):
+        return None if window is None else -(-(window + MAX_TOKENS) // BLOCK) + 1
+
+    def _groups(self, spec, num_blocks):
+        return tuple(
+            KVGroup(num_blocks if window is None else min(num_blocks, 3 * self._held(window)), layers, window)
+            for window, layers in group_layers(spec, MAX_MODEL_LEN)
+        )
+
+    def serve(self, requests):
+        for request in requests:
+            self.scheduler.add(request, 0.0)
+        tokens, names = {}, {}
+        for step in range(4000):
+            plan = self.scheduler.plan(step * 0.01)
+            if plan is None:
+                break
+            result = self.runner.run(plan)
+            result.elapsed_s = 0.01
+            assert not result.failures
+            for sample in result.samples:
+                tokens.setdefault(sample.seq_id, []).extend(sample.token_ids)
+            for event in self.scheduler.commit(result, {}, step * 0.01):
+                if isinstance(event, Ended):
+                    names[event.seq_id] = (event.request_id, event.index)
+                    tokens[event.seq_id] = tokens[event.seq_id][: event.num_output_tokens]
+                self.num_preempted += isinstance(event, Preempted)
+                self.num_hit += event.num_cached_tokens if isinstance(event, Scheduled) else 0
+            self.pool.check()
+            self.most_used = max(self.most_used, self.pool.num_used)
+        assert self.scheduler.num_requests == 0
+        return {name: tokens[seq_id] for seq_id, name in names.items()}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS_AND_KINDS)
+def test_answers_are_those_of_a_cache_that_keeps_everything(backend, options, name):
+    whole = Served(name, backend, options, grouped=False, num_blocks=600)
+    expected = whole.serve(wishes())
+    for num_blocks in (600, 90):
+        windowed = Served(name, backend, options, grouped=True, num_blocks=num_blocks)
+        assert windowed.serve(wishes()) == expected
+        assert windowed.num_hit, "no prefix was found, so none was tried"
+        assert bool(windowed.num_preempted) == (num_blocks == 90 and name == "mixed")
+
+
+@pytest.mark.parametrize(("backend", "options"), BACKENDS_AND_KINDS[:1] + BACKENDS_AND_KINDS[-1:])
+def test_answers_are_the_same_with_drafts(backend, options):
+    expected = Served("mixed", backend, options, grouped=False, num_blocks=600).serve(wishes())
+    answers = [[*wish.token_ids, *expected[wish.request_id, 0]] for wish in wishes()]
+    drafting = Served("mixed", backend, options, grouped=True, num_blocks=200, answers=answers)
+    assert drafting.serve(wishes()) == expected
+    assert drafting.speculation.num_accepted > 50
+
+
+def test_a_long_sequence_holds_what_its_windows_see():
+    served = Served("mixed", "torch", {}, grouped=True, num_blocks=100, num_seqs=1)
+    request = Request(request_id="long", token_ids=[3] * 200, sampling=SamplingParams(max_tokens=100, ignore_eos=True))
+    served.serve([request])
+    held = {group.window: -(-(group.window + MAX_TOKENS) // BLOCK) + 1 for group in served.pool.groups if group.window}
+    assert served.most_used <= 75 + sum(held.values())
+    kept_whole = Served("mixed", "torch", {}, grouped=False, num_blocks=100, num_seqs=1)
+    kept_whole.serve([request])
+    assert kept_whole.most_used == 75
+
+
+def test_what_is_behind_a_window_may_be_overwritten_by_anybody():
+    served = Served("mixed", "torch", {}, grouped=True, num_blocks=100)
+    assert [group.window for group in served.layout.groups] == [None, 24, 7]
+    assert [len(served.layout.blocks_of(layer)) for layer in range(5)] == [39, 100, 39, 27, 100]
