@@ -104,7 +104,7 @@ class Served:
                 self.num_hit += event.num_cached_tokens if isinstance(event, Scheduled) else 0
             self.pool.check()
             self.most_used = max(self.most_used, self.pool.num_used)
-        assert self.scheduler.num_requests == 0
+        assert not self.scheduler.requests
         return {name: tokens[seq_id] for seq_id, name in names.items()}
 
 
