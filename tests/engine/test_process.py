@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cloister.engine import EngineClient, ProcessTransport, Supervision
+from cloister.engine import EngineClient, ProcessTransport, Supervision, adapters
 from cloister.engine.supervision import Restarts
 from cloister.engine.transports import ProcessHandle, spawn_program
 from cloister.types.errors import (
@@ -178,7 +178,11 @@ def test_an_engine_that_loads_an_adapter_for_long_is_not_replaced(model_path: Pa
     run(main())
 
 
-def test_an_engine_that_answers_no_call_is_replaced_though_adapters_are_asked_for_again_and_again(model_path: Path) -> None:
+def test_an_engine_that_answers_no_call_is_replaced_though_adapters_are_asked_for_again_and_again(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "CALL_TIMEOUT_S", 0.1)
+
     async def main() -> None:
         supervision = Supervision(look_every_s=0.05)
         async with serving(model_path, "build_loading", supervision, stall_timeout_s=0.2) as engine:
@@ -189,7 +193,7 @@ def test_an_engine_that_answers_no_call_is_replaced_though_adapters_are_asked_fo
             waiting = asyncio.create_task(answer(engine, make_request()))
             while not waiting.done():
                 with contextlib.suppress(DeadlineError, EngineError):
-                    await engine.adapters.load("ann", "somewhere", timeout_s=0.1)
+                    await engine.adapters.load("ann", "somewhere")
                 await asyncio.sleep(0)  # a call that is refused at once does not wait
             assert reasons(await waiting) == [FinishReason.ERROR]
 

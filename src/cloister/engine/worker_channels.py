@@ -35,8 +35,8 @@ class _Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.coming = bytearray()
-        self.going = bytearray()
+        self.received = bytearray()
+        self.unsent = bytearray()
         self.lock = threading.Lock()
 
     def take(self) -> Iterable[bytes]:
@@ -45,26 +45,23 @@ class _Channel:
         Raises:
             ChannelError: one is too long.
         """
-        while len(self.coming) >= channel.HEAD_BYTES:
-            end = channel.HEAD_BYTES + channel.payload_size(self.coming[: channel.HEAD_BYTES])
-            if len(self.coming) < end:
+        while len(self.received) >= channel.HEAD_BYTES:
+            end = channel.HEAD_BYTES + channel.payload_size(self.received[: channel.HEAD_BYTES])
+            if len(self.received) < end:
                 return
-            frame = bytes(self.coming[channel.HEAD_BYTES : end])
-            self.coming = self.coming[end:]
+            frame = bytes(self.received[channel.HEAD_BYTES : end])
+            self.received = self.received[end:]
             yield frame
 
     def push(self) -> bool:
-        """Sends what there is to send without waiting; True if something is left.
-
-        Raises:
-            OSError: nobody is there.
-        """
-        while self.going:
+        """Sends what there is to send without waiting; True if something is left. What is for a worker that is gone is lost."""
+        while self.unsent:
             try:
-                sent = self.sock.send(self.going)
+                self.unsent = self.unsent[self.sock.send(self.unsent) :]
             except BlockingIOError:
                 return True
-            self.going = self.going[sent:]
+            except OSError:  # as the reader will see
+                self.unsent = bytearray()
         return False
 
 
@@ -84,10 +81,10 @@ class WorkerChannels:
         self._input_queue = input_queue
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
-        self._near, self._far = socket.socketpair()
-        for end in (self._near, self._far):
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
-        self._selector.register(self._near, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._by_request: dict[str, _Channel] = {}
         self._stuck: set[_Channel] = set()
 
@@ -98,12 +95,12 @@ class WorkerChannels:
                 if key.fileobj is self._sock:
                     if not self._admit():
                         return
-                elif key.fileobj is self._near:
-                    self._near.recv(_READ_BYTES)
+                elif key.fileobj is self._wake_receiver:
+                    self._wake_receiver.recv(_READ_BYTES)
                 else:
                     self._serve(key.data)
-            for one in list(self._stuck):
-                self._push(one)
+            for worker in list(self._stuck):
+                self._push(worker)
 
     def deliver(self, message: Outputs) -> Outputs:
         """Sends to each channel what a step brought its requests; returns the rest, with counts of everything and no content.
@@ -112,48 +109,40 @@ class WorkerChannels:
         """
         if not self._by_request:
             return message
-        theirs: dict[_Channel, Outputs] = {}
+        by_worker: dict[_Channel, Outputs] = {}
         rest = Outputs([], [], message.replies)
         for output in message.outputs:
-            one = self._by_request.get(output.request_id)
-            (rest if one is None else theirs.setdefault(one, Outputs([], []))).outputs.append(output)
+            worker = self._by_request.get(output.request_id)
+            (rest if worker is None else by_worker.setdefault(worker, Outputs([], []))).outputs.append(output)
         for event in message.events:
-            one = None if isinstance(event, Stepped) else self._by_request.get(event.request_id)
-            if one is not None:
-                theirs.setdefault(one, Outputs([], [])).events.append(event)
-            rest.events.append(event if one is None else _without_content(event))
-        for one, outputs in theirs.items():
-            self._send(one, outputs)
+            worker = None if isinstance(event, Stepped) else self._by_request.get(event.request_id)
+            if worker is not None:
+                by_worker.setdefault(worker, Outputs([], [])).events.append(event)
+            rest.events.append(event if worker is None else _without_content(event))
+        for worker, outputs in by_worker.items():
+            self._send(worker, outputs)
         for event in message.events:
             if isinstance(event, Ended) and event.last:
                 self._by_request.pop(event.request_id, None)
         return rest
 
-    def _send(self, one: _Channel, outputs: Outputs) -> None:
-        with one.lock:
-            one.going += channel.frame(outputs)
-            try:
-                is_stuck = one.push()
-            except OSError:  # it is gone, as the reader will see
-                one.going = bytearray()
-                return
+    def _send(self, worker: _Channel, outputs: Outputs) -> None:
+        with worker.lock:
+            worker.unsent += channel.frame(outputs)
+            is_stuck = worker.push()
         if is_stuck:
-            self._stuck.add(one)
+            self._stuck.add(worker)
             with contextlib.suppress(BlockingIOError):  # so many wakings are under way that one more is not missed
-                self._far.send(b".")
+                self._wake_sender.send(b".")
 
-    def _push(self, one: _Channel) -> None:
-        with one.lock:
-            try:
-                is_stuck = one.push()
-            except OSError:
-                one.going = bytearray()
-                is_stuck = False
+    def _push(self, worker: _Channel) -> None:
+        with worker.lock:
+            is_stuck = worker.push()
         if not is_stuck:
-            self._stuck.discard(one)
-        if one.sock.fileno() >= 0:
+            self._stuck.discard(worker)
+        if worker.sock.fileno() >= 0:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_stuck else 0)
-            self._selector.modify(one.sock, wanted, one)
+            self._selector.modify(worker.sock, wanted, worker)
 
     def _admit(self) -> bool:
         message, descriptors, _, _ = socket.recv_fds(self._sock, len(CONNECT), 1)
@@ -165,37 +154,37 @@ class WorkerChannels:
             self._selector.register(sock, selectors.EVENT_READ, _Channel(sock))
         return True
 
-    def _serve(self, one: _Channel) -> None:
+    def _serve(self, worker: _Channel) -> None:
         try:
-            data = one.sock.recv(_READ_BYTES)
+            data = worker.sock.recv(_READ_BYTES)
             if data:
-                one.coming += data
-                for frame in one.take():
-                    self._read(one, frame)
+                worker.received += data
+                for frame in worker.take():
+                    self._read(worker, frame)
                 return
         except BlockingIOError:
             return
         except (OSError, channel.ChannelError, msgspec.MsgspecError, RecursionError):
             pass
-        self._drop(one)
+        self._drop(worker)
 
-    def _read(self, one: _Channel, frame: bytes) -> None:
+    def _read(self, worker: _Channel, frame: bytes) -> None:
         message = channel.decode_front(frame)
         if isinstance(message, Submit):
             request_id = message.request.request_id
             if request_id in self._by_request or not 1 <= message.request.sampling.n <= self._max_num_seqs:
                 raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")
-            self._by_request[request_id] = one
+            self._by_request[request_id] = worker
             self._input_queue.put(message)
-        elif isinstance(message, Abort) and self._by_request.get(message.request_id) is one:
+        elif isinstance(message, Abort) and self._by_request.get(message.request_id) is worker:
             self._input_queue.put(message)
 
-    def _drop(self, one: _Channel) -> None:
-        self._selector.unregister(one.sock)
-        self._stuck.discard(one)
-        one.sock.close()
-        for request_id, channel_of_it in list(self._by_request.items()):  # a copy: the engine's thread takes from it
-            if channel_of_it is one:
+    def _drop(self, worker: _Channel) -> None:
+        self._selector.unregister(worker.sock)
+        self._stuck.discard(worker)
+        worker.sock.close()
+        for request_id, owner in list(self._by_request.items()):  # a copy: the engine's thread takes from it
+            if owner is worker:
                 self._input_queue.put(Abort(request_id))
 
 
