@@ -82,12 +82,7 @@ def error_type(status: int) -> str:
 
 def error_object(error: CloisterError) -> dict[str, Any]:
     """Returns the body of an error reply."""
-    fields = {
-        "message": error.message,
-        "type": error_type(error.status),
-        "param": error.param,
-        "code": error.code,
-    }
+    fields = {"message": error.message, "type": error_type(error.status), "param": error.param, "code": error.code}
     return {"error": fields}
 
 

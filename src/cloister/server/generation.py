@@ -1,4 +1,5 @@
-"""Jobs on the engine: one HTTP request as a request per prompt, run side by side, whose outputs come as one stream."""
+"""Jobs on the engine: one HTTP request as a request per prompt, run side by side, whose outputs come as one stream;
+what they count and how long they take, by the engine's events (rule 7)."""
 
 from __future__ import annotations
 

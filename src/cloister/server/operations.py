@@ -161,6 +161,21 @@ _GENERATE, _VECTORS, _TOKENS, _SERVER, _FILES = "Text", "Vectors", "Tokens", "Se
 _LLAMA, _VLLM = "llama.cpp", "vLLM"
 
 
+def _health(method: str, path: str, group: str) -> Operation:
+    """Returns an operation that answers 200 or 503 with one shape, and asks for no key."""
+    return Operation(
+        method,
+        path,
+        group,
+        "Tell whether steps advance",
+        None,
+        HealthResponse,
+        errors=(503,),
+        is_open=True,
+        unavailable=HealthResponse,
+    )
+
+
 def _ollama(
     method: str,
     path: str,
@@ -251,16 +266,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/unload_lora_adapter", _SERVER, "Unload a LoRA adapter", UnloadBody, Unloaded),
     Operation("GET", "/v1/policy", _SERVER, "Tell the privacy profile in force", answer=PolicyReport, is_open=True),
     Operation("GET", "/version", _SERVER, "Tell the version", answer=Version),
-    Operation(
-        "GET",
-        "/health",
-        _SERVER,
-        "Tell whether steps advance",
-        answer=HealthResponse,
-        errors=(503,),
-        is_open=True,
-        unavailable=HealthResponse,
-    ),
+    _health("GET", "/health", _SERVER),
     Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
     Operation("GET", "/metrics/history", _SERVER, "Show figures of the last day", answer=MetricsReport),
     Operation(
@@ -281,26 +287,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/infill", _LLAMA, "Fill in the middle", LlamaInfillBody, JsonObject, JsonObject),
     Operation("POST", "/apply-template", _LLAMA, "Show the text of a conversation", ApplyTemplateBody, TemplatedPrompt),
     Operation("GET", "/props", _LLAMA, "Describe what is served", answer=JsonObject),
-    Operation(
-        "GET",
-        "/ping",
-        _VLLM,
-        "Tell whether steps advance",
-        answer=HealthResponse,
-        errors=(503,),
-        is_open=True,
-        unavailable=HealthResponse,
-    ),
-    Operation(
-        "POST",
-        "/ping",
-        _VLLM,
-        "Tell whether steps advance",
-        answer=HealthResponse,
-        errors=(503,),
-        is_open=True,
-        unavailable=HealthResponse,
-    ),
+    _health("GET", "/ping", _VLLM),
+    _health("POST", "/ping", _VLLM),
     Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
     Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
     _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),

@@ -1,4 +1,7 @@
-"""From a checked body to a job: template, tokens, limits. Runs in a worker thread, off the event loop."""
+"""From a checked body to a job: template, tokens, limits, fill-in-the-middle; errors name fields as the API in use does.
+
+Runs in a worker thread, off the event loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders messages and tools with a model's chat template."""
+"""Renders messages and tools with a model's chat template; system prompts that a release ships, as tokens."""
 
 from __future__ import annotations
 
@@ -225,6 +225,8 @@ _WHERE: Final = {"param": "release_prefixes"}
 
 def read_release_prefixes(path: Path, tokenizer: Tokenizer, template: ChatTemplate) -> list[list[int]]:
     """Returns the token ids with which conversations begin that open with these system prompts.
+
+    They are shipped with a release: the only content whose KV every scope may share.
 
     Args:
         path: a JSON list of texts.

@@ -34,7 +34,7 @@ class PdfReader:
     """Reads PDF files, `SIDE_BY_SIDE` at once, and one for each owner. Used from one event loop.
 
     Args:
-        is_strict: a file is only read where every measure of `confinement` can be had.
+        is_strict: a file is only read where every measure of `pdf.child.MEASURES` can be had.
     """
 
     def __init__(self, limits: PdfLimits = PdfLimits(), *, is_strict: bool = False) -> None:  # noqa: B008 (it is frozen)

@@ -1,4 +1,6 @@
-"""The protocol of tool-call formats, and what all of them share."""
+"""The protocol of tool-call formats, what all of them share, how calls are found in a streamed answer, and which format a chat
+template uses. Anything that is not a valid call of an offered tool is text.
+"""
 
 from __future__ import annotations
 
