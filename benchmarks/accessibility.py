@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.harness import Bench, make_parser
+from benchmarks.harness import MODEL, Bench, make_parser
 from cloister.client.traces.node import ServeProgram
 from tests.browser import Browser, Keys, browsing
 
@@ -138,7 +138,7 @@ def measure(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         axe = read_axe(folder)
-        server = ServeProgram("open")
+        server = ServeProgram("open", ["--model", MODEL])
         url = str(server.client().base_url).rstrip("/")
         with contextlib.ExitStack() as stack:
             stack.callback(server.stop)

@@ -144,7 +144,7 @@ def open_relay() -> Iterator[Target]:
 def open_server() -> Iterator[Target]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         certificate = write_certificate(Path(folder))
-        server = ServeProgram("open", ["--certfile", str(certificate)])
+        server = ServeProgram("open", ["--model", "cloister-5m", "--certfile", str(certificate)])
         stack.callback(server.stop)
         url = httpx.URL(server._program.address)
         trust = ssl._create_unverified_context()

@@ -53,7 +53,7 @@ async def measure(server: ServeProgram, count: int, num_tokens: int) -> tuple[Ma
 
 def main(count: int) -> None:
     for name, kind in (("plain", ServeProgram), ("sealed", SealedNode)):
-        server = kind("private")
+        server = kind("private", ["--model", "cloister-5m"])
         try:
             for num_tokens in LENGTHS:
                 spent, least_s = asyncio.run(measure(server, count, num_tokens))
