@@ -1,6 +1,7 @@
 """Compiles kernels for GPUs that are not here: `python -m tests.compiling 90` prints what each kernel takes on sm_90.
 
-With `--spills` every kernel is assembled once more, to count the bytes of registers that went to memory.
+With `--spills` every kernel is assembled once more, to count the bytes of registers that went to memory. With `--few` no kernel
+is compiled in more than three variants.
 
 Triton brings its own assembler, so that everything but running can be checked on any machine. The launches are the real
 ones: a driver that only names its target stands in, and a launch ends when the kernel is compiled.
@@ -38,10 +39,15 @@ class AbsentGpu:
         return 0
 
 
-def record_compiled(capability: int, work: Callable[[], object], *, spills: bool = False) -> dict[str, dict[str, int]]:
+def record_compiled(
+    capability: int, work: Callable[[], object], *, spills: bool = False, most: int | None = None
+) -> dict[str, dict[str, int]]:
     """Does `work` with every launch compiled but not run; returns what the largest variant of each kernel takes.
 
     `shared` is shared memory in bytes, `variants` how many were compiled, `spilled` bytes of registers that went to memory.
+
+    Args:
+        most: variants of a kernel that are compiled, the first ones; None, all.
     """
     driver.set_active(AbsentGpu(capability))
     launch = JITFunction.run
@@ -49,6 +55,8 @@ def record_compiled(capability: int, work: Callable[[], object], *, spills: bool
     seen: set[str] = set()
 
     def compile_only(self: Any, *args: Any, **settings: Any) -> None:
+        if most is not None and found.get(self.fn.__name__, {}).get("variants", 0) >= most:
+            return
         compiled = launch(self, *args, **{**settings, "warmup": True})
         if compiled.hash in seen:
             return
@@ -85,8 +93,8 @@ if __name__ == "__main__":
     from tests.compiling_work import work, work_in_fp8
 
     capability = int(sys.argv[1])
-    spills = "--spills" in sys.argv
-    taken = record_compiled(capability, work, spills=spills)
+    spills, most = "--spills" in sys.argv, 3 if "--few" in sys.argv else None
+    taken = record_compiled(capability, work, spills=spills, most=most)
     if capability >= 89:
-        taken |= record_compiled(capability, work_in_fp8, spills=spills)
+        taken |= record_compiled(capability, work_in_fp8, spills=spills, most=most)
     print(json.dumps(taken))

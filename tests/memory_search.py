@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,22 +28,30 @@ class Needle:
 
     def count(self) -> int:
         """Returns how often the numbers lie in the memory that this process can write."""
-        piece = np.frombuffer(mmap.mmap(-1, 4 * _PIECE_WORDS), np.uint32)  # shared, and so not searched itself
-        found = 0
-        with Path("/proc/self/mem").open("rb", buffering=0) as memory:
-            for start, end in _writable():
-                for at in range(start, end, piece.nbytes):
-                    memory.seek(at)
-                    try:
-                        num_words = (memory.readinto(piece.data) or 0) // 4
-                    except OSError:  # pages of the kernel's own
-                        break
-                    found += self._count_in(piece[: min(num_words, (end - at) // 4)])
-        return found
+        return sum(self._count_in(words) for words in _memory())
 
     def _count_in(self, words: Words) -> int:
         (places,) = np.nonzero(words[: len(words) - len(self._inverted) + 1] == ~self._inverted[0])
         return sum(np.array_equal(~words[at : at + len(self._inverted)], self._inverted) for at in places)
+
+
+def find_any(needles: Sequence[Needle]) -> bool:
+    """True if one of them lies there; memory is read once for all of them, which costs more than comparing."""
+    return any(needle._count_in(words) for words in _memory() for needle in needles)
+
+
+def _memory() -> Iterator[Words]:
+    """Yields the memory that this process can write, piece by piece."""
+    piece = np.frombuffer(mmap.mmap(-1, 4 * _PIECE_WORDS), np.uint32)  # shared, and so not searched itself
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        for start, end in _writable():
+            for at in range(start, end, piece.nbytes):
+                memory.seek(at)
+                try:
+                    num_words = (memory.readinto(piece.data) or 0) // 4
+                except OSError:  # pages of the kernel's own
+                    break
+                yield piece[: min(num_words, (end - at) // 4)]
 
 
 def _writable() -> Iterator[tuple[int, int]]:

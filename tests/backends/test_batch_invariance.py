@@ -76,7 +76,7 @@ def test_company_changes_no_bit_in_bfloat16() -> None:
 def test_company_changes_no_bit_of_a_wide_model() -> None:
     check = partial(make, WIDE, RandomWeights(WIDE))
     found = differing_arrangements(
-        check, tokens_of(WIDE, 70), vocab=WIDE.vocab_size, chunks=(33,), block_sizes=(3,), companions=(20,)
+        check, tokens_of(WIDE, 40), vocab=WIDE.vocab_size, chunks=(33,), block_sizes=(3,), companions=(20,)
     )
     assert found == []
 

@@ -15,7 +15,7 @@ from cloister.backends.spec import MlpSpec, MoeSpec
 from cloister.types.events import Submit
 from cloister.types.request import Request, SamplingParams
 from tests.driving import Driver, RandomWeights, make_spec
-from tests.memory_search import CAN_SEARCH, Needle
+from tests.memory_search import CAN_SEARCH, Needle, find_any
 from tests.native import GivenWeights, build_native, changed
 
 pytestmark = pytest.mark.skipif(not CAN_SEARCH, reason="memory is searched through /proc")
@@ -157,10 +157,10 @@ def test_a_row_of_logits_stays_on_no_stack_whichever_thread_computed_it_last(pro
     panels = [Needle(np.ascontiguousarray(logits[-1, 32 * panel : 32 * panel + 8])) for panel in ends]
     logits[:] = 0
     for _ in range(5):
-        if any(needle.count() for needle in panels):
+        if find_any(panels):
             break
         program.step(batch, LOGITS).logits[:] = 0
     else:
         pytest.fail("no row of logits is on any stack")
     program.wipe_buffers()
-    assert not any(needle.count() for needle in panels)
+    assert not find_any(panels)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cloister.backends.base import GREEDY, HIDDEN, LOGITS, KVLayout
+from cloister.backends.base import GREEDY, HIDDEN, LOGITS, FloatArray, KVLayout
 from cloister.backends.spec import DecoderSpec
 from tests.device import DEVICE, HAS_TRITON, needs_triton
 from tests.driving import Driver, RandomWeights, build, make_spec
@@ -73,13 +73,29 @@ def test_biases_and_activations_are_obeyed() -> None:
     assert np.abs(open_driver(spec, weights).run("a", tokens) - build(spec, weights).run("a", tokens)).max() < 2e-4
 
 
-def test_company_chunks_and_hits_change_no_bit() -> None:
-    """The last tokens lie beyond the first split; they are prefilled, hit, decoded, and computed beside others."""
+@dataclass
+class Prefilled:
+    """A program of one layer that has computed the sequence "a", whose last tokens lie beyond the first split."""
+
+    spec: DecoderSpec
+    weights: RandomWeights
+    tokens: list[int]
+    driver: Driver
+    logits: FloatArray
+
+
+@pytest.fixture(scope="module")
+def prefilled() -> Prefilled:
     spec = replace(NARROW, layers=NARROW.layers[:1])
     weights, tokens = RandomWeights(spec), tokens_of(spec, 264)
     driver = open_driver(spec, weights, dtype=torch.bfloat16)
-    alone = driver.run("a", tokens)
-    assert np.abs(alone - build(spec, weights).run("a", tokens)).mean() < 0.02
+    return Prefilled(spec, weights, tokens, driver, driver.run("a", tokens))
+
+
+def test_company_chunks_and_hits_change_no_bit(prefilled: Prefilled) -> None:
+    """The last tokens are prefilled, hit, decoded, and computed beside others."""
+    driver, tokens, alone = prefilled.driver, prefilled.tokens, prefilled.logits
+    assert np.abs(alone - build(prefilled.spec, prefilled.weights).run("a", tokens)).mean() < 0.02
     driver.share("a", "hit", 254)
     beside_a_prompt = driver.step({"before": tokens[:3], "hit": tokens[254:258], "after": tokens[100:130]})["hit"]
     decoded = [driver.step({"after": [9], "hit": [token], "before": [8]})["hit"] for token in tokens[258:]]
@@ -93,15 +109,15 @@ def test_a_greedy_step_returns_the_largest_logit_of_each_row() -> None:
     assert best.tolist() == logits[[8, 2]].argmax(1).tolist()
 
 
-def test_a_padded_decode_step_has_the_bits_of_the_step_itself() -> None:
+def test_a_padded_decode_step_has_the_bits_of_the_step_itself(prefilled: Prefilled, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a captured graph computes, without the capture: five sequences in a step for eight."""
-    spec = replace(NARROW, layers=NARROW.layers[:1])
-    driver = open_driver(spec, RandomWeights(spec))
-    driver.step({number: tokens_of(spec, 4 + number) for number in range(4)} | {4: tokens_of(spec, 260)})
+    driver = prefilled.driver
+    driver.share("a", 4, 254)
+    driver.step({number: tokens_of(prefilled.spec, 4 + number) for number in range(4)} | {4: prefilled.tokens[254:260]})
     program: Any = driver.program
     batch = driver.plan({number: [number] for number in (3, 0, 4, 2, 1)}, logit_rows=[4, 0, 2])
     expected, best = program.step(batch, LOGITS).logits, program.step(batch, GREEDY).tokens
-    program._graphs = Uncaptured(program)
+    monkeypatch.setattr(program, "_graphs", Uncaptured(program))
     assert program.step(batch, LOGITS).logits.tobytes() == expected.tobytes()
     assert program.step(batch, GREEDY).tokens.tolist() == best.tolist()
     assert program._graphs.sizes == [(8, 32), (8, 32)]

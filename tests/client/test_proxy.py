@@ -86,7 +86,7 @@ def test_who_hangs_up_ends_the_answer_at_the_node(cloud: LoopbackCloud, client: 
     body = {"model": MODEL, "messages": LONG, "max_tokens": 900, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         next(response.iter_raw())
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 60
     while cloud.num_open and time.monotonic() < give_up_at:
         time.sleep(0.02)
     assert cloud.num_open == 0

@@ -85,7 +85,7 @@ def test_who_hangs_up_ends_the_answer_at_the_node(client: openai.OpenAI, cloud: 
     )
     next(iter(stream))
     stream.close()
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 60
     while cloud.num_open and time.monotonic() < give_up_at:
         time.sleep(0.02)
     assert cloud.num_open == 0

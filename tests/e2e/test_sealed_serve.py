@@ -308,7 +308,7 @@ def test_a_node_ends_in_order_and_leaves_no_process(node: Node) -> None:
     pids = node.pids
     status, printed = node.stop()
     assert status == 0, printed
-    give_up_s = time.monotonic() + 10
+    give_up_s = time.monotonic() + 60
     while [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < give_up_s
         time.sleep(0.05)

@@ -413,7 +413,7 @@ def test_an_engine_whose_front_is_killed_ends_too(model_path: Path) -> None:
         child = int(parent.stdout.readline())
         assert is_alive(child)
         parent.kill()
-    give_up_s = time.monotonic() + 5.0
+    give_up_s = time.monotonic() + 60.0
     while is_alive(child):
         assert time.monotonic() < give_up_s, "the engine outlives its front"
         time.sleep(0.02)

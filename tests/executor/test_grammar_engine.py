@@ -82,7 +82,7 @@ class SteppedEngine:
         return brought is not None
 
     def drive(self, *request_ids: str) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not all(request_id in self.ends for request_id in request_ids):
             assert time.monotonic() < deadline
             if not self.step():

@@ -128,7 +128,7 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: LoopbackClo
 
     def pieces() -> Iterator[bytes]:
         yield sealed[:40_000]
-        assert received.wait(5), "the gateway waits for the whole request"
+        assert received.wait(60), "the gateway waits for the whole request"
         yield sealed[40_000:]
 
     def watch() -> None:

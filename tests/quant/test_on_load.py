@@ -32,11 +32,15 @@ INT4 = number_format("int4")
 
 @pytest.fixture(scope="module", autouse=True)
 def short_text() -> Iterator[None]:
-    """A quarter of the text: the embedded model has few inputs."""
+    """Little text, for tests of what is done with the codes and not of how good they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrating, "_FEWEST_TOKENS", 2048)
-        patch.setattr(calibrating, "_MOST_TOKENS", 2048)
+        use_text_of(512, patch)
         yield
+
+
+def use_text_of(num_tokens: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(calibrating, "_FEWEST_TOKENS", num_tokens)
+    patch.setattr(calibrating, "_MOST_TOKENS", num_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,8 @@ def same_weights(first: Weights, second: Weights) -> bool:
     return all(np.array_equal(dequantized(first.read(name)), dequantized(second.read(name))) for name in first.names())
 
 
-def test_four_bits_change_answers_a_good_deal_less_than_by_rounding(cached: tuple[Path, LoadedModel]) -> None:
+def test_four_bits_change_answers_a_good_deal_less_than_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_text_of(2048, monkeypatch)  # a quarter of what a server takes: the embedded model has few inputs
     windows = cut_windows(MODEL, read_passages(HELD_OUT), 5120)
 
     def change(weights: Weights) -> float:
@@ -65,7 +70,7 @@ def test_four_bits_change_answers_a_good_deal_less_than_by_rounding(cached: tupl
         return float(np.sqrt(np.square(measure(MODEL.spec, weights, windows).losses - plain).mean()))
 
     plain = measure(MODEL.spec, MODEL.weights, windows).losses
-    assert change(cached[1].weights) < 0.8 * change(QuantizedWeights(MODEL.weights, INT4))
+    assert change(calibrate_on_load(MODEL, INT4).weights) < 0.8 * change(QuantizedWeights(MODEL.weights, INT4))
 
 
 @pytest.mark.usefixtures("forbid_calibration")

@@ -62,7 +62,7 @@ class Collector:
         return [s for request in requests for r in request.resource_spans for scope in r.scope_spans for s in scope.spans]
 
     def wait(self, num_spans: int) -> list:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(spans := self.spans()) < num_spans:
             assert time.monotonic() < deadline, f"{len(spans)} spans came"
             time.sleep(0.02)

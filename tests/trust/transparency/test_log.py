@@ -225,7 +225,7 @@ def test_a_writer_killed_at_any_moment_never_contradicts_what_it_published(tmp_p
         writer.kill()
         lines += writer.stdout.read().splitlines(keepends=True)
         writer.stdout.close()
-        writer.wait(10)
+        writer.wait(60)
         published |= {int(size): root for size, root in (line.split() for line in lines if line.endswith("\n"))}
         newest = log.checkpoint()[0]
         assert newest.size >= max(published)
