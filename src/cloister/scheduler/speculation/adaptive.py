@@ -52,7 +52,8 @@ FIRST_DRAFT: Final = 0.5
 """Steps' time that a drafter's first calls are believed to take at most."""
 FIRST_SIZE: Final = 2
 """Drafts that are asked for while nobody knows what the drafter takes."""
-TRIAL_SIZES: Final = (4, 1)
+TRIAL_SIZE: Final = 4
+"""Drafts of a trial of another drafter at least, if a sequence can pay for them; else one."""
 TRIAL_GAP: Final = 8
 """Steps between two that try something."""
 NUM_PER_TRIAL: Final = 8
@@ -287,15 +288,12 @@ class AdaptiveSpeculation:
         now = stats.decision
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: stats.last_asked.get(n, -1), default="")
         stats.was_longer = bool(now.num_drafts) and not (name and stats.was_longer)
-        sizes = TRIAL_SIZES
-        if stats.was_longer:
-            name, sizes = now.drafter, (2 * now.num_drafts, now.num_drafts + 1)
+        name, least = (now.drafter, now.num_drafts) if stats.was_longer else (name, 0)
         most = min(sequence.max_drafts, self._max_drafts(name), num_left + now.num_drafts) if name else 0
-        if most <= (now.num_drafts if stats.was_longer else 0):
+        if most <= least:
             return 0
         value = self._value(stats, now.drafter, now.num_drafts, row_s, is_whole=True).value if now.num_drafts else 0.0
-        for size in sizes:
-            size = min(size, most)
+        for size in (min(max(TRIAL_SIZE, 2 * least), most), least + 1):
             loss_s = max(0.0, value - self._value(stats, name, size, row_s, is_whole=True).value) / self._rate
             if loss_s <= stats.saved_s:
                 stats.saved_s -= loss_s
