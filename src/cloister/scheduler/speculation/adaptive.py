@@ -55,7 +55,7 @@ FIRST_SIZE: Final = 2
 TRIAL_SIZE: Final = 4
 """Drafts of a trial of another drafter at least, if a sequence can pay for them; else one."""
 TRIAL_GAP: Final = 8
-"""Steps between two that try something."""
+"""Steps between two that try something, at least; more where decisions stand longer."""
 NUM_PER_TRIAL: Final = 8
 """Of so many sequences one is on trial at a time."""
 DECISION_S: Final = (20e-6, 5e-6)
@@ -118,7 +118,8 @@ class AdaptiveSpeculation:
         self._is_first_call = False
         # The decision in force
         self._num_steps = 0
-        self._last_decision = self._next_decision = self._news_decision = 0
+        self._last_decision = self._next_decision = 0
+        self._news_interval = 1
         self._num_quick = 0
         self._num_sequences = 0
         self._num_asked = 0
@@ -193,7 +194,7 @@ class AdaptiveSpeculation:
         first, each = DECISION_S
         least = LEAST_STEPS + num // MOST_EVERY_STEP if self._num_steps > FIRST_STEPS else 1
         interval = min(int((first + each * num) / plain_s / DECISION_SHARE), MOST_STEPS)
-        self._news_decision = self._num_steps + max(least, interval // 2)
+        self._news_interval = max(least, interval // 2)
         self._next_decision = self._num_steps + max(least, interval)
         if self._num_quick:
             self._num_quick -= 1
@@ -217,24 +218,27 @@ class AdaptiveSpeculation:
         most = self._drafters[name].max_drafts
         return most if self._draft_times[name].is_known else min(most, FIRST_SIZE)
 
-    def _value(self, stats: SequenceStats, name: str, max_drafts: int, row_s: float, *, is_whole: bool = False) -> Proposal:
+    def _value(
+        self, stats: SequenceStats, name: str, max_drafts: int, row_s: float, step_row_s: float | None = None
+    ) -> Proposal:
         """Returns one drafter's proposal, worth what its drafts bring beyond their cost, in tokens.
 
         Args:
             row_s: of attention, for each draft.
-            is_whole: says what all drafts are worth, else what the best number of them is.
+            step_row_s: what a row costs the step, to say what all drafts are worth; None to say what the best number of them
+                is worth at the average price of a row.
         """
         rates = stats.rates[name]
         call_s, in_row_s, each_s, sequence_s = self._draft_times[name].terms
         users = max(1, self._num_users.get(name, 1))
         price = self._rate
         draft = price * (each_s + in_row_s / users)
-        row = price * (self._draft_row_s + row_s)
+        row = price * ((self._draft_row_s if step_row_s is None else step_row_s) + row_s)
         accepted, proposed = rates.rates, rates.proposed
         value = -price * (sequence_s + call_s / users)
         for position in range(max_drafts):
             net = proposed[position] * (accepted[position] - row) - draft
-            if net <= 0.0 and position and not is_whole:
+            if net <= 0.0 and position and step_row_s is None:
                 break
             value += net
         return Proposal(name, accepted, proposed, max_drafts, row_s, draft, value)
@@ -260,7 +264,7 @@ class AdaptiveSpeculation:
         stats.last_asked[name] = self._num_steps
         if self._drafters[name].watches and not is_watched:
             stats.decision = WATCHED
-            self._next_decision = self._news_decision = self._num_steps + 1
+            self._next_decision = self._num_steps + 1
             return 0
         stats.decision = self._decisions[name][num_drafts]
         return num_drafts
@@ -278,23 +282,29 @@ class AdaptiveSpeculation:
             self._turn = (self._turn + 1) % num
             sequence, stats = sequences[self._turn], all_stats[self._turn]
             if not stats.trial and sequence.max_drafts > 0:
-                self._num_asked += self._try_one(sequence, stats, num_left - self._num_asked, _row_s(sequence, attention))
+                self._num_asked += self._try_one(sequence, stats, num_left - self._num_asked, attention)
         if self._num_asked > num_asked or self._next_decision == self._num_steps + 1:
-            self._next_trial = self._num_steps + TRIAL_GAP
+            self._next_trial = self._num_steps + max(TRIAL_GAP, 4 * self._news_interval)
 
-    def _try_one(self, sequence: Running, stats: SequenceStats, num_left: int, row_s: float) -> int:
+    def _try_one(self, sequence: Running, stats: SequenceStats, num_left: int, attention: AttentionCost) -> int:
         """Puts the drafter on trial that was not heard of for longest, or more drafts of the one that is asked, in turns;
         returns how many drafts more are asked for."""
-        now = stats.decision
+        now, row_s, step_row_s = stats.decision, _row_s(sequence, attention), self._draft_row_s
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: stats.last_asked.get(n, -1), default="")
         stats.was_longer = bool(now.num_drafts) and not (name and stats.was_longer)
         name, least = (now.drafter, now.num_drafts) if stats.was_longer else (name, 0)
         most = min(sequence.max_drafts, self._max_drafts(name), num_left + now.num_drafts) if name else 0
         if most <= least:
             return 0
-        value = self._value(stats, now.drafter, now.num_drafts, row_s, is_whole=True).value if now.num_drafts else 0.0
+        value = self._value(stats, now.drafter, now.num_drafts, row_s, step_row_s).value if now.num_drafts else 0.0
+        num_rows = self._num_sequences + self._num_asked
+        before_s = self._times.predict(num_rows, attention)
         for size in (min(max(TRIAL_SIZE, 2 * least), most), least + 1):
-            loss_s = max(0.0, value - self._value(stats, name, size, row_s, is_whole=True).value) / self._rate
+            num_more = size - now.num_drafts
+            if num_more > 0:  # the leap to another kernel's tile counts
+                more_s = self._times.predict(num_rows + num_more, attention) - before_s
+                step_row_s = max(self._draft_row_s, more_s / num_more)
+            loss_s = max(0.0, value - self._value(stats, name, size, row_s, step_row_s).value) / self._rate
             if loss_s <= stats.saved_s:
                 stats.saved_s -= loss_s
                 stats.trial, stats.trial_size = name, size
@@ -314,7 +324,7 @@ class AdaptiveSpeculation:
         num_asked = self._ask(stats, stats.trial, stats.trial_size, is_watched=is_watched)
         if num_asked:
             stats.trial = ""
-        self._next_decision = self._news_decision = self._num_steps + 1
+        self._next_decision = self._num_steps + 1
         return num_asked
 
     # What a step says
@@ -333,7 +343,7 @@ class AdaptiveSpeculation:
         elif not stats.is_proven:
             stats.unproven_s += self._drafting_s(choice) + num_drafted * self._draft_row_s
         if len(accepted) == choice.num_drafts or (num_drafted and not accepted):
-            self._next_decision = min(self._next_decision, self._news_decision)
+            self._next_decision = min(self._next_decision, self._last_decision + self._news_interval)
 
     def _drafting_s(self, choice: DraftDecision) -> float:
         """Returns one sequence's part of what asking its drafter took."""
