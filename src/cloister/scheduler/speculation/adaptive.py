@@ -113,7 +113,8 @@ class AdaptiveSpeculation:
         if config.shares_rates:
             self._shared = {name: AcceptanceRates(prior, SHARED_DECAY) for name, prior in self._priors.items()}
         self._draft_times = {name: DraftTimes() for name in drafters}
-        self._times = StepTimes()
+        self._plain_times = StepTimes()
+        self._times = StepTimes(self._plain_times)
         self._cost: StepCost | None = None
         self._is_first_call = False
         # The decision in force
@@ -156,13 +157,13 @@ class AdaptiveSpeculation:
         all_stats = [self._stats(sequence) for sequence in sequences]
         self._cost, self._num_sequences = cost, num
         attention = AttentionCost(cost, size)
-        self._plain_s = plain_s = self._times.predict(num, attention) or cost.predict(size)
+        self._plain_s = plain_s = self._plain_times.predict(num, attention) or cost.predict(size)
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
         for stats in all_stats:
             stats.pass_time(plain_s / num * since, plain_s)
         self._num_since_plain += since
-        is_known = self._times.is_known(num)
+        is_known = self._plain_times.is_known(num)
         if plain_s <= 0.0 or self._num_since_plain >= (PLAIN_EVERY if is_known else PLAIN_RETRY):
             return self._rest(all_stats)
         floor = num / plain_s
@@ -174,7 +175,7 @@ class AdaptiveSpeculation:
             if proposal is not None:
                 proposal.index = index
                 proposals.append(proposal)
-        num_left = min(num_left, GROWTH * self._times.most_rows - num)
+        num_left = min(num_left, GROWTH * max(self._times.most_rows, self._plain_times.most_rows) - num)
         allocation = Allocation(num, plain_s, self._times, attention, self._draft_times)
         rate = allocation.fill(proposals, self._rate, num_left)
         is_worth = rate > MARGIN * floor
@@ -298,7 +299,7 @@ class AdaptiveSpeculation:
             return 0
         value = self._value(stats, now.drafter, now.num_drafts, row_s, step_row_s).value if now.num_drafts else 0.0
         num_rows = self._num_sequences + self._num_asked
-        before_s = self._times.predict(num_rows, attention)
+        before_s = self._times.predict(num_rows, attention) if self._num_asked else self._plain_s
         for size in (min(max(TRIAL_SIZE, 2 * least), most), least + 1):
             num_more = size - now.num_drafts
             if num_more > 0:  # the leap to another kernel's tile counts
@@ -315,7 +316,7 @@ class AdaptiveSpeculation:
 
     def _doubt(self, names: Iterable[str]) -> None:
         """Believes less of what drafting costs with these drafters, and steps that verify."""
-        self._times.doubt(DOUBTED, self._num_sequences)
+        self._times.doubt(DOUBTED)
         for name in names:
             self._draft_times[name].doubt(DOUBTED)
 
@@ -362,7 +363,8 @@ class AdaptiveSpeculation:
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
         """Takes in what a step took (`Speculation.learn_step`)."""
         if self._cost is not None and not self._is_first_call:  # which reads weights, and takes memory
-            self._times.learn(size, elapsed_s, self._cost)
+            times = self._times if num_drafted else self._plain_times
+            times.learn(size, elapsed_s, self._cost)
         self._is_first_call = False
         if not num_drafted:
             self._num_since_plain = 0
