@@ -377,7 +377,9 @@ class AdaptiveSpeculation:
             rates = {}
             for name, prior in self._priors.items():
                 shared = self._shared.get(name)
-                rates[name] = AcceptanceRates(prior if shared is None else shared.rates, proposed=shared and shared.proposed)
+                rates[name] = (
+                    AcceptanceRates(prior) if shared is None else AcceptanceRates(shared.rates, proposed=shared.proposed)
+                )
             sequence.drafting = stats = SequenceStats(rates, is_proven=bool(self._shared))
             self._num_quick = NUM_QUICK
         return stats
