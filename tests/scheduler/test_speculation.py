@@ -194,8 +194,9 @@ def test_a_drafter_that_never_has_an_idea_is_known_as_one_where_requests_share_t
 
 
 def test_one_sequence_whose_drafts_are_right_does_not_slow_down_fifteen_others():
-    cost, times, plain_s = StepCost(), StepTimes(), 0.05
-    times.learn(StepSize(16, 1600, 1600), plain_s, cost)
+    cost, plain, plain_s = StepCost(), StepTimes(), 0.05
+    plain.learn(StepSize(16, 1600, 1600), plain_s, cost)
+    times = StepTimes(plain)
     for rows, seconds in ((20, 0.0575), (80, 0.1)):
         times.learn(StepSize(rows, 100 * rows, 1600), seconds, cost)
     rates, proposed = [0.95, 0.9, 0.85, 0.8], [1.0] * 4

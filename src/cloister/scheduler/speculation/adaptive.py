@@ -52,9 +52,10 @@ FIRST_DRAFT: Final = 0.5
 """Steps' time that a drafter's first calls are believed to take at most."""
 FIRST_SIZE: Final = 2
 """Drafts that are asked for while nobody knows what the drafter takes."""
-TRIAL_SIZES: Final = (4, 1)
+TRIAL_SIZE: Final = 4
+"""Drafts of a trial of another drafter at least, if a sequence can pay for them; else one."""
 TRIAL_GAP: Final = 8
-"""Steps between two that try something."""
+"""Steps between two that try something, at least; more where decisions stand longer."""
 NUM_PER_TRIAL: Final = 8
 """Of so many sequences one is on trial at a time."""
 DECISION_S: Final = (20e-6, 5e-6)
@@ -112,12 +113,14 @@ class AdaptiveSpeculation:
         if config.shares_rates:
             self._shared = {name: AcceptanceRates(prior, SHARED_DECAY) for name, prior in self._priors.items()}
         self._draft_times = {name: DraftTimes() for name in drafters}
-        self._times = StepTimes()
+        self._plain_times = StepTimes()
+        self._times = StepTimes(self._plain_times)
         self._cost: StepCost | None = None
         self._is_first_call = False
         # The decision in force
         self._num_steps = 0
-        self._last_decision = self._next_decision = self._news_decision = 0
+        self._last_decision = self._next_decision = 0
+        self._news_interval = 1
         self._num_quick = 0
         self._num_sequences = 0
         self._num_asked = 0
@@ -154,13 +157,13 @@ class AdaptiveSpeculation:
         all_stats = [self._stats(sequence) for sequence in sequences]
         self._cost, self._num_sequences = cost, num
         attention = AttentionCost(cost, size)
-        self._plain_s = plain_s = self._times.predict(num, attention) or cost.predict(size)
+        self._plain_s = plain_s = self._plain_times.predict(num, attention) or cost.predict(size)
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
         for stats in all_stats:
             stats.pass_time(plain_s / num * since, plain_s)
         self._num_since_plain += since
-        is_known = self._times.is_known(num)
+        is_known = self._plain_times.is_known(num)
         if plain_s <= 0.0 or self._num_since_plain >= (PLAIN_EVERY if is_known else PLAIN_RETRY):
             return self._rest(all_stats)
         floor = num / plain_s
@@ -172,7 +175,7 @@ class AdaptiveSpeculation:
             if proposal is not None:
                 proposal.index = index
                 proposals.append(proposal)
-        num_left = min(num_left, GROWTH * self._times.most_rows - num)
+        num_left = min(num_left, GROWTH * max(self._times.most_rows, self._plain_times.most_rows) - num)
         allocation = Allocation(num, plain_s, self._times, attention, self._draft_times)
         rate = allocation.fill(proposals, self._rate, num_left)
         is_worth = rate > MARGIN * floor
@@ -192,7 +195,7 @@ class AdaptiveSpeculation:
         first, each = DECISION_S
         least = LEAST_STEPS + num // MOST_EVERY_STEP if self._num_steps > FIRST_STEPS else 1
         interval = min(int((first + each * num) / plain_s / DECISION_SHARE), MOST_STEPS)
-        self._news_decision = self._num_steps + max(least, interval // 2)
+        self._news_interval = max(least, interval // 2)
         self._next_decision = self._num_steps + max(least, interval)
         if self._num_quick:
             self._num_quick -= 1
@@ -216,24 +219,27 @@ class AdaptiveSpeculation:
         most = self._drafters[name].max_drafts
         return most if self._draft_times[name].is_known else min(most, FIRST_SIZE)
 
-    def _value(self, stats: SequenceStats, name: str, max_drafts: int, row_s: float, *, is_whole: bool = False) -> Proposal:
+    def _value(
+        self, stats: SequenceStats, name: str, max_drafts: int, row_s: float, step_row_s: float | None = None
+    ) -> Proposal:
         """Returns one drafter's proposal, worth what its drafts bring beyond their cost, in tokens.
 
         Args:
             row_s: of attention, for each draft.
-            is_whole: says what all drafts are worth, else what the best number of them is.
+            step_row_s: what a row costs the step, to say what all drafts are worth; None to say what the best number of them
+                is worth at the average price of a row.
         """
         rates = stats.rates[name]
         call_s, in_row_s, each_s, sequence_s = self._draft_times[name].terms
         users = max(1, self._num_users.get(name, 1))
         price = self._rate
         draft = price * (each_s + in_row_s / users)
-        row = price * (self._draft_row_s + row_s)
+        row = price * ((self._draft_row_s if step_row_s is None else step_row_s) + row_s)
         accepted, proposed = rates.rates, rates.proposed
         value = -price * (sequence_s + call_s / users)
         for position in range(max_drafts):
             net = proposed[position] * (accepted[position] - row) - draft
-            if net <= 0.0 and position and not is_whole:
+            if net <= 0.0 and position and step_row_s is None:
                 break
             value += net
         return Proposal(name, accepted, proposed, max_drafts, row_s, draft, value)
@@ -259,7 +265,7 @@ class AdaptiveSpeculation:
         stats.last_asked[name] = self._num_steps
         if self._drafters[name].watches and not is_watched:
             stats.decision = WATCHED
-            self._next_decision = self._news_decision = self._num_steps + 1
+            self._next_decision = self._num_steps + 1
             return 0
         stats.decision = self._decisions[name][num_drafts]
         return num_drafts
@@ -277,26 +283,29 @@ class AdaptiveSpeculation:
             self._turn = (self._turn + 1) % num
             sequence, stats = sequences[self._turn], all_stats[self._turn]
             if not stats.trial and sequence.max_drafts > 0:
-                self._num_asked += self._try_one(sequence, stats, num_left - self._num_asked, _row_s(sequence, attention))
+                self._num_asked += self._try_one(sequence, stats, num_left - self._num_asked, attention)
         if self._num_asked > num_asked or self._next_decision == self._num_steps + 1:
-            self._next_trial = self._num_steps + TRIAL_GAP
+            self._next_trial = self._num_steps + max(TRIAL_GAP, 4 * self._news_interval)
 
-    def _try_one(self, sequence: Running, stats: SequenceStats, num_left: int, row_s: float) -> int:
+    def _try_one(self, sequence: Running, stats: SequenceStats, num_left: int, attention: AttentionCost) -> int:
         """Puts the drafter on trial that was not heard of for longest, or more drafts of the one that is asked, in turns;
         returns how many drafts more are asked for."""
-        now = stats.decision
+        now, row_s, step_row_s = stats.decision, _row_s(sequence, attention), self._draft_row_s
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: stats.last_asked.get(n, -1), default="")
         stats.was_longer = bool(now.num_drafts) and not (name and stats.was_longer)
-        sizes = TRIAL_SIZES
-        if stats.was_longer:
-            name, sizes = now.drafter, (2 * now.num_drafts, now.num_drafts + 1)
+        name, least = (now.drafter, now.num_drafts) if stats.was_longer else (name, 0)
         most = min(sequence.max_drafts, self._max_drafts(name), num_left + now.num_drafts) if name else 0
-        if most <= (now.num_drafts if stats.was_longer else 0):
+        if most <= least:
             return 0
-        value = self._value(stats, now.drafter, now.num_drafts, row_s, is_whole=True).value if now.num_drafts else 0.0
-        for size in sizes:
-            size = min(size, most)
-            loss_s = max(0.0, value - self._value(stats, name, size, row_s, is_whole=True).value) / self._rate
+        value = self._value(stats, now.drafter, now.num_drafts, row_s, step_row_s).value if now.num_drafts else 0.0
+        num_rows = self._num_sequences + self._num_asked
+        before_s = self._times.predict(num_rows, attention) if self._num_asked else self._plain_s
+        for size in (min(max(TRIAL_SIZE, 2 * least), most), least + 1):
+            num_more = size - now.num_drafts
+            if num_more > 0:  # the leap to another kernel's tile counts
+                more_s = self._times.predict(num_rows + num_more, attention) - before_s
+                step_row_s = max(self._draft_row_s, more_s / num_more)
+            loss_s = max(0.0, value - self._value(stats, name, size, row_s, step_row_s).value) / self._rate
             if loss_s <= stats.saved_s:
                 stats.saved_s -= loss_s
                 stats.trial, stats.trial_size = name, size
@@ -307,7 +316,7 @@ class AdaptiveSpeculation:
 
     def _doubt(self, names: Iterable[str]) -> None:
         """Believes less of what drafting costs with these drafters, and steps that verify."""
-        self._times.doubt(DOUBTED, self._num_sequences)
+        self._times.doubt(DOUBTED)
         for name in names:
             self._draft_times[name].doubt(DOUBTED)
 
@@ -316,7 +325,7 @@ class AdaptiveSpeculation:
         num_asked = self._ask(stats, stats.trial, stats.trial_size, is_watched=is_watched)
         if num_asked:
             stats.trial = ""
-        self._next_decision = self._news_decision = self._num_steps + 1
+        self._next_decision = self._num_steps + 1
         return num_asked
 
     # What a step says
@@ -335,7 +344,7 @@ class AdaptiveSpeculation:
         elif not stats.is_proven:
             stats.unproven_s += self._drafting_s(choice) + num_drafted * self._draft_row_s
         if len(accepted) == choice.num_drafts or (num_drafted and not accepted):
-            self._next_decision = min(self._next_decision, self._news_decision)
+            self._next_decision = min(self._next_decision, self._last_decision + self._news_interval)
 
     def _drafting_s(self, choice: DraftDecision) -> float:
         """Returns one sequence's part of what asking its drafter took."""
@@ -354,7 +363,8 @@ class AdaptiveSpeculation:
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
         """Takes in what a step took (`Speculation.learn_step`)."""
         if self._cost is not None and not self._is_first_call:  # which reads weights, and takes memory
-            self._times.learn(size, elapsed_s, self._cost)
+            times = self._times if num_drafted else self._plain_times
+            times.learn(size, elapsed_s, self._cost)
         self._is_first_call = False
         if not num_drafted:
             self._num_since_plain = 0
@@ -367,7 +377,9 @@ class AdaptiveSpeculation:
             rates = {}
             for name, prior in self._priors.items():
                 shared = self._shared.get(name)
-                rates[name] = AcceptanceRates(prior if shared is None else shared.rates, proposed=shared and shared.proposed)
+                rates[name] = (
+                    AcceptanceRates(prior) if shared is None else AcceptanceRates(shared.rates, proposed=shared.proposed)
+                )
             sequence.drafting = stats = SequenceStats(rates, is_proven=bool(self._shared))
             self._num_quick = NUM_QUICK
         return stats

@@ -17,6 +17,8 @@ from cloister.scheduler.speculation.step_times import AttentionCost, StepTimes, 
 
 LEAST_RATE: Final = 0.02
 """Drafts that are accepted more seldom are not considered."""
+NUM_MARGINAL: Final = 4
+"""Rows that the cost of one more is judged by at first: a single time may have been held up."""
 STOP_RATIO: Final = 0.85
 STOP_ROWS: Final = 32
 """More rows are not considered once so many made the speed so much worse: there is no cheaper tile to come."""
@@ -93,7 +95,7 @@ class Allocation:
     def _cut(self, candidates: Sequence[tuple[float, int, int]], proposals: Sequence[Proposal]) -> tuple[int, float]:
         """Returns how many of the drafts, best first, make the best speed, and that speed."""
         num, plain_s, last = self.num, self.plain_s, len(candidates)
-        self.draft_row_s = max(0.0, self._rows_s(num + 1) - plain_s)
+        self.draft_row_s = max(0.0, self._rows_s(num + NUM_MARGINAL) - plain_s) / NUM_MARGINAL
         best, num_taken = num / plain_s, 0
         rows = worth = attention_s = 0.0
         tokens = [1.0] * len(proposals)

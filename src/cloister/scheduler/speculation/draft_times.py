@@ -6,9 +6,8 @@ from typing import Final
 
 from cloister.scheduler.budget import StepCost, StepSize
 
-NUM_FIRST: Final = 16
 STRIDE: Final = 16
-"""Of the times after the first ones every so many are taken in: the fit takes longer than a drafter's search."""
+"""After so many calls every so many are taken in: the fit takes longer than a drafter's search."""
 NUM_UNSURE: Final = 3
 MOST_RATIO: Final = 3.0
 """After so many calls, one that takes so many times what is predicted was held up."""
@@ -54,7 +53,7 @@ class DraftTimes:
                 return
             elapsed_s, self._cost, self._num_calls = min(self._late_s), StepCost(), NUM_UNSURE
         self._late_s.clear()
-        if self._num_calls > NUM_FIRST and self._num_calls % STRIDE:
+        if self._num_calls > STRIDE and self._num_calls % STRIDE:
             return
         size = StepSize(_UNITS[0] * depth, _UNITS[1] * num_drafts, _UNITS[2] * num_sequences)
         self._cost.learn(size, elapsed_s)

@@ -79,9 +79,14 @@ class AttentionCost:
 
 
 class StepTimes:
-    """Seconds of decode steps by rows, as far as they were measured; drafts that are verified are rows like any other."""
+    """Seconds of decode steps by rows, as far as they were measured.
 
-    def __init__(self) -> None:
+    Args:
+        plain: the same without drafts, for steps that verify drafts: what predicts rows that were not measured.
+    """
+
+    def __init__(self, plain: StepTimes | None = None) -> None:
+        self._plain = plain
         self._rows: list[int] = []
         self._points: list[Point] = []
         self._num_steps = 0
@@ -128,14 +133,29 @@ class StepTimes:
         point.attended += weight * (attention.attended - point.attended)
         point.read += weight * (attention.read - point.read)
 
-    def doubt(self, share: float, above: int) -> None:
-        """Believes less of larger steps that were measured only a few times, and may have been held up each time."""
-        for rows, point in zip(self._rows, self._points, strict=True):
-            if rows > above and point.num_times < NUM_FIRST:
+    def doubt(self, share: float) -> None:
+        """Believes less of what was measured only a few times, and may have been held up each time."""
+        for point in self._points:
+            if point.num_times < NUM_FIRST:
                 point.time_s *= share
 
     def predict(self, rows: float, attention: AttentionCost) -> float:
         """Returns the seconds of a step of so many rows, drafts among them; 0 if nothing was measured."""
+        known, plain = self._rows, self._plain
+        if plain is None or not plain.most_rows:
+            return self._interpolate(rows, attention)
+        if not known:
+            return plain.predict(rows, attention)
+        time_s = self._interpolate(rows, attention)
+        end = max(known[0], min(known[-1], rows))
+        if end == rows:
+            return time_s
+        # Beyond what was measured, rows cost what they cost without drafts, and drafting as much more as at the last ones.
+        extra_s = self._interpolate(end, attention) - plain.predict(end, attention)
+        return max(plain.predict(rows, attention) + extra_s, 0.5 * time_s)
+
+    def _interpolate(self, rows: float, attention: AttentionCost) -> float:
+        """Returns the seconds of so many rows from those that were measured; 0 if nothing was."""
         known, points = self._rows, self._points
         if not known:
             return 0.0
