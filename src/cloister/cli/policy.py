@@ -15,12 +15,10 @@ from rich.table import Table
 from cloister.cli.console import print_json
 from cloister.cli.policy_plain import print_comparison, print_profile
 from cloister.policy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
-from cloister.policy.catalogue import rows_in_build
-from cloister.policy.comparison import compare_profiles
-from cloister.policy.document import show_letters, to_data, to_markdown
+from cloister.policy.counts import WINDOWS_THREAT
+from cloister.policy.document import compare_profiles, show_letters, to_data, to_markdown
 from cloister.policy.features import declared_threats, judged_apart
-from cloister.policy.matrix import ROWS, row_of
-from cloister.policy.noisy_windows import WINDOWS_THREAT
+from cloister.policy.matrix import ROWS, row_of, rows_in_build
 from cloister.trust.shape import SHAPING_THREAT
 
 app = typer.Typer(help="What each privacy profile allows, mitigates and refuses.", no_args_is_help=True)

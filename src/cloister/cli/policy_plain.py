@@ -9,7 +9,7 @@ from rich.table import Table
 
 from cloister.cli.console import out
 from cloister.policy import Profile, Verdict
-from cloister.policy.comparison import all_features, differing_features
+from cloister.policy.document import all_features, differing_features
 from cloister.policy.features import Feature
 
 HEADINGS: Final = {

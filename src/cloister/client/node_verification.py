@@ -21,9 +21,8 @@ from cloister.trust.attestation import (
     read_evidence,
     read_statement,
 )
-from cloister.trust.attestation.chips import name_chips, name_processor
 from cloister.trust.attestation.software import SoftwareVerifier
-from cloister.trust.attestation.verify import verify_evidence
+from cloister.trust.attestation.verify import name_chips, name_processor, verify_evidence
 from cloister.trust.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
 from cloister.trust.transparency.checks import Logged, VerifiedEpoch
 from cloister.trust.transparency.epoch import Epoch, NodeEntry
