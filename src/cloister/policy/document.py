@@ -38,7 +38,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
     """Returns the whole of `docs/threats.md`.
 
     Args:
-        entries: what this build has (`catalogue.gather`).
+        entries: what this build has (`matrix.gather`).
     """
     in_build = rows_in_build(entries)
     sections = (

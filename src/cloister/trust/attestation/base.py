@@ -136,7 +136,7 @@ class AttestationPolicy:
         profile_digests: digests of `profile` that are known; empty: reported as unchecked.
         configuration: what the node's configuration has to be, every entry; empty: any, said so.
         hardening: names of measures that must be in force in a process at least, and missing in none.
-        measurements: by register (`registers.REGISTERS`), the values that may run, hex; other registers are unchecked.
+        measurements: by register (`REGISTERS`), the values that may run, hex; other registers are unchecked.
         snp_providers: cloud providers whose own key (VLEK) may sign for the chip, as AMD's certificate calls them.
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
