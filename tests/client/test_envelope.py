@@ -20,8 +20,8 @@ from cloister.trust.sealing import (
     find_field,
     header_bytes,
 )
-from cloister.trust.sealing.chunked import ChunkOpener
 from cloister.trust.sealing.keys import KeyRing
+from cloister.trust.sealing.ohttp import ChunkOpener
 from cloister.trust.shape import Shaper, shape_of
 from cloister.trust.transparency.epoch import Epoch, GatewayEntry, IssuerEntry, NodeEntry
 from cloister.types.errors import RequestTooLargeError

@@ -24,7 +24,7 @@ from cloister.client.routing.records import Spell
 from cloister.client.shared_view import state_file
 from cloister.trust.attestation import AttestationPolicy, Evidence, Findings, Outcome
 from cloister.trust.attestation.cbor import encode_text
-from cloister.trust.attestation.chips import name_chips
+from cloister.trust.attestation.verify import name_chips
 from cloister.trust.transparency.checks import Memory, View
 from cloister.trust.transparency.epoch import NodeEntry, encode_bundle, parse_bundle
 from cloister.trust.transparency.membership import DAY_S, MOST_HELD, NOTICE_S, Member, sign_member

@@ -11,8 +11,7 @@ from typer.testing import CliRunner, Result
 
 from cloister.cli import keys, policy
 from cloister.policy import KeyQuota, read_credentials
-from cloister.policy.comparison import all_features
-from cloister.policy.document import to_markdown
+from cloister.policy.document import all_features, to_markdown
 from cloister.policy.features import ALWAYS_THERE, FEATURES
 from cloister.policy.matrix import ROWS
 from cloister.policy.verdict import Profile, Verdict

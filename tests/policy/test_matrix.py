@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cloister.cli.policy import list_entries
-from cloister.policy.catalogue import gather, rows_in_build
 from cloister.policy.features import FEATURES
-from cloister.policy.matrix import ROWS, find_row, row_of
+from cloister.policy.matrix import ROWS, find_row, gather, row_of, rows_in_build
 from cloister.policy.verdict import Profile, Verdict
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from cloister.policy.noisy_windows import SHOWN_FROM, WINDOW_S, NoisyWindows, Window, draw_noise
+from cloister.policy.counts import SHOWN_FROM, WINDOW_S, NoisyWindows, Window, draw_noise
 
 MINUTE = 30_000_000 * WINDOW_S
 DEPTH = 14

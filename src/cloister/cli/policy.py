@@ -15,12 +15,10 @@ from rich.table import Table
 
 from cloister.cli.console import out, print_json
 from cloister.policy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
-from cloister.policy.catalogue import rows_in_build
-from cloister.policy.comparison import all_features, compare_profiles, differing_features
-from cloister.policy.document import show_letters, to_data, to_markdown
+from cloister.policy.counts import WINDOWS_THREAT
+from cloister.policy.document import all_features, compare_profiles, differing_features, show_letters, to_data, to_markdown
 from cloister.policy.features import Feature, declared_threats, judged_apart
-from cloister.policy.matrix import ROWS, row_of
-from cloister.policy.noisy_windows import WINDOWS_THREAT
+from cloister.policy.matrix import ROWS, row_of, rows_in_build
 from cloister.trust.shape import SHAPING_THREAT
 
 app = typer.Typer(help="What each privacy profile allows, mitigates and refuses.", no_args_is_help=True)

@@ -16,8 +16,8 @@ import typer
 
 from cloister.cli.options import MODEL, choose_model
 from cloister.policy.verdict import Profile
+from cloister.trust.attestation.base import REGISTERS
 from cloister.trust.attestation.launch import CPU_SIGNATURES, DirectBoot, measure_snp, measure_td, read_firmware
-from cloister.trust.attestation.registers import REGISTERS
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
 

@@ -10,7 +10,7 @@ import typer
 
 from cloister.cli.console import leave, print_json, print_line
 from cloister.cli.options import GivenSettings, with_settings
-from cloister.trust.residue.report import describe, to_data
+from cloister.trust.residue.scan import describe, to_data
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.processes import overwrites

@@ -10,6 +10,7 @@ from typing import Final
 
 from cloister.client.errors import EpochRefusedError
 from cloister.client.limits import Limits
+from cloister.policy.verdict import Profile
 from cloister.trust.attestation import (
     AttestationError,
     AttestationPolicy,
@@ -21,9 +22,9 @@ from cloister.trust.attestation import (
     read_evidence,
     read_statement,
 )
-from cloister.trust.attestation.chips import name_chips, name_processor
+from cloister.trust.attestation.measuring import measure_profile
 from cloister.trust.attestation.software import SoftwareVerifier
-from cloister.trust.attestation.verify import verify_evidence
+from cloister.trust.attestation.verify import name_chips, name_processor, verify_evidence
 from cloister.trust.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
 from cloister.trust.transparency.checks import Logged, VerifiedEpoch
 from cloister.trust.transparency.epoch import Epoch, NodeEntry
@@ -50,6 +51,13 @@ def fill_policy(policy: AttestationPolicy, believed: Logged) -> AttestationPolic
         configuration=policy.configuration or release.configuration,
         measurements={**launch, **policy.measurements},
     )
+
+
+def know_profile(policy: AttestationPolicy) -> AttestationPolicy:
+    """Returns the policy for evidence that no log or release was read for: what a profile rules is taken from this program."""
+    if policy.profile_digests or policy.profile not in list(Profile):
+        return policy
+    return replace(policy, profile_digests=frozenset({measure_profile(policy.profile)}))
 
 
 def judge_node(

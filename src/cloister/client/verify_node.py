@@ -7,7 +7,7 @@ checked, and what only the log can show stays open.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import httpx
@@ -15,12 +15,10 @@ import httpx
 from cloister.client.errors import NoTokensError, RelayUnreachableError
 from cloister.client.issuer_record import IssuerRecord
 from cloister.client.limits import Limits, hold_to_limits
-from cloister.client.node_verification import fill_policy, judge_keys, judge_node, refuse_shared_chips
+from cloister.client.node_verification import fill_policy, judge_keys, judge_node, know_profile, refuse_shared_chips
 from cloister.client.token_purchase import signing_key
-from cloister.policy.verdict import Profile
 from cloister.trust.attestation import AttestationPolicy, EvidenceError, Findings, Outcome, read_evidence, read_statement
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
-from cloister.trust.attestation.measuring import measure_profile
 from cloister.trust.attestation.verify import verify_evidence
 from cloister.trust.transparency.checks import VerifiedEpoch, View, believe, needed_paths
 from cloister.trust.transparency.epoch import MAX_BUNDLE_BYTES
@@ -211,12 +209,5 @@ def _check_node(fetch: Fetch, trust: Trust | None, policy: AttestationPolicy, no
     else:
         node.leave_open("nonce", "nothing shows when the evidence was made: no checkpoint of a log that is trusted is in it")
     judge_keys(node, "the node", statement.keys, policy)
-    node.extend(verify_evidence(evidence, _know_profile(policy), now))
+    node.extend(verify_evidence(evidence, know_profile(policy), now))
     return Checked(findings, {statement.node_id: node})
-
-
-def _know_profile(policy: AttestationPolicy) -> AttestationPolicy:
-    """Without a release, what a profile rules is taken from this program."""
-    if policy.profile_digests or policy.profile not in list(Profile):
-        return policy
-    return replace(policy, profile_digests=frozenset({measure_profile(policy.profile)}))

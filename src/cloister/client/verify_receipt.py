@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from cloister.client.node_verification import fill_policy, judge_node
-from cloister.policy.verdict import Profile
+from cloister.client.node_verification import fill_policy, judge_node, know_profile
 from cloister.trust.attestation import (
     AttestationError,
     AttestationPolicy,
@@ -20,7 +19,6 @@ from cloister.trust.attestation import (
     read_evidence,
     read_statement,
 )
-from cloister.trust.attestation.measuring import measure_profile
 from cloister.trust.attestation.verify import verify_evidence
 from cloister.trust.receipts import (
     SALT_BYTES,
@@ -123,7 +121,7 @@ def _check_node(
             findings.leave_open(
                 "epoch", "no keys of a log were given, so nothing shows that this node was in the list that everybody was given"
             )
-            wanted = _know_profile(replace(policy, profile=statement.profile))
+            wanted = know_profile(replace(policy, profile=statement.profile))
             if not wanted.releases:
                 findings.leave_open("release-log", f"whether release {statement.release} was ever published is not known")
                 wanted = replace(wanted, releases=frozenset({statement.release}))
@@ -179,10 +177,3 @@ def _check_texts(findings: Findings, receipt: Receipt, claims: Claims, shown: Sh
             f"the answer, with status {claims.status}, is the one that was shown, to its last byte",
             "the receipt is about another answer than the one that was shown, or that one was cut or changed",
         )
-
-
-def _know_profile(policy: AttestationPolicy) -> AttestationPolicy:
-    """Without a log, what a profile rules is taken from this program."""
-    if policy.profile_digests or policy.profile not in list(Profile):
-        return policy
-    return replace(policy, profile_digests=frozenset({measure_profile(policy.profile)}))

@@ -4,12 +4,12 @@
 where the profile allows counts only. Pure but for `read_credentials` and its neighbours in `keyfile`.
 """
 
-from cloister.policy.catalogue import Entry, gather
 from cloister.policy.counts import ALLOWED_COUNTS, PROFILING_THREAT, CountRelease
 from cloister.policy.credentials import Credential, Credentials
 from cloister.policy.gate import Admission, Gate
 from cloister.policy.keyfile import read_credentials
 from cloister.policy.limits import Account, Charge, KeyQuota
+from cloister.policy.matrix import Entry, gather
 from cloister.policy.policy import Policy, Use
 from cloister.policy.profile import default_profile, is_loopback
 from cloister.policy.settings import settle, settle_front

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from cloister.policy.catalogue import Entry, rows_in_build
-from cloister.policy.features import FEATURES, judged_apart
-from cloister.policy.matrix import REQUIREMENTS, ROWS, find_row
-from cloister.policy.verdict import Profile, Residue, Row, Ruling, Steering
+from cloister.policy.features import ALWAYS_THERE, FEATURES, Feature, judged_apart
+from cloister.policy.matrix import REQUIREMENTS, ROWS, Entry, find_row, rows_in_build
+from cloister.policy.verdict import Profile, Residue, Row, Ruling, Steering, Verdict
 from cloister.types.threat import Requirement
 
 _HEAD = """# Threats
@@ -39,7 +38,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
     """Returns the whole of `docs/threats.md`.
 
     Args:
-        entries: what this build has (`catalogue.gather`).
+        entries: what this build has (`matrix.gather`).
     """
     in_build = rows_in_build(entries)
     sections = (
@@ -137,3 +136,37 @@ def _rulings_data(rulings: Mapping[Profile, Ruling], profiles: Iterable[Profile]
 
 def _taxonomy_data(slug: str, entry: Residue | Steering) -> dict[str, object]:
     return {"feature": entry.feature, "slug": slug, **asdict(entry)}
+
+
+# What two privacy profiles do not treat alike.
+
+
+def all_features() -> tuple[Feature, ...]:
+    """Returns every feature that this build can be asked for, then what is always there."""
+    return (*FEATURES.values(), *ALWAYS_THERE)
+
+
+def differing_features(first: Profile, second: Profile) -> Iterator[Feature]:
+    """Yields the features that two profiles do not treat alike: another verdict, or another condition of what is mitigated."""
+    for feature in all_features():
+        ours, theirs = feature.rulings[first], feature.rulings[second]
+        is_conditional = ours.verdict is Verdict.MITIGATED
+        if ours.verdict is not theirs.verdict or (is_conditional and ours.text != theirs.text):
+            yield feature
+
+
+def compare_profiles(first: Profile, second: Profile) -> dict[str, object]:
+    """Returns `differing_features` as lists and dicts that JSON can hold."""
+    return {
+        "profiles": [first.value, second.value],
+        "features": [
+            {
+                "feature": feature.title,
+                "setting": feature.setting,
+                "does": feature.does,
+                "endangers": feature.endangers,
+                **{profile.value: asdict(feature.rulings[profile]) for profile in (first, second)},
+            }
+            for feature in differing_features(first, second)
+        ],
+    }

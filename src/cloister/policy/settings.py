@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cloister.policy.catalogue import Entry
+from cloister.policy.matrix import Entry
 from cloister.policy.policy import Policy, Use
 from cloister.policy.profile import default_profile
 from cloister.policy.verdict import Profile

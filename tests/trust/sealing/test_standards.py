@@ -30,9 +30,9 @@ from cloister.trust.sealing import (
     seal_request,
     seal_response,
 )
-from cloister.trust.sealing.chunked import ChunkOpener
 from cloister.trust.sealing.hpke import set_up_receiver, set_up_sender
 from cloister.trust.sealing.kem import X25519, X25519Key
+from cloister.trust.sealing.ohttp import ChunkOpener
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 HPKE = json.loads((VECTORS / "hpke/rfc9180-x25519.json").read_text())

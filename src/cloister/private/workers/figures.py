@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Final
 
-from cloister.policy.noisy_windows import NoisyWindows
+from cloister.policy.counts import NoisyWindows
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS_S: Final = (1, 5, 20, 60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Protocol
+from typing import Annotated, Final, Protocol
 
 import msgspec
 
@@ -136,7 +136,7 @@ class AttestationPolicy:
         profile_digests: digests of `profile` that are known; empty: reported as unchecked.
         configuration: what the node's configuration has to be, every entry; empty: any, said so.
         hardening: names of measures that must be in force in a process at least, and missing in none.
-        measurements: by register (`registers.REGISTERS`), the values that may run, hex; other registers are unchecked.
+        measurements: by register (`REGISTERS`), the values that may run, hex; other registers are unchecked.
         snp_providers: cloud providers whose own key (VLEK) may sign for the chip, as AMD's certificate calls them.
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
@@ -200,3 +200,61 @@ class Verifier(Protocol):
         Raises:
             AttestationError: the check cannot be run at all, a library is missing.
         """
+
+
+# Measurement registers by name, as releases (`--launch NAME=HEX`) and policies (`measurements`) name them.
+#
+# Every register that a processor signs is judged under its name, so none is passed over: a value that nobody named is a doubt,
+# which a strict profile refuses. Registers that the host fills and most hosts leave empty may stay unnamed while they are
+# zero.
+
+NUM_RTMRS: Final = 4
+NUM_PCRS: Final = 32
+
+REGISTERS: Final = frozenset(
+    {
+        "sev-snp",  # MEASUREMENT
+        "sev-snp-host-data",
+        "tdx",  # MRTD
+        *(f"tdx-rtmr{number}" for number in range(NUM_RTMRS)),
+        "tdx-mrconfigid",
+        "tdx-mrowner",
+        "tdx-mrownerconfig",
+        *(f"nitro-pcr{number}" for number in range(NUM_PCRS)),
+    }
+)
+"""Names that a release or a policy may give a value to."""
+
+
+def check_register(
+    findings: Findings, policy: AttestationPolicy, slug: str, name: str, value: bytes, label: str, *, may_be_zero: bool = False
+) -> None:
+    """Adds whether a register has a value that the release or the policy names.
+
+    Args:
+        findings: gets one step.
+        policy: its `measurements` has the values.
+        slug: of the step.
+        name: of the register, one of `REGISTERS`.
+        value: as the processor signed it.
+        label: the register in its maker's words.
+        may_be_zero: whether all zeros mean that nobody uses it, so that no name is needed.
+    """
+    allowed = policy.measurements.get(name, frozenset())
+    if allowed:
+        wanted = " or ".join(sorted(allowed))
+        findings.check(
+            slug,
+            value.hex() in allowed,
+            f"{label} is the published one",
+            f"{label} is {value.hex() or 'not there'}, and the release or the policy names {wanted} ({name})",
+        )
+    elif may_be_zero and not any(value):
+        findings.prove(slug, f"{label} is not used (zeros)")
+    else:
+        findings.doubt(
+            policy,
+            slug,
+            f"{label} is {value.hex()}, and nobody named the right one; name it in the release "
+            f"(cloister release make --launch {name}=HEX) or in the policy (measurements)",
+        )

@@ -17,11 +17,10 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S, AttestationPolicy, Findings
+from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S, NUM_PCRS, AttestationPolicy, Findings, check_register
 from cloister.trust.attestation.cbor import Item, encode_array, encode_bytes, encode_text, read_cbor
 from cloister.trust.attestation.certificates import check_chain, elliptic_key, load_certificates
 from cloister.trust.attestation.evidence import MAX_LIFE_S, Evidence, EvidenceError, Statement, read_statement
-from cloister.trust.attestation.registers import NUM_PCRS, check_register
 
 # The attestation document of an AWS Nitro enclave as fields: COSE_Sign1 (RFC 9052 section 4.2) around a CBOR map. Pure.
 #

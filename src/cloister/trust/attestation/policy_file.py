@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.trust.attestation.base import AttestationPolicy
-from cloister.trust.attestation.registers import REGISTERS
+from cloister.trust.attestation.base import REGISTERS, AttestationPolicy
 from cloister.trust.attestation.verify import VERIFIERS
 from cloister.types.errors import ConfigError
 

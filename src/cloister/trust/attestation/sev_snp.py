@@ -11,10 +11,9 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from cloister.trust.attestation.base import AttestationPolicy, Findings, SnpFloor
+from cloister.trust.attestation.base import AttestationPolicy, Findings, SnpFloor, check_register
 from cloister.trust.attestation.certificates import check_chain, elliptic_key
 from cloister.trust.attestation.evidence import Evidence, EvidenceError
-from cloister.trust.attestation.registers import check_register
 from cloister.trust.attestation.snp_report import CRL, SnpReport, Tcb, check_key, load_chain, read_report
 
 AMD_ROOTS = frozenset(

@@ -13,10 +13,9 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from cloister.trust.attestation.base import AttestationError, AttestationPolicy, Findings
+from cloister.trust.attestation.base import NUM_RTMRS, AttestationError, AttestationPolicy, Findings, check_register
 from cloister.trust.attestation.certificates import check_chain, digest_key, load_certificates
 from cloister.trust.attestation.evidence import Evidence, EvidenceError
-from cloister.trust.attestation.registers import NUM_RTMRS, check_register
 
 # An Intel TDX quote, version 4 or 5, as fields ("Intel TDX DCAP Quoting Library API", appendix A). Pure; nothing is believed.
 #

@@ -20,9 +20,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cloister.trust.residue.finder import Bytes, Finder
-from cloister.trust.residue.lists import KIND as LIST_KIND
-from cloister.trust.residue.lists import ListFinder
+from cloister.trust.residue.finder import LIST_KIND, Bytes, Finder, ListFinder
 from cloister.trust.residue.processes import PAGE, Mapping, Process, read_maps, read_pages, runs_of
 
 BLOCK_BYTES: Final = 4 << 20
@@ -306,3 +304,45 @@ def _look_at_segments(processes: Iterable[Process], found: Searched) -> None:
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
+
+
+# Search results for people and as data: counts, kinds and places, never what was found.
+
+_MOST_PLACES = 12
+
+
+def describe(searched: Sequence[Searched], roles: dict[str, str], shapes: dict[int, str]) -> Iterator[str]:
+    """Yields lines for an operator: what was searched, and what was found where, by kind and by kind of request."""
+    for one in searched:
+        role = roles.get(one.where, "files")
+        rate = f", {one.num_bytes / one.elapsed_s / 1e6:.0f} MB/s" if one.elapsed_s else ""
+        swapped = f", {one.num_swapped} pages in swap" if one.num_swapped else ""
+        found = f"{len(one.finds)} finds" if one.finds else "nothing"
+        yield f"{role} ({_short(one.where)}): {one.num_bytes / 2**20:.0f} MiB in {one.num_mappings}{rate}{swapped}: {found}"
+        for (place, kind), count in one.by_kind().most_common(_MOST_PLACES):
+            yield f"    {count} x {kind} in {place}"
+        by_shape = Counter(shapes.get(find.owner, "?") for find in one.finds)
+        if by_shape:
+            yield "    of: " + ", ".join(f"{shape} {count}" for shape, count in by_shape.most_common())
+
+
+def to_data(searched: Sequence[Searched], roles: dict[str, str], shapes: dict[int, str]) -> list[dict[str, object]]:
+    """Returns the same as data for JSON."""
+    return [
+        {
+            "role": roles.get(one.where, "files"),
+            "where": one.where,
+            "bytes": one.num_bytes,
+            "mappings": one.num_mappings,
+            "swapped_pages": one.num_swapped,
+            "seconds": round(one.elapsed_s, 3),
+            "gaps": one.gaps,
+            "finds": [{"place": p, "kind": k, "count": c} for (p, k), c in one.by_kind().most_common()],
+            "finds_by_shape": dict(Counter(shapes.get(find.owner, "?") for find in one.finds)),
+        }
+        for one in searched
+    ]
+
+
+def _short(where: str) -> str:
+    return where if len(where) <= 60 else where[:57] + "..."

@@ -4,17 +4,14 @@ Pure: bytes in, bytes out; time is an argument. A client seals with `RequestSeal
 `ResponseOpener`; a receiver takes the context of a request from its `Receiver` and seals with `ResponseSealer`.
 """
 
-from cloister.trust.sealing.bhttp import BinaryHttpWriter, decode_request, decode_response, encode_request, encode_response
-from cloister.trust.sealing.bhttp_reader import MAX_HEAD_BYTES, MessageReader
-from cloister.trust.sealing.chunked import (
-    DRAFT,
-    MAX_CHUNK_BYTES,
-    ChunkOpener,
-    ChunkSealer,
-    RequestSealer,
-    ResponseOpener,
-    ResponseSealer,
-    seal_chunked_request,
+from cloister.trust.sealing.bhttp import (
+    MAX_HEAD_BYTES,
+    BinaryHttpWriter,
+    MessageReader,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
 )
 from cloister.trust.sealing.errors import KeyConfigurationError, MessageError, ReplayCacheFullError, UnsealError
 from cloister.trust.sealing.hpke import SUITES, Context, ContextSecrets, Suite
@@ -48,13 +45,21 @@ from cloister.trust.sealing.messages import (
 )
 from cloister.trust.sealing.ohttp import (
     CHUNKED,
+    DRAFT,
     FORMS,
+    MAX_CHUNK_BYTES,
     WHOLE,
+    ChunkOpener,
+    ChunkSealer,
     Exchange,
     Form,
     Header,
+    RequestSealer,
+    ResponseOpener,
+    ResponseSealer,
     header_bytes,
     open_response,
+    seal_chunked_request,
     seal_request,
     seal_response,
 )

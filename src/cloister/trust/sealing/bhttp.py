@@ -1,27 +1,231 @@
-"""Encodes and decodes binary HTTP (RFC 9292). No I/O, no clock.
+"""Binary HTTP (RFC 9292): encodes and decodes messages whole, reads and writes them as streams. No I/O, no clock.
 
-Whole messages are written with known lengths, streams with indeterminate ones; `MessageReader` reads both, piece by piece.
-"""
+Whole messages are written with known lengths, streams with indeterminate ones; `MessageReader` reads all four forms, piece by
+piece."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Generator, Iterable
+from typing import Final, TypeVar
 
-from cloister.trust.sealing.bhttp_reader import MessageReader
 from cloister.trust.sealing.errors import MessageError
 from cloister.trust.sealing.messages import (
     Content,
     Fields,
     HttpRequest,
     HttpResponse,
+    Part,
     RequestHead,
     ResponseHead,
     Trailers,
     check_fields,
     check_request_head,
+    decode_varint,
     encode_varint,
+    varint_bytes,
 )
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Longest head or trailer section that is read, in bytes: what is not content has to be kept until it is whole."""
+
+MAX_LINES: Final = 512
+"""Most field lines of one section: each costs a reader far more than the three bytes that it may have."""
+
+FREE_CHUNKS: Final = 1024
+BYTES_PER_CHUNK: Final = 256
+"""How finely a request may be cut: into `FREE_CHUNKS`, and one more for so many bytes. Chunks of one byte each would keep
+whoever reads 16 MiB of them busy for a minute. Answers may be cut as finely as they are written."""
+
+_T = TypeVar("_T")
+_Step = Generator[None, None, _T]
+"""A piece of reading that yields whenever it needs more bytes than there are."""
+
+
+class MessageReader:
+    """Turns bytes into parts: a head (after informational ones), contents, trailers if there are any.
+
+    A message may stop before a length that would be zero (section 3.8); anywhere else the end is an error, and so are
+    bytes other than zero behind it.
+
+    Args:
+        max_head_bytes: longest head or trailer section.
+    """
+
+    def __init__(self, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
+        self._max_head_bytes = max_head_bytes
+        self._room = max_head_bytes
+        self._buffer = bytearray()
+        self._at_end = False
+        self._parts: list[Part] = []
+        self._failed = False
+        self._reading = self._read_message()
+
+    def feed(self, data: bytes) -> list[Part]:
+        """Takes in the next bytes and returns the parts that are whole by now; content as far as it is there.
+
+        Raises:
+            MessageError: the message is invalid; nothing after it is read.
+        """
+        self._buffer += data
+        return self._go_on()
+
+    def close(self) -> list[Part]:
+        """Says that no more bytes come, and returns what remained.
+
+        Raises:
+            MessageError: the message is cut off.
+        """
+        self._at_end = True
+        return self._go_on()
+
+    def _go_on(self) -> list[Part]:
+        if self._failed:
+            raise _invalid()
+        try:
+            next(self._reading, None)
+        except MessageError:
+            self._failed = True
+            raise
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _read_message(self) -> _Step[None]:
+        form = yield from self._integer()
+        if form > 3:
+            raise _invalid()
+        is_known = form < 2
+        if form in (0, 2):
+            head = yield from self._control_data()
+            fields = yield from self._fields(is_known)
+            self._parts.append(RequestHead(head.method, head.scheme, head.authority, head.path, fields))
+        else:
+            yield from self._response_heads(is_known)
+        self._room = self._max_head_bytes
+        yield from (self._known_content() if is_known else self._chunks(is_bounded=form == 2))
+        trailers = yield from self._fields(is_known)
+        if trailers:
+            self._parts.append(Trailers(trailers))
+        yield from self._padding()
+
+    def _response_heads(self, is_known: bool) -> _Step[None]:
+        status = 0
+        while status < 200:
+            status = yield from self._integer()
+            if not 100 <= status <= 599:
+                raise _invalid()
+            fields = yield from self._fields(is_known)
+            self._parts.append(ResponseHead(status, fields))
+
+    def _control_data(self) -> _Step[RequestHead]:
+        values = []
+        for _ in range(4):
+            value = yield from self._string()
+            values.append(value.decode("latin-1"))
+        method, scheme, authority, path = values
+        return check_request_head(RequestHead(method, scheme, authority, path))
+
+    def _fields(self, is_known: bool) -> _Step[Fields]:
+        """Reads a header or trailer section: of a length that stands before it, or up to a name of no length."""
+        if (yield from self._is_over()):
+            return ()
+        lines: list[tuple[bytes, bytes]] = []
+        if is_known:
+            length = yield from self._integer()
+            lines = _split(MessageReader(), (yield from self._bytes(length)))
+        else:
+            while (yield from self._line(lines)):
+                pass
+        return check_fields(lines)
+
+    def _line(self, lines: list[tuple[bytes, bytes]]) -> _Step[bool]:
+        """Reads one field line; False at a name of no length."""
+        name = yield from self._string()
+        if not name:
+            return False
+        value = yield from self._string()
+        if len(lines) == MAX_LINES:
+            raise MessageError(f"A section of the binary HTTP message has more than {MAX_LINES} fields.")
+        lines.append((name, value))
+        return True
+
+    def _known_content(self) -> _Step[None]:
+        if (yield from self._is_over()):
+            return
+        left = yield from self._integer()
+        yield from self._content(left)
+
+    def _chunks(self, *, is_bounded: bool) -> _Step[None]:
+        if (yield from self._is_over()):
+            return
+        left = FREE_CHUNKS * BYTES_PER_CHUNK
+        while length := (yield from self._integer()):
+            left += length - BYTES_PER_CHUNK
+            if is_bounded and left < 0:
+                raise MessageError("The content of the binary HTTP request is cut too finely; send larger chunks.")
+            self._room = self._max_head_bytes
+            yield from self._content(length)
+
+    def _content(self, left: int) -> _Step[None]:
+        while left:
+            yield from self._need(1)
+            data = bytes(self._buffer[:left])
+            del self._buffer[:left]
+            left -= len(data)
+            self._parts.append(Content(data))
+
+    def _padding(self) -> _Step[None]:
+        while not (yield from self._is_over()):
+            if any(self._buffer):
+                raise _invalid()
+            self._buffer.clear()
+
+    def _string(self) -> _Step[bytes]:
+        length = yield from self._integer()
+        return (yield from self._bytes(length))
+
+    def _integer(self) -> _Step[int]:
+        yield from self._need(1)
+        return decode_varint((yield from self._bytes(varint_bytes(self._buffer[0]))))
+
+    def _bytes(self, length: int) -> _Step[bytes]:
+        self._room -= length
+        if self._room < 0:
+            raise MessageError(f"The head of the binary HTTP message is longer than {self._max_head_bytes} bytes.")
+        yield from self._need(length)
+        data = bytes(self._buffer[:length])
+        del self._buffer[:length]
+        return data
+
+    def _need(self, length: int) -> _Step[None]:
+        while len(self._buffer) < length:
+            if self._at_end:
+                raise _invalid()
+            yield
+
+    def _is_over(self) -> _Step[bool]:
+        """Says whether the message stops here, once that is known."""
+        while not self._buffer and not self._at_end:
+            yield
+        return not self._buffer
+
+
+def _split(reader: MessageReader, section: bytes) -> list[tuple[bytes, bytes]]:
+    """Returns the field lines that fill a section of known length."""
+    reader._room = len(section)
+    reader._buffer += section
+    reader._at_end = True  # so that no step of it waits
+    lines: list[tuple[bytes, bytes]] = []
+    while reader._buffer:
+        num_lines = len(lines)
+        next(reader._line(lines), None)
+        if len(lines) == num_lines:
+            raise _invalid()  # a name of no length
+    return lines
+
+
+def _invalid() -> MessageError:
+    return MessageError("The binary HTTP message is invalid or cut off; encode it as RFC 9292 says.")
+
 
 KNOWN_REQUEST: Final = b"\x00"
 KNOWN_RESPONSE: Final = b"\x01"

@@ -5,8 +5,7 @@ is in `frames`, and for clients of other makers in `binary_http`. Which profile 
 """
 
 from cloister.trust.shape.binary_http import BinaryHttpShaper
-from cloister.trust.shape.frames import Frame, ShapeError
-from cloister.trust.shape.framings import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS
+from cloister.trust.shape.frames import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS, Frame, ShapeError
 from cloister.trust.shape.shaper import Shaper
 from cloister.trust.shape.shapes import SHAPES, SHAPING_THREAT, TrafficShape, find_edge, shape_of
 from cloister.trust.shape.unshaper import Unshaper

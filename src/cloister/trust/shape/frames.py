@@ -55,3 +55,14 @@ def encode_frame(payload: bytes, frame_bytes: int, *, first: bool, flags: int = 
         raise ValueError(f"{len(payload)} bytes do not fit into a frame of {frame_bytes}")
     head = MAGIC + frame_bytes.to_bytes(4) if first else b""
     return (head + (flags | len(payload)).to_bytes(WORD_BYTES) + payload).ljust(frame_bytes, b"\0")
+
+
+# Which framing of a shaped answer a client asks for: our own, or binary HTTP for any RFC 9292 reader.
+
+FRAMES: Final = "frames"
+"""A head in each frame, as in `frames`: what clients get that ask for nothing."""
+BINARY_HTTP: Final = "binary-http"
+"""Frames that are, one after the other, one Binary HTTP message, as in `binary_http`."""
+FRAMINGS: Final = (FRAMES, BINARY_HTTP)
+FRAMING_FIELD: Final = b"cloister-framing"
+"""Field of the sealed request by which a client asks for one."""
