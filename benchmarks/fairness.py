@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress, open_engine
 from benchmarks.models import open_checkpoint
 from benchmarks.peers.engines import file_backend
-from cloister.bench.drive import SteppingEngine, Timed, abort, drive
+from cloister.bench.drive import SteppingEngine, Timed, drive
 from cloister.bench.workloads import make_tokens
-from cloister.types.events import Ended, Event, Submit
+from cloister.types.events import Abort, Ended, Event, Submit
 from cloister.types.request import Request, SamplingParams
 
 VICTIM_PROMPT, VICTIM_ANSWER = 512, 16
@@ -174,7 +174,7 @@ class Flood:
         self._on_answer()
         if not self._num_left:
             for request_id in self._open:
-                abort(self._engine, request_id)
+                self._engine.input_queue.put(Abort(request_id))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import numpy as np
 from benchmarks.harness import MODEL, Bench, console, make_parser, open_engine
 from benchmarks.models import open_checkpoint
 from benchmarks.peers.engines import file_backend
-from cloister.bench.drive import SteppingEngine, Timed, abort, drive, make_request, make_requests
+from cloister.bench.drive import SteppingEngine, Timed, drive, make_request, make_requests
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.types.events import Event, Progressed
+from cloister.types.events import Abort, Event, Progressed
 
 STREAM_TOKENS = 4000
 QUIET_TOKENS = 2500
@@ -196,7 +196,7 @@ class _StopStreams:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Progressed) and event.request_id == LONG and event.first:
             for number in range(self._num_streams):
-                abort(self._engine, f"stream-{number}")
+                self._engine.input_queue.put(Abort(f"stream-{number}"))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu.float8 import float8_matmul, pack_float8
 from cloister.backends.base import GREEDY, KVLayout
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from cloister.backends.torch.cuda.program import CudaProgram
 from cloister.backends.torch.cuda.tiles import CODE_TILES
-from cloister.backends.torch.triton.float8 import float8_matmul, pack_float8
 from tests.driving import Driver, RandomWeights, make_spec
 
 SPEC = make_spec(hidden=256, intermediate=256, heads=(8, 2), head_dim=128, num_layers=1, qk_norm=True, window=1000)

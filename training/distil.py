@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.decoder import Decoder
-from cloister.train.optimizer import Schedule
+from cloister.train.optimizer import Checkpoints, Schedule, step_generator
 from training.lessons import Lessons
 from training.loop import train
 from training.pretrain import draw_windows

@@ -7,9 +7,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from cloister.train.checkpoints import Checkpoints
 from cloister.train.decoder import Decoder
-from cloister.train.optimizer import Optimizer, Schedule
+from cloister.train.optimizer import Checkpoints, Optimizer, Schedule
 
 
 def train(

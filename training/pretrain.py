@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.decoder import Decoder
-from cloister.train.optimizer import Schedule
+from cloister.train.optimizer import Checkpoints, Schedule, step_generator
 from training.loop import train
 
 

@@ -5,16 +5,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from tokenizers import Tokenizer
+from torch import nn
 
-from cloister.train.checkpoints import Checkpoints, load_weights
 from cloister.train.decoder import Decoder, Shape
+from cloister.train.optimizer import Checkpoints
 from training.averaging import average
 from training.card import draft_card, model_card
 from training.corpus import Document, MissingCorpusError, Source, read_documents
@@ -32,6 +33,13 @@ from training.tune import tune
 
 MODEL_NAME = "cloister-5m"
 DRAFT_NAME = "cloister-draft"
+M = TypeVar("M", bound=nn.Module)
+
+
+def load_weights(model: M, checkpoint: Path) -> M:
+    """Put the weights of a checkpoint into a model."""
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    return model
 
 
 class StageMissingError(RuntimeError):

@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu.float8 import float8_matmul, pack_float8
 from cloister.backends.base import ForwardBatch
 from cloister.backends.tensors import GroupedTensor
 from cloister.backends.torch.cuda.attention import PagedAttention
-from cloister.backends.torch.cuda.inputs import Courier, DeviceWork, StepInputs, step_arrays, unpack
+from cloister.backends.torch.cuda.inputs import DeviceWork, StepInputs, StepUploader, step_arrays, unpack
 from cloister.backends.torch.cuda.matrices import DenseMatrix, QuantizedMatrix
 from cloister.backends.torch.cuda.tiles import CODE_TILES, TileBook
 from cloister.backends.torch.triton.attention import Heads
-from cloister.backends.torch.triton.elementwise import add_and_norm
-from cloister.backends.torch.triton.float8 import float8_matmul, pack_float8
+from cloister.backends.torch.triton.elementwise import add_and_norm, find_largest
 from cloister.backends.torch.triton.grouped import pack
-from cloister.backends.torch.triton.sampling import find_largest
 
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
@@ -68,7 +67,7 @@ class Attending:
         self._queries = torch.randn(len(batch.token_ids), heads.num_heads, heads.head_dim, device=device).to(DTYPE)
         self.attention = PagedAttention([heads], DTYPE, device, num_places)
         arrays = step_arrays(batch, self.attention.cut(batch), BLOCK_SIZE)
-        self.step = unpack(Courier(device).send(arrays), self.attention.layers, BLOCK_SIZE)
+        self.step = unpack(StepUploader(device).send(arrays), self.attention.layers, BLOCK_SIZE)
 
     def attend(self, step: StepInputs | None = None) -> Tensor:
         self.attention.begin()

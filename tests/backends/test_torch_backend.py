@@ -18,9 +18,8 @@ from torch import Tensor
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
 from cloister.backends.torch import attention, backend, linear
-from cloister.backends.torch.linear import Linear
+from cloister.backends.torch.linear import Linear, cut_rows, measure_tiles, pad_rows
 from cloister.backends.torch.schedule import Team
-from cloister.backends.torch.tiles import cut_rows, measure_tiles, pad_rows
 from cloister.types.errors import ConfigError
 from tests.driving import RandomWeights, build, make_spec
 

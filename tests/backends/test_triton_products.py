@@ -12,8 +12,8 @@ from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from tests.device import DEVICE, HAS_TRITON, needs_triton
 
 if HAS_TRITON:
+    from benchmarks.gpu.float8 import float8_matmul, pack_float8
     from cloister.backends.torch.triton.elementwise import round_rows
-    from cloister.backends.torch.triton.float8 import float8_matmul, pack_float8
     from cloister.backends.torch.triton.grouped import grouped_matmul, pack
     from cloister.backends.torch.triton.matmul import TileConfig, matmul
 

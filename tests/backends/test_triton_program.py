@@ -132,7 +132,7 @@ class Uncaptured:
 
     def run(self, arrays: list[Any], padding: Any) -> Any:
         self.sizes.append((padding.num_seqs, padding.table_width))
-        return self._program._compute_captured(self._program._courier.send(arrays))
+        return self._program._compute_captured(self._program._uploader.send(arrays))
 
 
 def test_wiped_blocks_hold_nothing_and_copied_ones_the_same() -> None:

@@ -15,8 +15,7 @@ from tests.device import DEVICE, HAS_TRITON, needs_triton
 
 if HAS_TRITON:
     from cloister.backends.torch.triton.attention import Heads
-    from cloister.backends.torch.triton.elementwise import add_and_norm, gate, rotate_and_write, round_rows
-    from cloister.backends.torch.triton.sampling import find_largest
+    from cloister.backends.torch.triton.elementwise import add_and_norm, find_largest, gate, rotate_and_write, round_rows
 
 pytestmark = needs_triton
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cloister.models import transformers_fallback
-from cloister.models.local_models import ShelvedModel, list_models
+from cloister.models.local_models import LocalModel, list_models
 from cloister.models.pulling.store import Store
 from tests.gguf_factory import make_gguf
 from tests.model_factory import make_model
@@ -26,7 +26,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def find(root: Path, name: str, **options: Path) -> ShelvedModel:
+def find(root: Path, name: str, **options: Path) -> LocalModel:
     return next(model for model in list_models([root], **options) if model.name.endswith(name))
 
 

@@ -63,10 +63,10 @@ def test_beginnings_leave_more_than_half_of_a_passage() -> None:
 def test_too_little_text_is_refused() -> None:
     for some in ([], texts(1), texts(12)):
         with pytest.raises(ConfigError, match=str(FEWEST_TOKENS)):
-            check_size(cut_passages(some, encode, 50, 1 << 30, 0), 1)
-    check_size(cut_passages(texts(400), encode, 50, 1 << 30, 0), 1)
+            check_size(cut_passages(some, encode, 50, 1 << 30, 0))
+    check_size(cut_passages(texts(400), encode, 50, 1 << 30, 0))
     with pytest.raises(ConfigError, match="held out"):
-        check_size([p for p in cut_passages(texts(400), encode, 50, 1 << 30, 0) if not p.is_held_out], 1)
+        check_size([p for p in cut_passages(texts(400), encode, 50, 1 << 30, 0) if not p.is_held_out])
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

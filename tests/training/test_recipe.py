@@ -9,15 +9,15 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from cloister.train.checkpoints import Checkpoints, load_weights
 from cloister.train.decoder import Decoder
+from cloister.train.optimizer import Checkpoints
 from training.__main__ import main
 from training.averaging import average
 from training.corpus import folder_source
 from training.evaluate import as_shipped
 from training.export import load_exported
 from training.pretrain import pretrain
-from training.recipe import DRAFT_NAME, MODEL_NAME, STAGES, Recipe, StageMissingError
+from training.recipe import DRAFT_NAME, MODEL_NAME, STAGES, Recipe, StageMissingError, load_weights
 from training.scale import TINY
 from training.tune import tune
 

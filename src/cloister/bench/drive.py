@@ -10,7 +10,7 @@ from typing import Protocol
 from cloister.bench.recorder import EventRecorder
 from cloister.bench.workloads import WorkItem
 from cloister.types.clock import Clock, WallClock
-from cloister.types.events import Abort, Event, FrontMessage, Outputs, Submit
+from cloister.types.events import Event, FrontMessage, Outputs, Submit
 from cloister.types.request import Request, SamplingParams
 
 Listener = Callable[[Event], None]
@@ -93,11 +93,6 @@ def drive(
             time.sleep(max(0.0, queue[num_sent].due_s - (clock.now() - start_s)))
     _settle(engine, run, listeners)
     return run
-
-
-def abort(engine: SteppingEngine, request_id: str) -> None:
-    """Tells the engine that nobody waits for a request any more."""
-    engine.input_queue.put(Abort(request_id))
 
 
 def _settle(engine: SteppingEngine, run: Drive, listeners: Sequence[Listener]) -> None:

@@ -17,7 +17,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -190,8 +190,5 @@ def _start_at_zero(rows: list[TraceRow]) -> list[TraceRow]:
     if len(times) < len(rows):
         return rows
     start_s = min(times)
-    shifted = [
-        TraceRow(time_s - start_s, row.num_input_tokens, row.num_output_tokens, row.prompt, row.hash_ids)
-        for row, time_s in zip(rows, times, strict=True)
-    ]
+    shifted = [replace(row, arrival_s=time_s - start_s) for row, time_s in zip(rows, times, strict=True)]
     return sorted(shifted, key=lambda row: row.arrival_s or 0.0)

@@ -6,7 +6,7 @@ Why it is exact. Let p be the distribution that the token shall have, and x be d
 Token y comes out as the accepted x with q(y) min(1, p(y) / q(y)) = min(p(y), q(y)). Everything else, 1 - sum min(p, q) =
 sum (p - q)+, is rejected, and then y shall come with (p - q)+(y) / sum (p - q)+: both together are p(y). That remainder is a
 distribution like any other, so the next rival is verified against it in the same way, and after the last one a token is
-drawn from it. All this holds given the tokens of elder rivals, so a rival may be drawn from a q that depends on them
+drawn from it. All this holds given the tokens of earlier rivals, so a rival may be drawn from a q that depends on them
 (without the tokens they took, for one: Jeon et al. 2024), or not be drawn at all (q is then a point mass: x is accepted
 with p(x)). What it does not hold for: leaving out a rival, or moving it, because of what it turned out to be; so a token that
 was drawn twice is verified twice, at its places.

@@ -1,4 +1,4 @@
-"""The drafters of one runner, asked and told in turn, and how long each of them takes."""
+"""The drafters of one runner: calls each of them in turn, and measures how long each of them takes."""
 
 from __future__ import annotations
 

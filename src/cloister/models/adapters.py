@@ -262,6 +262,3 @@ def _digest(updates: Mapping[str, tuple[FloatArray, FloatArray]]) -> str:
         for matrix in pair:
             digest.update(f"{product} {matrix.shape}\0".encode() + matrix.tobytes())
     return digest.hexdigest()
-
-
-__all__ = ["Adapter", "read_adapter", "read_rank"]

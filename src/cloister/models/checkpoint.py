@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.tensors import QuantizedTensor, Tensor, dequantized
+from cloister.backends.tensors import dequantized
 from cloister.models.config import read_json
 from cloister.models.decoder import list_tensors
 from cloister.models.family import Family
 from cloister.models.location import Digests
 from cloister.models.quantized import Scheme, Stored
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
-from cloister.models.sources import Mapped, Source, TensorSlice, find_place
+from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of
 from cloister.types.errors import ModelError
 
 _MOST_PARTS = 3  # of a fused tensor
@@ -24,29 +24,7 @@ _MOST_MISSING = 1000  # before it is not worth while to name the first
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class ModelCheckpoint:
-    """Weights on disk (protocol `backends.base.Weights`); nothing is in memory before it is read."""
-
-    def __init__(self, entries: Mapping[str, Stored]) -> None:
-        self._entries = dict(entries)
-
-    def names(self) -> Sequence[str]:
-        return tuple(self._entries)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entries[name].shape
-
-    def form(self, name: str) -> QuantizedTensor | None:
-        return self._entries[name].form()
-
-    def read(self, name: str) -> Tensor:
-        return self._entries[name].read()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, entry.read()) for name, entry in self._entries.items())
-
-
-def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Scheme | None = None) -> ModelCheckpoint:
+def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Scheme | None = None) -> StoredWeights:
     """Maps the checkpoint in a model directory.
 
     Args:
@@ -70,7 +48,7 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
     if family.mtp:
         _drop_mtp(found, len(spec.layers))
     _refuse_extra(found, family)
-    return ModelCheckpoint(entries)
+    return StoredWeights(entries)
 
 
 def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
@@ -101,8 +79,7 @@ def _check_cut(stored: str, place: TensorSlice) -> None:
 
 def source_of(family: Family, name: str) -> Source:
     """Returns where a family's checkpoint has the module of a canonical tensor name."""
-    parts = name.split(".")[:-1]
-    return family.tensors[".".join(part for part in parts if part != "layers" and not part.isdigit())]
+    return family.tensors[module_of(name)]
 
 
 def stored_name(family: Family, name: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.progress import Progress
 
 from cloister.models.location import choose_gguf, find_model
 from cloister.models.pulling.downloads import download_progress
+from cloister.models.pulling.replies import call_within
 from cloister.types.errors import ModelError
 
 FILES = (
@@ -93,24 +95,15 @@ def _ask_hub(name: str) -> list[str] | None:
 
     It is asked on a thread: a name look-up has no deadline of its own.
     """
-    answer: list[BaseException | list[str]] = []
-
-    def ask() -> None:
-        try:
-            info = huggingface_hub.HfApi().model_info(name, timeout=REACH_TIMEOUT_S / 2)
-            answer.append([file.rfilename for file in info.siblings or ()])
-        except Exception as error:
-            answer.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(REACH_TIMEOUT_S)
-    found = answer[0] if answer else TimeoutError()
-    if isinstance(found, GatedRepoError):
-        raise ModelError(f"{name} is gated: ask for access on its page, then run `hf auth login`", param="model")
-    if isinstance(found, RepositoryNotFoundError):
-        raise ModelError(f"the hub has no model {name}, or it is private: check the name or run `hf auth login`")
-    return found if isinstance(found, list) else None
+    try:
+        info = call_within(REACH_TIMEOUT_S, lambda: huggingface_hub.HfApi().model_info(name, timeout=REACH_TIMEOUT_S / 2))
+    except GatedRepoError:
+        raise ModelError(f"{name} is gated: ask for access on its page, then run `hf auth login`", param="model") from None
+    except RepositoryNotFoundError:
+        raise ModelError(f"the hub has no model {name}, or it is private: check the name or run `hf auth login`") from None
+    except Exception:
+        return None
+    return [file.rfilename for file in info.siblings or ()]
 
 
 def _cached(name: str) -> Path:
@@ -124,19 +117,11 @@ def _cached(name: str) -> Path:
         ) from None
 
 
-class _progress_class:
-    """Context manager: yields a class that the hub's library takes for tqdm and that draws on one rich display."""
-
-    def __init__(self, shown: bool) -> None:
-        self._display = download_progress(shown)
-
-    def __enter__(self) -> type[Any]:
-        display = self._display
-        display.start()
-        return type("HubBar", (_Bar,), {"display": display})
-
-    def __exit__(self, *_: object) -> None:
-        self._display.stop()
+@contextmanager
+def _progress_class(shown: bool) -> Iterator[type[Any]]:
+    """Yields a class that the hub's library takes for tqdm and that draws on one rich display."""
+    with download_progress(shown) as display:
+        yield type("HubBar", (_Bar,), {"display": display})
 
 
 class _Bar:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import DecoderSpec
@@ -16,7 +15,7 @@ from cloister.models.decoder import choose_family, find_family, read_spec
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
 from cloister.models.location import Digests, find_model, require_tokenizer
-from cloister.models.quantized import Scheme, split_config
+from cloister.models.quantized import split_config
 from cloister.models.transformers_fallback import open_foreign
 from cloister.types.errors import ModelError
 from cloister.types.request import ModelInfo
@@ -72,9 +71,8 @@ def load(
 
 def _load_gguf(path: Path, name: str | None, digests: Digests, max_model_len: int | None) -> LoadedModel:
     opened = open_gguf(path, digests, max_model_len)
-    ends, sampling = read_generation(
-        path.parent, {}, opened.spec.vocab_size
-    )  # of the file beside it, as `cloister pull` writes
+    # of the file beside it, as `cloister pull` writes
+    ends, sampling = read_generation(path.parent, {}, opened.spec.vocab_size)
     info = ModelInfo(
         name=name or path.stem,
         path=str(path),
@@ -102,18 +100,6 @@ def _refuse_unknown(names: Sequence[str]) -> None:
     )
 
 
-def _open_known(
-    path: Path,
-    config: Mapping[str, Any],
-    scheme: Scheme | None,
-    max_model_len: int | None,
-    on_unknown: Callable[[Sequence[str]], None],
-) -> tuple[DecoderSpec, Weights]:
-    family = find_family(config)
-    spec = read_spec(family, config, max_model_len, on_unknown)
-    return spec, open_checkpoint(path, family, spec, scheme)
-
-
 def _load_directory(
     path: Path,
     name: str | None,
@@ -122,8 +108,13 @@ def _load_directory(
     on_unknown: Callable[[Sequence[str]], None],
 ) -> LoadedModel:
     config, scheme = split_config(path, read_json(path / "config.json"))
-    is_known = choose_family(config) is not None
-    spec, weights = _open_known(path, config, scheme, max_model_len, on_unknown) if is_known else open_foreign(path, config)
+    weights: Weights
+    if choose_family(config) is None:
+        spec, weights = open_foreign(path, config)
+    else:
+        family = find_family(config)
+        spec = read_spec(family, config, max_model_len, on_unknown)
+        weights = open_checkpoint(path, family, spec, scheme)
     eos_token_ids, defaults = read_generation(path, config, spec.vocab_size)
     require_tokenizer(path)
     info = ModelInfo(

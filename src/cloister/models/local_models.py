@@ -29,7 +29,7 @@ from cloister.types.gguf import is_gguf, read_gguf
 
 
 @dataclass(frozen=True, slots=True)
-class ShelvedModel:
+class LocalModel:
     """One model on this machine.
 
     Attributes:
@@ -52,7 +52,7 @@ class ShelvedModel:
 
 def list_models(
     directories: Iterable[Path] = (), hub_cache: Path | None = None, store: Store | None = None
-) -> Iterator[ShelvedModel]:
+) -> Iterator[LocalModel]:
     """Yields what is embedded, what was pulled, what the hub's cache holds, and what lies in `directories` and under them.
 
     Args:
@@ -71,7 +71,7 @@ def list_models(
             yield from _describe_all(place, str(place), "directory")
 
 
-def describe(path: Path, name: str, source: str) -> ShelvedModel:
+def describe(path: Path, name: str, source: str) -> LocalModel:
     """Returns what the heads of a model's files say of it; what is wrong with them becomes its `obstacle`."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     size_bytes = sum(file.stat().st_size for file in files)
@@ -80,10 +80,10 @@ def describe(path: Path, name: str, source: str) -> ShelvedModel:
     except CloisterError as error:
         head = ("?", "?", error.message)
     architecture, form, obstacle = head
-    return ShelvedModel(name, source, architecture, form, size_bytes, path, obstacle)
+    return LocalModel(name, source, architecture, form, size_bytes, path, obstacle)
 
 
-def _describe_all(place: Path, name: str, source: str) -> Iterator[ShelvedModel]:
+def _describe_all(place: Path, name: str, source: str) -> Iterator[LocalModel]:
     """Yields the model of a directory, or each GGUF file in it."""
     if any(place.glob("*.safetensors")):
         yield describe(place, name, source)

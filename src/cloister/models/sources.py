@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cloister.backends.base import Weights
 from cloister.backends.spec import MlpSpec, MoeSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor, take_rows
 from cloister.models.config import ConfigFields
@@ -70,6 +71,11 @@ class TensorSlice:
     num_heads: int
 
 
+def module_of(name: str) -> str:
+    """Returns the module of a canonical tensor name without its numbers, such as "experts.up" (`backends.base`)."""
+    return ".".join(part for part in name.split(".")[:-1] if part != "layers" and not part.isdigit())
+
+
 def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads: int) -> TensorSlice:
     """Returns where a tensor lies.
 
@@ -121,6 +127,25 @@ class Mapped:
         if place.source.added:
             array = array.astype(np.float32) + np.float32(place.source.added)
         return np.ascontiguousarray(array)
+
+
+class StoredWeights(Weights):
+    """Tensors of a checkpoint or a GGUF file by canonical name; nothing is in memory before it is read."""
+
+    def __init__(self, entries: Mapping[str, Stored]) -> None:
+        self._entries = dict(entries)
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def form(self, name: str) -> QuantizedTensor | None:
+        return self._entries[name].form()
+
+    def read(self, name: str) -> Tensor:
+        return self._entries[name].read()
 
 
 # Which layers are mixtures of experts, and what their tensors are called.

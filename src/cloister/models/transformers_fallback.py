@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from cloister.backends.base import Weights
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
-from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.models.families import FAMILIES
+from cloister.models.sources import StoredWeights
 from cloister.types.errors import ModelError
 
 _SIZES: Final[Mapping[str, Sequence[str]]] = {
@@ -20,26 +20,16 @@ _SIZES: Final[Mapping[str, Sequence[str]]] = {
 _MOST_POSITIONS: Final = 4096  # where a config names none
 
 
-class ForeignWeights:
-    """A model directory that only its own library reads (protocol `backends.base.Weights`, without any tensor)."""
+class ForeignWeights(StoredWeights):
+    """A model directory that only its own library reads: no tensor is known here.
+
+    Attributes:
+        path: of the directory.
+    """
 
     def __init__(self, path: Path) -> None:
+        super().__init__({})
         self.path = path
-
-    def names(self) -> Sequence[str]:
-        return ()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise KeyError(name)
-
-    def form(self, name: str) -> QuantizedTensor | None:
-        raise KeyError(name)
-
-    def read(self, name: str) -> Tensor:
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
 
 
 def open_foreign(path: Path, config: Mapping[str, Any]) -> tuple[DecoderSpec, Weights]:

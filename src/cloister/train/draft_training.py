@@ -20,10 +20,9 @@ from torch import Tensor
 from cloister.executor.drafters.heads import heads_directory
 from cloister.models import LoadedModel
 from cloister.models.safetensors import write_tensors
-from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.decoder import Decoder, Shape
 from cloister.train.hidden_states import HiddenStates, RowArray, Teacher, read_rows
-from cloister.train.optimizer import Optimizer, Schedule
+from cloister.train.optimizer import Checkpoints, Optimizer, Schedule, step_generator
 from cloister.train.passages import Passage, check_size
 from cloister.train.session import Material, Reporter, check_place, open_session
 from cloister.types.errors import ModelError
@@ -170,7 +169,7 @@ def train_draft(material: Material, settings: DraftSettings, reporter: Reporter)
         directory = settings.out or heads_directory(model.path, DRAFTER)
         check_place(directory, "config.json", replaces=settings.replaces)
         passages = session.read_passages()
-        check_size(passages, 1)
+        check_size(passages)
         places = session.read_places(passages)
         teacher, shape = Teacher(model), choose_shape(model, settings)
         draft = Decoder(shape, torch.Generator().manual_seed(material.seed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -75,7 +75,7 @@ def train_heads(material: Material, settings: HeadSettings, reporter: Reporter) 
         directory = settings.out or heads_directory(model.path, settings.kind)
         check_place(directory, CARD, replaces=settings.replaces)
         passages = session.read_passages()
-        check_size(passages, 1)
+        check_size(passages)
         places = session.read_places(passages)
         teacher = Teacher(model)
         choices = session.choose(teacher, places, passages)
@@ -131,8 +131,3 @@ def train_heads(material: Material, settings: HeadSettings, reporter: Reporter) 
         num_own_tokens=int(places.is_own[num_learned].sum()),
         elapsed_s=round(time.perf_counter() - started, 1),
     )
-
-
-def as_json(report: HeadReport) -> dict[str, object]:
-    """Returns a report as JSON values."""
-    return asdict(report)

@@ -6,7 +6,6 @@ bfloat16: training reads each of them many times.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,14 +106,6 @@ def find_targets(places: HiddenStates, choices: IntArray, rows: RowArray, num_he
     ahead = rows + np.arange(1, num_heads + 1)[:, None]
     is_there = ahead < places.ends[rows]
     return np.where(is_there, choices[np.minimum(ahead, len(choices) - 1)], -1).astype(np.int64)
-
-
-def digest_passages(fingerprint: str, passages: Sequence[Passage]) -> str:
-    """Returns what tells these passages, read by this model, from others: 16 hex digits."""
-    digest = hashlib.sha256(fingerprint.encode())
-    for passage in passages:
-        digest.update(len(passage.token_ids).to_bytes(4, "little") + passage.token_ids.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _record(

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cloister.backends.base import IntArray
-from cloister.train.checkpoints import Checkpoints, step_generator
 from cloister.train.hidden_states import HiddenStates, RowArray, TargetArray, Teacher, find_targets, read_rows
-from cloister.train.optimizer import Optimizer, Schedule
+from cloister.train.optimizer import Checkpoints, Optimizer, Schedule, step_generator
 
 # Heads as torch modules; what they save is what `executor.drafters` reads.
 #

@@ -1,11 +1,16 @@
-"""Muon for the matrices inside the layers, AdamW for the rest, and the learning-rate schedule.
+"""Muon for the matrices inside the layers, AdamW for the rest, the learning-rate schedule, and resumable training.
 
 Muon: Jordan et al. 2024, with the update size matched to AdamW's (Liu et al. 2025). Schedule: warm-up, stable, linear
-decay to zero (Hägele et al. 2024).
+decay to zero (Hägele et al. 2024). What a step sees depends on the seed and the number of the step alone, so a run that was
+interrupted and resumed ends with the same weights as one that was not.
 """
 
+from __future__ import annotations
+
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,3 +65,32 @@ class Optimizer:
         """Take up a state that ``state_dict`` gave."""
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a stage keeps its state and how often it writes it."""
+
+    path: Path
+    every: int
+
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        """Replace the checkpoint at once, so that a crash leaves the old one or the new one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)
+        os.replace(partial, self.path)
+
+    def restore(self, model: nn.Module, optimizer: Optimizer) -> int:
+        """Load the last checkpoint, if any; returns how many steps are done."""
+        if not self.path.exists():
+            return 0
+        state = torch.load(self.path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
+
+
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """The random source of one step."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + step)

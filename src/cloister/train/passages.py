@@ -85,13 +85,13 @@ def cut_passages(
     return found
 
 
-def check_size(passages: Sequence[Passage], num_heads: int) -> None:
+def check_size(passages: Sequence[Passage]) -> None:
     """Raises ConfigError if there is too little to learn from, or nothing to measure on."""
     total = sum(len(passage.token_ids) for passage in passages)
     if total < FEWEST_TOKENS:
         raise ConfigError(f"the text has {total} tokens in all; give {FEWEST_TOKENS} at least", param="text")
     for held_out in (True, False):
-        if not any(p.is_held_out is held_out and len(p.token_ids) - p.start > num_heads for p in passages):
+        if not any(p.is_held_out is held_out and len(p.token_ids) - p.start > 1 for p in passages):
             raise ConfigError(
                 f"of {len(passages)} passages none is {'held out to measure on' if held_out else 'left to learn from'}; one in "
                 f"{HELD_OUT_ONE_IN} is held out, chosen by a hash of its tokens: give more text",

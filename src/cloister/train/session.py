@@ -19,7 +19,7 @@ from cloister.backends.base import IntArray
 from cloister.launch import build_program, resolve_settings
 from cloister.models import LoadedModel, load, locate
 from cloister.text import Tokenizer
-from cloister.train.hidden_states import HiddenStates, Teacher, digest_passages, read_places
+from cloister.train.hidden_states import HiddenStates, Teacher, read_places
 from cloister.train.passages import Passage, answer, cut_beginnings, cut_passages, read_files, render_questions
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
@@ -135,8 +135,11 @@ class TrainingSession:
         return found
 
     def name(self, passages: Sequence[Passage]) -> str:
-        """Returns what tells files of these passages from others."""
-        return digest_passages(self.model.info.fingerprint, passages)
+        """Returns what tells these passages, read by this model, from others: 16 hex digits."""
+        digest = hashlib.sha256(self.model.info.fingerprint.encode())
+        for passage in passages:
+            digest.update(len(passage.token_ids).to_bytes(4, "little") + passage.token_ids.tobytes())
+        return digest.hexdigest()[:16]
 
     def choose(self, teacher: Teacher, places: HiddenStates, passages: Sequence[Passage]) -> IntArray:
         """Returns what the model would go on with behind each place, computed once (`Teacher.choose`)."""

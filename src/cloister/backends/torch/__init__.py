@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from cloister.backends import native
-from cloister.backends.base import BACKENDS, Backend
+from cloister.backends.base import BACKENDS, Backend, BackendFactory
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
@@ -36,51 +36,42 @@ def load_torch(device: str) -> None:
         raise ConfigError(f"{why}{remedy if without is None else f', and {without}'}", param="backend") from None
 
 
-@BACKENDS.register("torch", THREAT)
-def make_torch_backend(
-    *,
-    num_threads: int,
-    device: str,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    numerics: str = "exact",
-    store: Path | None = None,  # noqa: ARG001 - it keeps nothing
-    store_bytes: int | None = None,  # noqa: ARG001
-) -> Backend:
-    """Makes the torch back end (`BackendFactory` says what the arguments mean).
+def _make_factory(module: str, backend: str, refusal: str) -> BackendFactory:
+    """Returns what makes a back end of a module that is imported only when it was chosen: torch takes a second.
 
-    Raises:
-        ConfigError: the device is not there, or a setting is not one of those listed.
+    Args:
+        refusal: begins the error for KV of another type than everything else (`%s` is that type).
     """
-    load_torch(device)
-    from cloister.backends.torch.backend import TorchBackend  # torch takes a second to import: only when it was chosen
 
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    if kv_dtype not in (None, dtype):
-        raise ConfigError(f"the torch back end keeps KV in {dtype}, as everything else; leave kv_dtype out", param="kv_dtype")
-    return TorchBackend(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics)
+    def make(
+        *,
+        num_threads: int,
+        device: str,
+        dtype: str | None = None,
+        kv_dtype: str | None = None,
+        numerics: str = "exact",
+        store: Path | None = None,  # noqa: ARG001 - it keeps nothing
+        store_bytes: int | None = None,  # noqa: ARG001
+    ) -> Backend:
+        """Makes the back end (`BackendFactory` says what the arguments mean).
+
+        Raises:
+            ConfigError: the device is not there, or a setting is not one of those listed.
+        """
+        load_torch(device)
+        kind = getattr(import_module(f"cloister.backends.torch.{module}"), backend)
+        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+        if kv_dtype not in (None, dtype):
+            raise ConfigError(f"{refusal % dtype}; leave kv_dtype out", param="kv_dtype")
+        made: Backend = kind(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics)
+        return made
+
+    return make
 
 
-@BACKENDS.register(FOREIGN_FAMILY, THREAT)
-def make_fallback_backend(
-    *,
-    num_threads: int,
-    device: str,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    numerics: str = "exact",
-    store: Path | None = None,  # noqa: ARG001 - it keeps nothing
-    store_bytes: int | None = None,  # noqa: ARG001
-) -> Backend:
-    """Makes the back end of models without a spec (`BackendFactory` says what the arguments mean).
-
-    Raises:
-        ConfigError: a setting is not one of those that it has.
-    """
-    load_torch(device)
-    from cloister.backends.torch.fallback import FallbackBackend  # transformers takes seconds to import
-
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    if kv_dtype not in (None, dtype):
-        raise ConfigError(f"a model without a spec keeps KV in {dtype} too; leave kv_dtype out", param="kv_dtype")
-    return FallbackBackend(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics)
+BACKENDS.register("torch", THREAT)(
+    _make_factory("backend", "TorchBackend", "the torch back end keeps KV in %s, as everything else")
+)
+BACKENDS.register(FOREIGN_FAMILY, THREAT)(
+    _make_factory("fallback", "FallbackBackend", "a model without a spec keeps KV in %s too")
+)

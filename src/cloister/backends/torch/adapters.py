@@ -16,9 +16,8 @@ from torch import Tensor
 from cloister.backends.adapters import AdapterWeights, target_shapes
 from cloister.backends.base import ForwardBatch
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.torch.linear import Linear, common_tiles
+from cloister.backends.torch.linear import Linear, common_tiles, pad_rows
 from cloister.backends.torch.schedule import Team
-from cloister.backends.torch.tiles import pad_rows
 
 
 class _Update:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cloister.backends.torch.cache import SlotLayout
 from cloister.backends.torch.layers import cap
+from cloister.backends.torch.linear import FEWEST_COLUMNS, measure_tiles
 from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch
-from cloister.backends.torch.tiles import FEWEST_COLUMNS, measure_tiles
 
 _NOTHING_YET = -1e30  # a running maximum that is finite, so that a hidden split leaves exp(0) = 1 and no NaN
 _WIDTHS = (64, 128, 192, SPLIT)

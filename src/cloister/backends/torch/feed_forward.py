@@ -8,10 +8,9 @@ from torch import Tensor
 from cloister.backends.spec import MlpSpec, MoeSpec
 from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.layers import ACTIVATIONS, on_whole_vectors
-from cloister.backends.torch.linear import common_tiles
+from cloister.backends.torch.linear import common_tiles, pad_rows
 from cloister.backends.torch.reading import AnyLinear, WeightReader
 from cloister.backends.torch.routing import choose_experts
-from cloister.backends.torch.tiles import pad_rows
 
 
 class Mlp:
@@ -31,7 +30,7 @@ class Mlp:
         self.num_operations = sum(linear.num_operations for linear in self.linears)
 
     def __call__(self, rows: Tensor, adapters: RowAdapters | None = None) -> Tensor:
-        """Returns [num_rows, hidden] for rows of the same shape; num_rows as `tiles.pad_rows` gives."""
+        """Returns [num_rows, hidden] for rows of the same shape; num_rows as `linear.pad_rows` gives."""
         inner = self._into(rows)
         if adapters is not None:
             adapters.add(self._prefix, self._names, rows, inner)
@@ -76,7 +75,7 @@ class Mixture:
         )
 
     def __call__(self, rows: Tensor, adapters: RowAdapters | None = None) -> Tensor:
-        """Returns [num_rows, hidden] for rows of the same shape; num_rows as `tiles.pad_rows` gives. No adapter changes it."""
+        """Returns [num_rows, hidden] for rows of the same shape; num_rows as `linear.pad_rows` gives. No adapter changes it."""
         scores, chosen = self.choose(rows)
         out = torch.zeros_like(rows)
         for number in sorted(set(chosen.flatten().tolist())):

@@ -14,8 +14,8 @@ from torch import Tensor
 from cloister.backends.spec import LatentAttentionSpec
 from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.layers import rms_norm, rotate
+from cloister.backends.torch.linear import FEWEST_COLUMNS, cut_rows, measure_tiles
 from cloister.backends.torch.reading import AnyLinear, WeightReader
-from cloister.backends.torch.tiles import FEWEST_COLUMNS, cut_rows, measure_tiles
 
 
 class HeadwiseLinear:

@@ -22,7 +22,7 @@ from cloister.backends.torch.attention import attend, attention_tiles, split_wid
 from cloister.backends.torch.cache import KVCache, slot_layout
 from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
-from cloister.backends.torch.linear import common_tiles
+from cloister.backends.torch.linear import common_tiles, pad_rows
 from cloister.backends.torch.reading import WeightReader, to_torch
 from cloister.backends.torch.schedule import (
     AttentionShape,
@@ -34,7 +34,6 @@ from cloister.backends.torch.schedule import (
     token_slots,
     use_one_thread_per_operation,
 )
-from cloister.backends.torch.tiles import pad_rows
 from cloister.backends.torch.trees import TreeNode, unfold
 
 # Operator spans: methods are wrapped only while they are recorded.

@@ -4,12 +4,9 @@ from collections.abc import Mapping
 
 from cloister.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from cloister.models.families.gemma import GEMMA2, GEMMA3
-from cloister.models.families.gpt import GPT2, GPT_NEOX
-from cloister.models.families.llama import GRANITE, LLAMA, SMOLLM3
+from cloister.models.families.gpt import GPT2, GPT_NEOX, OPT
+from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from cloister.models.families.mistral import MISTRAL, MIXTRAL
-from cloister.models.families.olmo2 import OLMO2
-from cloister.models.families.opt import OPT
-from cloister.models.families.phi3 import PHI3
 from cloister.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from cloister.models.family import Family
 

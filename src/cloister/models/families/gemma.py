@@ -4,6 +4,7 @@ global layers."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from cloister.backends.spec import RopeSpec
 from cloister.models.config import ConfigFields
@@ -79,26 +80,19 @@ def _turn_by_kind(fields: ConfigFields, reader: RopeReader, windows: Sequence[in
     return [global_rope if window is None else local_rope for window in windows]
 
 
-GEMMA3 = Family(
+GEMMA3 = replace(
+    GEMMA2,
     name="gemma3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     max_positions=131072,
-    names={"hidden_act": ("hidden_activation",)},
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
         "sliding_window": 4096, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
     },
-    only={"use_bidirectional_attention": False},
     # `hidden_activation` counts; no layer of transformers caps scores; the pattern is written beside `layer_types`
     harmless=frozenset(("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern")),
-    qkv_bias=Bias.FIELD,
-    output_bias=Bias.FIELD,
-    post_norm=True,
+    softcap=False,
     qk_norm="head",
-    windows=see_by_pattern,
     ropes=_turn_by_kind,
-    scales=read_gemma_scales,
-    ends=read_gemma_ends,
-    tensors=GEMMA_TENSORS,
 )  # fmt: skip

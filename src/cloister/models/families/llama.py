@@ -1,14 +1,16 @@
-"""Llama 2, 3, 3.1 and 3.2 (Touvron et al. 2023; Dubey et al. 2024) and models of the same build: SmolLM, SmolLM3, Granite
-3."""
+"""Llama 2, 3, 3.1 and 3.2 (Touvron et al. 2023; Dubey et al. 2024) and models of nearly the same build: SmolLM, SmolLM3,
+Granite 3, OLMo 2, Phi-3."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cloister.backends.spec import RopeSpec
 from cloister.models.config import ConfigFields
-from cloister.models.family import Bias, Ends, Family
-from cloister.models.rope import RopeReader, see_listed_windows
+from cloister.models.family import PLAIN_TENSORS, Bias, Ends, Family
+from cloister.models.rope import RopeReader, see_listed_windows, see_one_window
+from cloister.models.sources import Source
 from cloister.types.errors import ModelError
 
 LLAMA = Family(
@@ -35,16 +37,14 @@ def _turn_some(fields: ConfigFields, reader: RopeReader, windows: Sequence[int |
     return [rope if turned[number] else None for number in range(len(windows))]
 
 
-SMOLLM3 = Family(
+SMOLLM3 = replace(
+    LLAMA,
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
     max_positions=32768,
     defaults={"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True},
     harmless=frozenset(("max_window_layers",)),
-    qkv_bias=Bias.FIELD,
-    output_bias=Bias.FIELD,
-    mlp_bias=Bias.FIELD,
     windows=see_listed_windows,
     ropes=_turn_some,
 )
@@ -64,15 +64,55 @@ def _read_ends(fields: ConfigFields, _hidden: int) -> Ends:
     return Ends(embedding_scale=fields.take("embedding_multiplier", float, 1.0), logit_scale=1 / divisor)
 
 
-GRANITE = Family(
+GRANITE = replace(
+    LLAMA,
     name="granite",
     architecture="GraniteForCausalLM",
     model_type="granite",
-    max_positions=2048,
-    qkv_bias=Bias.FIELD,
-    output_bias=Bias.FIELD,
-    mlp_bias=Bias.FIELD,
     scales=_scale,
     ends=_read_ends,
     residual_scale="residual_multiplier",
+)
+
+
+# OLMo 2 (OLMo Team 2024): norms on the outputs of attention and feed-forward instead of their inputs, and on q and k.
+
+
+OLMO2 = Family(
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    max_positions=2048,
+    defaults={"rms_norm_eps": 1e-5},
+    qkv_bias=Bias.FIELD,
+    output_bias=Bias.FIELD,
+    pre_norm=False,
+    post_norm=True,
+    qk_norm="projection",
+    tensors={
+        **PLAIN_TENSORS,
+        "attention_post_norm": Source("model.layers.{}.post_attention_layernorm"),
+        "mlp_post_norm": Source("model.layers.{}.post_feedforward_layernorm"),
+    },
+)
+
+
+# Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): fused projections, partial rotary embeddings, and LongRoPE.
+
+
+_QKV = Source("model.layers.{}.self_attn.qkv_proj", ("q", "k", "v"))
+_GATE_UP = Source("model.layers.{}.mlp.gate_up_proj", ("gate", "up"))
+
+PHI3 = Family(
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    max_positions=4096,
+    defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    only={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+    harmless=frozenset(("resid_pdrop", "embd_pdrop")),
+    partial_rotary=1.0,
+    rope_types={"yarn": "longrope"},  # as its first configs called it
+    windows=see_one_window,
+    tensors={**PLAIN_TENSORS, "q": _QKV, "k": _QKV, "v": _QKV, "gate": _GATE_UP, "up": _GATE_UP},
 )

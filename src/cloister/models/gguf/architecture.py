@@ -15,14 +15,12 @@ from cloister.models.config import ConfigFields
 from cloister.models.decoder import read_fields
 from cloister.models.families.gemma import GEMMA2, GEMMA3
 from cloister.models.families.gpt import GPT2, GPT_NEOX
-from cloister.models.families.llama import GRANITE, LLAMA, SMOLLM3
+from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from cloister.models.families.mistral import MIXTRAL
-from cloister.models.families.olmo2 import OLMO2
-from cloister.models.families.phi3 import PHI3
 from cloister.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from cloister.models.family import Family
 from cloister.models.gguf.tensors import find_entry
-from cloister.models.sources import Source
+from cloister.models.sources import Source, module_of
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
@@ -242,8 +240,7 @@ def find_architecture(file: GGUFFile) -> tuple[str, Architecture]:
 
 def source_of(architecture: Architecture, name: str) -> Source:
     """Returns where a file has the module of a canonical tensor name (`backends.base`)."""
-    parts = name.split(".")[:-1]
-    module = ".".join(part for part in parts if part != "layers" and not part.isdigit())
+    module = module_of(name)
     return architecture.sources.get(module) or SOURCES[module]
 
 

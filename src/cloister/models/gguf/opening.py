@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cloister.backends.spec import DecoderSpec
 from cloister.models.decoder import list_tensors
 from cloister.models.gguf.architecture import OF_ROPE, find_architecture, read_spec, source_of
-from cloister.models.gguf.tensors import GGUFEntry, GGUFWeights, find_entry
+from cloister.models.gguf.tensors import find_entry
 from cloister.models.location import Digests
 from cloister.models.quantized import Stored
-from cloister.models.sources import Mapped, find_place
+from cloister.models.sources import Mapped, StoredWeights, find_place
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile, read_gguf
 
@@ -40,7 +40,7 @@ class OpenedGGUF:
     """
 
     spec: DecoderSpec
-    weights: GGUFWeights
+    weights: StoredWeights
     eos_token_ids: tuple[int, ...]
     defaults: Mapping[str, float]
     fingerprint: str
@@ -64,7 +64,7 @@ def open_gguf(path: Path, digests: Digests, max_model_len: int | None = None) ->
     return OpenedGGUF(spec, weights, ends, dict(_read_sampling(file)), digests.of(path))
 
 
-def _open_weights(file: GGUFFile, spec: DecoderSpec) -> GGUFWeights:
+def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
     architecture = find_architecture(file)[1]
     entries: dict[str, Stored] = {}
     left = {name for name in file.tensors if name not in OF_ROPE}
@@ -77,8 +77,10 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> GGUFWeights:
             raise ModelError(f"{file.path.name} lacks the tensor {stored!r} that its metadata asks for; download it again")
         left.discard(stored)
         place = find_place(source, name, shapes, 0)
-        entry = _find(file, stored, numbers, _num_paired_heads(spec, name) if architecture.paired else None)
-        entry = _as_matrix(entry, place.stored_shape)
+        num_heads = _num_paired_heads(spec, name) if architecture.paired else None
+        entry = find_entry(file, stored, num_heads, expert=numbers[1] if len(numbers) > 1 else None)
+        if place.stored_shape == (1, *entry.shape):  # a matrix of one row is stored as that row
+            entry = replace(entry, shape=place.stored_shape)
         if entry.shape != place.stored_shape:
             raise ModelError(
                 f"tensor {stored!r} has the shape {entry.shape}, the metadata of {file.path.name} says {place.stored_shape}"
@@ -86,22 +88,12 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> GGUFWeights:
         entries[name] = entry if source.is_plain else Mapped(entry, place)
     if left:
         raise ModelError(f"{file.path.name} has a tensor {min(left)!r} that its architecture has no place for")
-    return GGUFWeights(entries)
+    return StoredWeights(entries)
 
 
 def _count_parts(file: GGUFFile, shape: tuple[int, ...]) -> int:
     """Returns how many tensors one of a file can be at most: as many as experts, or three where it is fused."""
     return min(shape[0], file.size_bytes) if len(shape) == 3 else 3
-
-
-def _find(file: GGUFFile, stored: str, numbers: Sequence[int], num_heads: int | None) -> GGUFEntry:
-    """Returns a tensor, or one expert's part of it: they lie one after another."""
-    return find_entry(file, stored, num_heads, expert=numbers[1] if len(numbers) > 1 else None)
-
-
-def _as_matrix(entry: GGUFEntry, shape: tuple[int, ...]) -> GGUFEntry:
-    """A matrix of one row is stored as that row."""
-    return replace(entry, shape=shape) if shape == (1, *entry.shape) else entry
 
 
 def _num_paired_heads(spec: DecoderSpec, name: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor
-from cloister.models.quantized import Stored
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
@@ -232,28 +231,6 @@ class GGUFEntry:
     def _check_finite(self, *arrays: npt.NDArray[np.float32]) -> None:
         if not all(np.isfinite(array).all() for array in arrays):
             raise ModelError(f"tensor {self.name!r} in {self.path.name} has a scale that is no number; download it again")
-
-
-class GGUFWeights:
-    """Weights in a GGUF file (protocol `backends.base.Weights`); nothing is in memory before it is read."""
-
-    def __init__(self, entries: Mapping[str, Stored]) -> None:
-        self._entries = dict(entries)
-
-    def names(self) -> Sequence[str]:
-        return tuple(self._entries)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entries[name].shape
-
-    def form(self, name: str) -> QuantizedTensor | None:
-        return self._entries[name].form()
-
-    def read(self, name: str) -> Tensor:
-        return self._entries[name].read()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, entry.read()) for name, entry in self._entries.items())
 
 
 def find_entry(file: GGUFFile, name: str, num_heads: int | None = None, expert: int | None = None) -> GGUFEntry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -214,6 +214,3 @@ def _bar(title: str, shown: bool) -> Iterator[OnBytes]:
             print(f"downloading {title}", file=sys.stderr, flush=True)
         task = display.add_task(title, total=None)
         yield lambda num_bytes, num_total: display.update(task, completed=num_bytes, total=num_total)
-
-
-__all__: Sequence[str] = ("TermsNotAcceptedError", "pull", "pull_catalogue_model")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
-import queue
 import socket
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import httpx
 
 from cloister.types.errors import ModelError
+
+T = TypeVar("T")
 
 HEAD_TIMEOUT_S: Final = 20.0
 """How long a server may take to begin its answer, connecting included."""
@@ -85,24 +88,27 @@ def open_reply(
 
 
 def _send(client: httpx.Client, request: httpx.Request, auth: httpx.Auth | None) -> httpx.Response:
-    """Sends a request. A timeout of httpx begins anew with every byte, so that it is waited for from another thread."""
-    found: queue.SimpleQueue[httpx.Response | Exception] = queue.SimpleQueue()
-
-    def send() -> None:
-        try:
-            login = auth or httpx.USE_CLIENT_DEFAULT
-            found.put(client.send(request, auth=login, stream=True, follow_redirects=False))
-        except Exception as error:  # whatever it is, it is raised where somebody waits for it
-            found.put(error)
-
-    threading.Thread(target=send, daemon=True).start()
+    """Sends a request. A timeout of httpx begins anew with every byte, so that another thread waits for the reply."""
+    login = auth or httpx.USE_CLIENT_DEFAULT
+    send = partial(client.send, request, auth=login, stream=True, follow_redirects=False)
     try:
-        reply = found.get(timeout=HEAD_TIMEOUT_S)
-    except queue.Empty:
+        return call_within(HEAD_TIMEOUT_S, send)
+    except TimeoutError:
         raise httpx.ReadTimeout("the reply did not begin in time", request=request) from None
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
+
+
+def call_within(timeout_s: float, function: Callable[[], T]) -> T:
+    """Calls a function on a thread of its own, and returns or raises what it does; TimeoutError leaves it to itself."""
+    found: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            found.set_result(function())
+        except Exception as error:  # whatever it is, it is raised where somebody waits for it
+            found.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return found.result(timeout_s)
 
 
 def _is_loopback(host: str) -> bool:

@@ -57,10 +57,7 @@ class StoredMatrix:
 
     shape: tuple[int, ...]
     form: Callable[[], QuantizedTensor | None]
-    assemble: Callable[[], Tensor]
-
-    def read(self) -> Tensor:
-        return self.assemble()
+    read: Callable[[], Tensor]
 
 
 class Parts:
@@ -149,16 +146,6 @@ def form_row(
     )
 
 
-def check_rotation(rotation: int, module: str, num_inputs: int) -> None:
-    """Refuses a matrix whose inputs are no whole blocks.
-
-    Raises:
-        ModelError: it says which.
-    """
-    if rotation and num_inputs % rotation:
-        raise ModelError(f"{module} has {num_inputs} inputs, which are no whole blocks of {rotation}", param="rotation")
-
-
 def read_order(indexes: npt.NDArray[Any], group_size: int, module: str) -> npt.NDArray[np.int32] | None:
     """Returns the order that sorts inputs by their group, None when they lie in order already.
 
@@ -190,11 +177,6 @@ def unpack_rows(words: npt.NDArray[Any], bits: int) -> Codes:
     halves = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), words.shape[1], 4)
     codes[:, :, 0::2], codes[:, :, 1::2] = halves & 15, halves >> 4
     return codes.reshape(len(words), -1)
-
-
-def unpack_columns(words: npt.NDArray[Any], bits: int) -> Codes:
-    """Returns codes [columns, rows * 32 / bits] of words [rows, columns] that hold consecutive rows: already transposed."""
-    return unpack_rows(np.ascontiguousarray(words.T), bits)
 
 
 def pack_rows(codes: Codes, bits: int) -> npt.NDArray[np.int32]:

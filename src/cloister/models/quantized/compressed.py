@@ -26,7 +26,6 @@ from cloister.models.quantized.base import (
     Parts,
     Stored,
     StoredMatrix,
-    check_rotation,
     form_row,
     read_order,
     resolve_group_size,
@@ -178,7 +177,8 @@ class CompressedScheme:
         found = self.groups.find(module)
         if found is None:
             raise ModelError(f"{module} is quantised, but no config group of quantization_config names it")
-        check_rotation(found.rotation, module, shape[1])
+        if found.rotation and shape[1] % found.rotation:
+            raise ModelError(f"{module} has {shape[1]} inputs, which are no whole blocks of {found.rotation}", param="rotation")
         return found
 
 

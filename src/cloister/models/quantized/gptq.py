@@ -21,7 +21,6 @@ from cloister.models.quantized.base import (
     read_order,
     resolve_group_size,
     unless_symmetric,
-    unpack_columns,
     unpack_rows,
 )
 from cloister.models.safetensors import FLOATS, TensorEntry
@@ -72,7 +71,7 @@ class GPTQScheme:
 
         def assemble() -> GroupedTensor:
             order = order_of()
-            codes = unpack_columns(weight.read(), self.bits)
+            codes = unpack_rows(np.ascontiguousarray(weight.read().T), self.bits)  # words hold consecutive inputs
             stored_zeros = unpack_rows(zeros.read(), self.bits).T + np.uint8(self.zero_offset)
             return GroupedTensor(
                 codes=codes if order is None else codes[:, order],

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cloister.backends.torch.cuda.inputs import Courier, IntArray, Padding, num_integers
+from cloister.backends.torch.cuda.inputs import IntArray, Padding, StepUploader, num_integers
 from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
 
 MAX_GRAPHS: Final = 64
@@ -26,7 +26,7 @@ class GraphOutputs:
 
     Attributes:
         logits: [num_seqs, vocab] float32.
-        largest: [num_seqs] int32, the token of the largest logit (`triton.sampling`).
+        largest: [num_seqs] int32, the token of the largest logit (`triton.elementwise`).
     """
 
     logits: Tensor
@@ -47,8 +47,8 @@ class DecodeGraphs:
         compute: launches a step on the device from its arrays there.
     """
 
-    def __init__(self, courier: Courier, compute: Callable[[list[Tensor]], GraphOutputs]) -> None:
-        self._courier, self._compute = courier, compute
+    def __init__(self, uploader: StepUploader, compute: Callable[[list[Tensor]], GraphOutputs]) -> None:
+        self._uploader, self._compute = uploader, compute
         self._captured: OrderedDict[Padding, _Captured] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -58,14 +58,14 @@ class DecodeGraphs:
         if captured is None:
             captured = self._capture(arrays, padding)
         self._captured.move_to_end(padding)
-        self._courier.send(arrays, captured.integers)
+        self._uploader.send(arrays, captured.integers)
         captured.graph.replay()
         return captured.outputs
 
     def _capture(self, arrays: list[IntArray], padding: Padding) -> _Captured:
         """Captures a step; it is computed once before, so that everything is compiled (which a capture must not do)."""
         integers = torch.empty(num_integers(arrays), dtype=torch.int32, device="cuda")
-        parts = self._courier.send(arrays, integers)
+        parts = self._uploader.send(arrays, integers)
         self._compute(parts)
         torch.cuda.synchronize()
         while len(self._captured) >= MAX_GRAPHS:

@@ -93,7 +93,7 @@ def unpack(parts: Sequence[Tensor], layers: Sequence[Heads], block_size: int) ->
     return StepInputs(token_ids, positions, targets, logit_rows, Pages(tables, starts, contexts, block_size), works)
 
 
-class Courier:
+class StepUploader:
     """Carries the arrays of a step to the device in one copy, from memory that the device can read by itself."""
 
     def __init__(self, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class Courier:
 
 
 def num_integers(arrays: Sequence[IntArray]) -> int:
-    """Returns how many integers `Courier.send` carries for arrays of these sizes."""
+    """Returns how many integers `StepUploader.send` carries for arrays of these sizes."""
     return _places(arrays)[1]
 
 

@@ -16,7 +16,7 @@ from cloister.backends.spec import DecoderSpec, RopeSpec
 from cloister.backends.torch.cache import KVCache
 from cloister.backends.torch.cuda.attention import AttentionKernels, PagedAttention
 from cloister.backends.torch.cuda.graphs import DecodeGraphs, GraphOutputs, pad_decode
-from cloister.backends.torch.cuda.inputs import Courier, StepInputs, padded_arrays, step_arrays, unpack
+from cloister.backends.torch.cuda.inputs import StepInputs, StepUploader, padded_arrays, step_arrays, unpack
 from cloister.backends.torch.cuda.layer import CudaLayer
 from cloister.backends.torch.cuda.limits import check_computable, rope_of
 from cloister.backends.torch.cuda.matrices import Matrix, MatrixReader
@@ -24,8 +24,7 @@ from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
 from cloister.backends.torch.cuda.tiles import TileBook
 from cloister.backends.torch.layers import RopeTable
 from cloister.backends.torch.reading import to_torch
-from cloister.backends.torch.triton.elementwise import add_and_norm
-from cloister.backends.torch.triton.sampling import find_largest
+from cloister.backends.torch.triton.elementwise import add_and_norm, find_largest
 from cloister.types.errors import EngineError
 
 if TYPE_CHECKING:
@@ -72,12 +71,12 @@ class CudaProgram(Program):
         self._angles = {rope: angle_table(rope, self._num_positions).to(device) for rope in ropes}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
         self._attention = PagedAttention([layer.heads for layer in self._layers], dtype, device, num_places)
-        self._courier = Courier(device)
+        self._uploader = StepUploader(device)
         self._outputs = GraphOutputs(
             logits=torch.empty(CAPTURED_SEQS, spec.vocab_size, device=device),
             largest=torch.empty(CAPTURED_SEQS, dtype=torch.int32, device=device),
         )
-        self._graphs = DecodeGraphs(self._courier, self._compute_captured) if device.type == "cuda" else None
+        self._graphs = DecodeGraphs(self._uploader, self._compute_captured) if device.type == "cuda" else None
         self._prefill = None if is_exact else self._open_prefill()
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
@@ -147,7 +146,7 @@ class CudaProgram(Program):
         """Moves the arrays of a step that is not captured, and readies what attends in it."""
         self._check_positions(batch)
         arrays = step_arrays(batch, self._attention.cut(batch), self._kv.block_size)
-        return self._unpack(self._courier.send(arrays)), self._attention_for(batch)
+        return self._unpack(self._uploader.send(arrays)), self._attention_for(batch)
 
     def _check_positions(self, batch: ForwardBatch) -> None:
         if int(batch.positions.max()) >= self._num_positions:
