@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
 }
 """By model type."""
 TEMPLATE = (
@@ -71,6 +73,10 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2, "head_dim": 24,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,
+    },
 }  # fmt: skip
 """What a family has beside `SMALL`."""
 INSTEAD: dict[str, dict[str, Any]] = {

@@ -167,7 +167,8 @@ def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, 
         "head_dim": head_dim,
         "qkv_bias": _has_bias(family.qkv_bias, biased),
         "output_bias": _has_bias(family.output_bias, biased),
-        "qk_norm": family.qk_norm is not None,
+        "qk_norm": family.qk_norm is not None
+        and (family.qk_norm_field is None or fields.take(family.qk_norm_field, bool, False)),
         "qk_norm_over": family.qk_norm or "head",
     }
 

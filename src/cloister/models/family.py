@@ -85,6 +85,7 @@ class Family:
         mlp_bias: FIELD reads `mlp_bias`.
         norm, norm_bias, pre_norm, post_norm: as in `backends.spec`.
         qk_norm: over what q and k are normalised, if they are.
+        qk_norm_field: the field that says whether they are, if there is one.
         gated: feed-forwards have a gate.
         grouped: heads may share KV heads and have a size of their own: `num_key_value_heads` and `head_dim` exist.
         widening: `intermediate_size` by the size of a token, when the config has none; None where it must.
@@ -125,6 +126,7 @@ class Family:
     pre_norm: bool = True
     post_norm: bool = False
     qk_norm: Literal["head", "projection"] | None = None
+    qk_norm_field: str | None = None
     gated: bool = True
     grouped: bool = True
     widening: int | None = None

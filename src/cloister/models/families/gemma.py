@@ -68,7 +68,7 @@ GEMMA2 = Family(
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def _turn_by_kind(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:
+def turn_by_kind(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:
     """Reads `rope_parameters` by kind of layer; or `rope_theta` and `rope_scaling` of global ones, `rope_local_base_freq`."""
     base, local = fields.take("rope_theta", float, 1000000.0), fields.take("rope_local_base_freq", float, 10000.0)
     scaling, given = fields.take_any("rope_scaling") or {}, fields.take_any("rope_parameters") or {}
@@ -97,7 +97,7 @@ GEMMA3 = Family(
     post_norm=True,
     qk_norm="head",
     windows=see_by_pattern,
-    ropes=_turn_by_kind,
+    ropes=turn_by_kind,
     scales=read_gemma_scales,
     ends=read_gemma_ends,
     tensors=GEMMA_TENSORS,
