@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 """By model type."""
 TEMPLATE = (
@@ -73,6 +74,7 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24},
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2, "head_dim": 24,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,

@@ -62,6 +62,7 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rope_parameters": YARN},
     "deepseek_v3": {"rope_parameters": YARN},
     "olmo3": {**SLIDING, "rope_parameters": {**LOCAL_AND_GLOBAL, "full_attention": OF_GLOBAL}},
+    "minimax_m2": {"rope_parameters": PARTLY},
     "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
@@ -148,6 +149,9 @@ HONOURED: dict[str, dict[str, Any]] = {
         "rope_parameters.full_attention": {"rope_theta": 300.0},
         "rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 3.0},
     },
+    "minimax_m2": {
+        **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
+    },
     "glm4_moe": {
         **EPS, **ACTIVATION, **THETA, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2, "routed_scaling_factor": 0.5,
         "norm_topk_prob": False, "rope_parameters.partial_rotary_factor": 1.0,
@@ -222,6 +226,11 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "olmo3": {
         "use_sliding_window": None, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
         "rope_theta": 300.0, "rope_local_base_freq": 300.0,
+    },
+    "minimax_m2": {
+        "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
+        "num_local_experts": 4, "scoring_func": "softmax", "use_routing_bias": False, "use_qk_norm": False,
+        "qk_norm_type": "per_head",
     },
     "glm4_moe": {
         "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,

@@ -101,8 +101,8 @@ def _check_cut(stored: str, place: TensorSlice) -> None:
 
 def source_of(family: Family, name: str) -> Source:
     """Returns where a family's checkpoint has the module of a canonical tensor name."""
-    parts = name.split(".")[:-1]
-    return family.tensors[".".join(part for part in parts if part != "layers" and not part.isdigit())]
+    module, _, last = ".".join(part for part in name.split(".") if part != "layers" and not part.isdigit()).rpartition(".")
+    return family.tensors.get(f"{module}.{last}") or family.tensors[module]
 
 
 def stored_name(family: Family, name: str) -> str:

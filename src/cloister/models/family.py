@@ -103,7 +103,8 @@ class Family:
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
-        tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on.
+        tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on. A tensor
+            that lies elsewhere than the others of its module has an entry of its own.
         mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
         prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
         buffers: names in old checkpoints of what is no weight.

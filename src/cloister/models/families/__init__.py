@@ -7,6 +7,7 @@ from cloister.models.families.gemma import GEMMA2, GEMMA3
 from cloister.models.families.glm import GLM4_MOE
 from cloister.models.families.gpt import GPT2, GPT_NEOX
 from cloister.models.families.llama import GRANITE, LLAMA, SMOLLM3
+from cloister.models.families.minimax import MINIMAX_M2
 from cloister.models.families.mistral import MISTRAL, MIXTRAL
 from cloister.models.families.olmo2 import OLMO2
 from cloister.models.families.olmo3 import OLMO3
@@ -19,6 +20,6 @@ FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX, SMOLLM3,
-        GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3,
+        GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2,
     )
 }  # fmt: skip
