@@ -63,6 +63,7 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"rope_parameters": YARN},
     "olmo3": {**SLIDING, "rope_parameters": {**LOCAL_AND_GLOBAL, "full_attention": OF_GLOBAL}},
     "minimax_m2": {"rope_parameters": PARTLY},
+    "cohere2": SLIDING,
     "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
@@ -149,6 +150,10 @@ HONOURED: dict[str, dict[str, Any]] = {
         "rope_parameters.full_attention": {"rope_theta": 300.0},
         "rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 3.0},
     },
+    "cohere2": {
+        "layer_norm_eps": 0.5, **ACTIVATION, **THETA, "sliding_window": 10, "logit_scale": 0.5,
+        "layer_types": ["full_attention", "full_attention"],
+    },
     "minimax_m2": {
         **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
     },
@@ -226,6 +231,10 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "olmo3": {
         "use_sliding_window": None, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
         "rope_theta": 300.0, "rope_local_base_freq": 300.0,
+    },
+    "cohere2": {
+        "use_sliding_window": None, "tie_word_embeddings": False, "use_qk_norm": True, "use_parallel_block": False,
+        "position_embedding_type": "rope",
     },
     "minimax_m2": {
         "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,

@@ -111,7 +111,7 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
     shape: dict[str, Any] = {
         "pre_norm": family.pre_norm,
         "post_norm": family.post_norm,
-        "parallel": family.parallel is not None and fields.take(family.parallel, bool, True),
+        "parallel": fields.take(family.parallel, bool, True) if isinstance(family.parallel, str) else family.parallel,
         "residual_scale": fields.take(family.residual_scale, float, 1.0) if family.residual_scale else 1.0,
     }
     ends = family.ends(fields, hidden)

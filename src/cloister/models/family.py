@@ -90,7 +90,7 @@ class Family:
         grouped: heads may share KV heads and have a size of their own: `num_key_value_heads` and `head_dim` exist.
         widening: `intermediate_size` by the size of a token, when the config has none; None where it must.
         softcap: scores are capped at `attn_logit_softcapping`.
-        parallel: the field that says whether blocks are parallel, if there is one.
+        parallel: whether blocks are parallel, or the field that says so.
         learned_positions: positions are learned, and nothing is turned.
         partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
         rope_types: what this family means by a kind of scaling.
@@ -132,7 +132,7 @@ class Family:
     grouped: bool = True
     widening: int | None = None
     softcap: bool = False
-    parallel: str | None = None
+    parallel: str | bool = False
     learned_positions: bool = False
     partial_rotary: float | None = None
     rope_types: Mapping[str, str] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from cloister.models.families.cohere2 import COHERE2
 from cloister.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from cloister.models.families.gemma import GEMMA2, GEMMA3
 from cloister.models.families.glm import GLM4_MOE
@@ -20,6 +21,6 @@ FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX, SMOLLM3,
-        GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2,
+        GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2,
     )
 }  # fmt: skip
