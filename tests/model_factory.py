@@ -32,6 +32,10 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 """By model type."""
 TEMPLATE = (
@@ -71,9 +75,15 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24},
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2, "head_dim": 24,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,
+    },
 }  # fmt: skip
 """What a family has beside `SMALL`."""
 INSTEAD: dict[str, dict[str, Any]] = {
+    "cohere2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"tie_word_embeddings": True},
     "gpt2": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
     "opt": {
         "vocab_size": 320, "hidden_size": 64, "ffn_dim": 100, "num_hidden_layers": 2, "num_attention_heads": 4,

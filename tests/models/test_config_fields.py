@@ -34,6 +34,7 @@ LOCAL_AND_GLOBAL = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+OF_GLOBAL = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
 YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 0.7,
     "mscale_all_dim": 1.3, "beta_fast": 2.0, "beta_slow": 1.0,
@@ -60,6 +61,10 @@ BASES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "deepseek_v2": {"rope_parameters": YARN},
     "deepseek_v3": {"rope_parameters": YARN},
+    "olmo3": {**SLIDING, "rope_parameters": {**LOCAL_AND_GLOBAL, "full_attention": OF_GLOBAL}},
+    "minimax_m2": {"rope_parameters": PARTLY},
+    "cohere2": SLIDING,
+    "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
 ACTIVATION = {"hidden_act": "gelu"}
@@ -140,6 +145,22 @@ HONOURED: dict[str, dict[str, Any]] = {
         **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2,
         "routed_scaling_factor": 0.5, "norm_topk_prob": False, "rope_interleave": False,
     },
+    "olmo3": {
+        **EPS, **ACTIVATION, "sliding_window": 10, "layer_types": ["full_attention", "full_attention"],
+        "rope_parameters.full_attention": {"rope_theta": 300.0},
+        "rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 3.0},
+    },
+    "cohere2": {
+        "layer_norm_eps": 0.5, **ACTIVATION, **THETA, "sliding_window": 10, "logit_scale": 0.5,
+        "layer_types": ["full_attention", "full_attention"],
+    },
+    "minimax_m2": {
+        **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
+    },
+    "glm4_moe": {
+        **EPS, **ACTIVATION, **THETA, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2, "routed_scaling_factor": 0.5,
+        "norm_topk_prob": False, "rope_parameters.partial_rotary_factor": 1.0,
+    },
 }  # fmt: skip
 # fields that no tensor of the checkpoint would fit any more, or that are not computed
 REFUSED: dict[str, Any] = {
@@ -207,6 +228,24 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": False, "num_hidden_layers": 5},
     "deepseek_v2": {**_LATENT, "norm_topk_prob": True, "rope_interleave": False, "scoring_func": "sigmoid"},
     "deepseek_v3": {**_LATENT, "scoring_func": "softmax"},
+    "olmo3": {
+        "use_sliding_window": None, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
+        "rope_theta": 300.0, "rope_local_base_freq": 300.0,
+    },
+    "cohere2": {
+        "use_sliding_window": None, "tie_word_embeddings": False, "use_qk_norm": True, "use_parallel_block": False,
+        "position_embedding_type": "rope",
+    },
+    "minimax_m2": {
+        "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
+        "num_local_experts": 4, "scoring_func": "softmax", "use_routing_bias": False, "use_qk_norm": False,
+        "qk_norm_type": "per_head",
+    },
+    "glm4_moe": {
+        "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
+        "attention_bias": False, "use_qk_norm": False,
+        "n_routed_experts": 4, "moe_intermediate_size": 20, "n_shared_experts": 1, "first_k_dense_replace": 2,
+    },
 }  # fmt: skip
 """What differs from `REFUSED`; None where the field has no place in the config."""
 ALONE = {

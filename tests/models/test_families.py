@@ -100,6 +100,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite, tied, biases": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "olmo2, one KV head, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "olmo3, beyond the window": ("olmo3", {"sliding_window": 40, "num_hidden_layers": 4}),
+    "olmo3, beyond the original context, biases": (
+        "olmo3",
+        {"sliding_window": 40, "layer_types": PATTERN, "num_hidden_layers": 3, "attention_bias": True,
+         "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    ),
 }  # fmt: skip
 
 

@@ -87,6 +87,24 @@ def test_rope_fields_of_early_gemma3_mean_rope_parameters(tmp_path: Path) -> Non
     assert [layer.attention.window for layer in load(path).spec.layers] == [40, None] * 3
 
 
+def test_rope_fields_of_olmo3_on_the_hub_mean_rope_parameters(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "attention_factor": 1.2}
+    parameters = {
+        "full_attention": {**yarn, "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+    path = make_model(tmp_path, "olmo3", rope_parameters=parameters, num_hidden_layers=4, sliding_window=40)
+    before = load(path).spec
+    assert [layer.attention.window for layer in before.layers] == [40, 40, 40, None]
+
+    def change(config: dict[str, Any]) -> None:
+        del config["rope_parameters"], config["layer_types"]
+        config.update(rope_theta=500000, rope_scaling=yarn)
+
+    edit(path, change)
+    assert load(path).spec == before
+
+
 def test_every_fourth_layer_of_smollm3_turns_nothing_unless_the_config_says_which(tmp_path: Path) -> None:
     path = make_model(tmp_path, "smollm3")
     edit(path, lambda config: config.pop("no_rope_layers"))

@@ -79,7 +79,8 @@ def _check_cut(stored: str, place: TensorSlice) -> None:
 
 def source_of(family: Family, name: str) -> Source:
     """Returns where a family's checkpoint has the module of a canonical tensor name."""
-    return family.tensors[module_of(name)]
+    module = module_of(name)
+    return family.tensors.get(f"{module}.{name.rpartition('.')[2]}") or family.tensors[module]
 
 
 def stored_name(family: Family, name: str) -> str:

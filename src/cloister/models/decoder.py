@@ -111,7 +111,7 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
     shape: dict[str, Any] = {
         "pre_norm": family.pre_norm,
         "post_norm": family.post_norm,
-        "parallel": family.parallel is not None and fields.take(family.parallel, bool, True),
+        "parallel": fields.take(family.parallel, bool, True) if isinstance(family.parallel, str) else family.parallel,
         "residual_scale": fields.take(family.residual_scale, float, 1.0) if family.residual_scale else 1.0,
     }
     ends = family.ends(fields, hidden)
@@ -167,7 +167,8 @@ def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, 
         "head_dim": head_dim,
         "qkv_bias": _has_bias(family.qkv_bias, biased),
         "output_bias": _has_bias(family.output_bias, biased),
-        "qk_norm": family.qk_norm is not None,
+        "qk_norm": family.qk_norm is not None
+        and (family.qk_norm_field is None or fields.take(family.qk_norm_field, bool, False)),
         "qk_norm_over": family.qk_norm or "head",
     }
 

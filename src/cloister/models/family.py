@@ -85,11 +85,12 @@ class Family:
         mlp_bias: FIELD reads `mlp_bias`.
         norm, norm_bias, pre_norm, post_norm: as in `backends.spec`.
         qk_norm: over what q and k are normalised, if they are.
+        qk_norm_field: the field that says whether they are, if there is one.
         gated: feed-forwards have a gate.
         grouped: heads may share KV heads and have a size of their own: `num_key_value_heads` and `head_dim` exist.
         widening: `intermediate_size` by the size of a token, when the config has none; None where it must.
         softcap: scores are capped at `attn_logit_softcapping`.
-        parallel: the field that says whether blocks are parallel, if there is one.
+        parallel: whether blocks are parallel, or the field that says so.
         learned_positions: positions are learned, and nothing is turned.
         partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
         rope_types: what this family means by a kind of scaling.
@@ -102,7 +103,8 @@ class Family:
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
-        tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on.
+        tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on. A tensor
+            that lies elsewhere than the others of its module has an entry of its own.
         mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
         prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
         buffers: names in old checkpoints of what is no weight.
@@ -125,11 +127,12 @@ class Family:
     pre_norm: bool = True
     post_norm: bool = False
     qk_norm: Literal["head", "projection"] | None = None
+    qk_norm_field: str | None = None
     gated: bool = True
     grouped: bool = True
     widening: int | None = None
     softcap: bool = False
-    parallel: str | None = None
+    parallel: str | bool = False
     learned_positions: bool = False
     partial_rotary: float | None = None
     rope_types: Mapping[str, str] = field(default_factory=dict)

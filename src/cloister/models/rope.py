@@ -66,6 +66,7 @@ class RopeReader:
 
     Attributes:
         max_positions: the most positions that anything read so far can be used for.
+        head_dim: numbers of a head.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class RopeReader:
         partial: float | None = None,
         kinds: Mapping[str, str] | None = None,
     ) -> None:
-        self.max_positions = max_positions
-        self._head_dim, self._trained, self._length = head_dim, max_positions, max_model_len or max_positions
+        self.max_positions, self.head_dim = max_positions, head_dim
+        self._trained, self._length = max_positions, max_model_len or max_positions
         self._partial, self._kinds = partial, {"su": "longrope", **(kinds or {})}
 
     def read(self, fields: ConfigFields) -> RopeSpec:
@@ -122,13 +123,13 @@ class RopeReader:
     def _plain(self, rope: ConfigFields, theta: float, partial: float | None) -> Frequencies:
         if self._partial is None:
             rope.require("partial_rotary_factor", 1.0)
-            size = self._head_dim
+            size = self.head_dim
         else:
             given = rope.take("partial_rotary_factor", float, partial or self._partial)
-            size = int(self._head_dim * given)
-        if size < 2 or size > self._head_dim or size % 2:
+            size = int(self.head_dim * given)
+        if size < 2 or size > self.head_dim or size % 2:
             raise ModelError(
-                f"rotary positions turn an even number of each head's {self._head_dim} numbers, not {size}",
+                f"rotary positions turn an even number of each head's {self.head_dim} numbers, not {size}",
                 param="partial_rotary_factor" if self._partial else "head_dim",
             )
         return _frequencies(theta, size)

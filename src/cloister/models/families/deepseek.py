@@ -91,7 +91,8 @@ def _feed_v2(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[Ml
 # Those of V3: sigmoids, a bias for the choice, and groups, of which there may be one.
 
 
-def _feed_v3(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
+def feed_v3(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
+    """Returns each layer's feed-forward: the first `first_k_dense_replace` are dense, the others mixtures like V3's."""
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
     moe = replace(_take_moe(fields, mlp), scoring="sigmoid", correction_bias=True)
@@ -131,12 +132,15 @@ def _place(fields: ConfigFields, mlp: MlpSpec, moe: MoeSpec, num_layers: int) ->
     return [mlp if number < num_dense else moe for number in range(num_layers)]
 
 
-_TENSORS: Mapping[str, Source] = {
-    **PLAIN_TENSORS,
+EXPERT_TENSORS: Mapping[str, Source] = {
     **QWEN_EXPERTS,
     "shared.gate": Source("model.layers.{}.mlp.shared_experts.gate_proj"),
     "shared.up": Source("model.layers.{}.mlp.shared_experts.up_proj"),
     "shared.down": Source("model.layers.{}.mlp.shared_experts.down_proj"),
+}
+_TENSORS: Mapping[str, Source] = {
+    **PLAIN_TENSORS,
+    **EXPERT_TENSORS,
     "q_a": Source("model.layers.{}.self_attn.q_a_proj"),
     "q_a_norm": Source("model.layers.{}.self_attn.q_a_layernorm"),
     "q_b": Source("model.layers.{}.self_attn.q_b_proj"),
@@ -144,7 +148,7 @@ _TENSORS: Mapping[str, Source] = {
     "kv_a_norm": Source("model.layers.{}.self_attn.kv_a_layernorm"),
     "kv_b": Source("model.layers.{}.self_attn.kv_b_proj"),
 }
-_NAMES = {"num_experts": ("n_routed_experts", "num_local_experts")}
+EXPERT_NAMES = {"num_experts": ("n_routed_experts", "num_local_experts")}
 _TRAINING = TRAINING_OF_EXPERTS | {"aux_loss_alpha", "seq_aux", "ep_size"}
 
 DEEPSEEK_V2 = Family(
@@ -152,7 +156,7 @@ DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     max_positions=2048,
-    names=_NAMES,
+    names=EXPERT_NAMES,
     defaults={"q_lora_rank": 1536, "first_k_dense_replace": 0},
     only={"mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "rope_interleave": True},
     harmless=_TRAINING,
@@ -167,12 +171,12 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     max_positions=4096,
     other_model_types=("kimi_k2",),
-    names=_NAMES,
+    names=EXPERT_NAMES,
     defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     only={"mlp_bias": False, "moe_layer_freq": 1},
     harmless=_TRAINING | {"num_nextn_predict_layers"},
     attentions=_read_attentions,
-    feed_forwards=_feed_v3,
+    feed_forwards=feed_v3,
     tensors=_TENSORS,
     mtp=True,
 )

@@ -69,7 +69,7 @@ GEMMA2 = Family(
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def _turn_by_kind(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:
+def turn_by_kind(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:
     """Reads `rope_parameters` by kind of layer; or `rope_theta` and `rope_scaling` of global ones, `rope_local_base_freq`."""
     base, local = fields.take("rope_theta", float, 1000000.0), fields.take("rope_local_base_freq", float, 10000.0)
     scaling, given = fields.take_any("rope_scaling") or {}, fields.take_any("rope_parameters") or {}
@@ -94,5 +94,5 @@ GEMMA3 = replace(
     harmless=frozenset(("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern")),
     softcap=False,
     qk_norm="head",
-    ropes=_turn_by_kind,
+    ropes=turn_by_kind,
 )  # fmt: skip
