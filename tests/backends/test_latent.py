@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.company import differing_arrangements
+from tests.batch_invariance import differing_arrangements
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS, FloatArray, KVLayout
