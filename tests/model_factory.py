@@ -131,9 +131,9 @@ def randomise(model: torch.nn.Module, tied: bool) -> None:
             torch.nn.init.normal_(tensor, std=1.0 if "embed" in name and not tied else tensor.shape[-1] ** -0.5)
         else:
             torch.nn.init.normal_(tensor, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
-    for name, tensor in model.named_buffers():
+    for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(tensor, std=0.3)
+            torch.nn.init.normal_(buffer, std=0.3)
 
 
 def write_tokenizer(directory: Path) -> None:
