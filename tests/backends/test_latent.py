@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.batch_invariance import differing_arrangements
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS, FloatArray, KVLayout
@@ -22,6 +21,7 @@ from cloister.models.adapters import read_adapter
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
 from cloister.types.errors import ConfigError, ModelError
 from tests.adapter_factory import MergedWeights, write_adapter
+from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.model_factory import make_model
 from tests.token_trees import path_to, plan_trees, run_path
