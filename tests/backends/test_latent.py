@@ -16,9 +16,11 @@ from cloister.backends.base import LOGITS, FloatArray, KVLayout
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.backends.torch.cuda import limits
 from cloister.backends.torch.routing import choose_experts
+from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.models import load
 from cloister.models.adapters import read_adapter
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
+from cloister.quant.forward import check_forward
 from cloister.types.errors import ConfigError, ModelError
 from tests.adapter_factory import MergedWeights, write_adapter
 from tests.batch_invariance import differing_arrangements
@@ -136,9 +138,15 @@ def test_neither_back_end_but_the_oracle_takes_interleaved_rotation_of_plain_hea
     assert build(plain, weights).run("a", TOKENS[:60]).tobytes() == found[1].tobytes()
 
 
-def test_cuda_refuses_latent_attention() -> None:
-    with pytest.raises(ConfigError, match="latent attention"):
-        limits.check_computable(SPEC)
+def test_what_counts_or_runs_plain_heads_only_refuses_latent_attention() -> None:
+    dense = replace(SPEC, layers=(LayerSpec(ATTENTION, MlpSpec(90)),))
+    for refuse in (
+        limits.check_computable,
+        check_forward,
+        lambda spec: list_operators(spec, Work.decode(100, 1), Numbers()),
+    ):
+        with pytest.raises(ConfigError, match="latent attention"):
+            refuse(dense)
 
 
 def reference_choice(scores: FloatArray, bias: FloatArray, spec: MoeSpec) -> tuple[list[int], list[float]]:

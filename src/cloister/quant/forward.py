@@ -34,11 +34,11 @@ def check_forward(spec: DecoderSpec) -> None:
     if spec.norm != "rms" or spec.norm_bias or spec.position_embeddings or spec.head_bias:
         raise ConfigError(f"{_FACED}: {spec.family!r} has ends or norms of its own", param="method")
     for layer in set(spec.layers):
-        feed_forward_of(layer)
-        rope_of(layer)
         attention = layer.attention
         if not isinstance(attention, AttentionSpec):
             raise ConfigError(f"{_FACED}: {spec.family!r} has latent attention", param="method")
+        feed_forward_of(layer)
+        rope_of(layer)
         if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head":
             raise ConfigError(f"{_FACED}: {spec.family!r} has blocks of its own", param="method")
 
