@@ -112,9 +112,9 @@ class BlockPool:
         Raises:
             OutOfBlocksError: there are not enough; nothing was taken.
         """
-        if count > self.count_available(group):
-            raise OutOfBlocksError
         free = self._free[group]
+        if count > len(free) and count > self.count_available(group):
+            raise OutOfBlocksError
         while len(free) < count:
             if self._evict_one(group) is None:
                 raise OutOfBlocksError

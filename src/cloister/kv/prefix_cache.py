@@ -36,7 +36,7 @@ class _Node:
         self.parent = parent
         self.num_children = 0
         self.last_used = 0
-        self.offered = [False] * num_groups
+        self.offered = 0  # a bit for each group whose heap has an entry of it
 
 
 class PrefixCache:
@@ -177,7 +177,7 @@ class PrefixCache:
         evictable = self._evictable[group].get(owner, [])
         while evictable:
             last_used, _, node = heapq.heappop(evictable)
-            node.offered[group] = False
+            node.offered &= ~(1 << group)
             if self._nodes.get(node.key) is not node or not self._is_evictable(node, group):
                 continue
             if node.last_used != last_used:
@@ -311,7 +311,7 @@ class PrefixCache:
                 self._offer(node, group)
 
     def _offer(self, node: _Node, group: int) -> None:
-        if node.offered[group]:
+        if node.offered & 1 << group:
             return  # one entry a node bounds the heap; a stale time is put right when the entry is popped
-        node.offered[group] = True
+        node.offered |= 1 << group
         heapq.heappush(self._evictable[group].setdefault(node.owner, []), (node.last_used, node.blocks[group], node))

@@ -33,7 +33,7 @@ class BlockTable:
 
     def num_missing(self, num_positions: int) -> int:
         """Entries to add before `num_positions` fit, copies on write aside."""
-        return max(0, -(-num_positions // self._pool.block_size) - self.num_entries)
+        return max(0, -(-num_positions // self._pool.block_size) - len(self.blocks) // self._num_groups)
 
     def is_writable(self, start: int, end: int) -> bool:
         """Whether positions [start, end) lie in one entry that is there and that nobody else reads: nearly every decode."""
@@ -60,15 +60,17 @@ class BlockTable:
             return []
         pool, num_groups = self._pool, self._num_groups
         first = start // pool.block_size
-        last = min(self.num_entries, -(-end // pool.block_size))
+        num_entries, num_needed = len(self.blocks) // num_groups, -(-end // pool.block_size)
+        last = min(num_entries, num_needed)
         shared = [i for i in range(first * num_groups, last * num_groups) if pool.is_shared(self.blocks[i])]
-        missing = self.num_missing(end)
+        missing = num_needed - last
         if not shared and not missing:
             return []
         places = shared + list(range(len(self.blocks), len(self.blocks) + missing * num_groups))
-        fresh = self._allocate(places)
-        copies = [(self.blocks[i], block) for i, block in zip(shared, fresh, strict=False)]
+        fresh = pool.allocate(len(places)) if num_groups == 1 else self._allocate(places)
+        copies = []
         for i, block in zip(shared, fresh, strict=False):
+            copies.append((self.blocks[i], block))
             self.blocks[i] = block
         self.blocks.extend(fresh[len(shared) :])
         if copies:
@@ -78,8 +80,6 @@ class BlockTable:
     def _allocate(self, places: Sequence[int]) -> list[int]:
         """Returns a block for each place of the table, all or none."""
         pool, num_groups = self._pool, self._num_groups
-        if num_groups == 1:
-            return pool.allocate(len(places))
         counts = [sum(place % num_groups == group for place in places) for group in range(num_groups)]
         if any(count > pool.count_available(group) for group, count in enumerate(counts)):
             raise OutOfBlocksError
@@ -112,7 +112,7 @@ class BlockTable:
     def take_unsent(self) -> tuple[int, list[int]]:
         """Returns (entry, block ids from there on) that the runner does not know yet, and counts them as sent."""
         start = self.num_sent
-        self.num_sent = self.num_entries
+        self.num_sent = len(self.blocks) // self._num_groups
         return start, self.blocks[start * self._num_groups :]
 
     def fork(self) -> BlockTable:
