@@ -28,11 +28,12 @@ from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedM
 from cloister.server.middleware.auth import Authentication, LocalHostOnly
 from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyReader, CancelOnDisconnect
 from cloister.server.middleware.cors import CrossOrigin, parse_origins
-from cloister.server.middleware.failures import ErrorForms, Failures, KeyLimits, Prefixed
+from cloister.server.middleware.failures import ErrorFormMiddleware, ErrorMiddleware, V1PrefixMiddleware
+from cloister.server.middleware.key_limits import KeyLimitMiddleware
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS, FORM_PATHS
-from cloister.server.parse import TellIgnored
+from cloister.server.parse import IgnoredFieldsMiddleware
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
@@ -192,20 +193,21 @@ def surround(
 ) -> ASGIApp:
     """Puts around routes what every request passes, and begins with the batches in `stored`."""
     if stored is not None:
-        told = TellIgnored(app, strict=config.strict_fields)
-        stored.begin(Failures(KeyLimits(told), calls, PLAIN_PATHS))
+        told = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
+        stored.begin(ErrorMiddleware(KeyLimitMiddleware(told), calls, PLAIN_PATHS))
     app = CancelOnDisconnect(app, write_timeout_s)
-    app = TellIgnored(app, strict=config.strict_fields)  # around the task of the route, so that tokens do not pass through it
+    # around the task of the route, so that tokens do not pass through it
+    app = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
     origins = parse_origins(config.allowed_origins or "")
     app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
-    app = KeyLimits(app)
+    app = KeyLimitMiddleware(app)
     app = Authentication(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
     if config.api_keys is None and gate.people is None and is_loopback(config.host):
         app = LocalHostOnly(app)
     if origins:
         app = CrossOrigin(app, origins)
-    app = Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
-    return Prefixed(ErrorForms(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
+    app = ErrorMiddleware(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
+    return V1PrefixMiddleware(ErrorFormMiddleware(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
 
 
 def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
@@ -252,7 +254,7 @@ def _methods(request: Request) -> set[str]:
 
 
 async def _answer_mistake(_: Request, __: Exception) -> Response:
-    # `Failures`, to which the exception goes on, logs it.
+    # `ErrorMiddleware`, to which the exception goes on, logs it.
     return _reply(INTERNAL)
 
 

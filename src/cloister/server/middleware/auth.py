@@ -36,7 +36,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not is_open(scope["path"]):
             try:
-                admission = self._gate.narrow(await self._admit(presented_key(scope)), _session(scope))
+                admission = self._gate.with_session(await self._admit(presented_key(scope)), _session(scope))
             except CloisterError as error:
                 await send_error(send, error)
                 return
