@@ -17,7 +17,7 @@ from cloister.private import http_io
 from cloister.private.http_io import Body
 from cloister.private.problems import ProblemError
 from cloister.server.load_shedding import BodyBudget, BodyPace
-from cloister.server.middleware.body import BodyReader
+from cloister.server.middleware.body import BodyMiddleware
 from cloister.trust.sealing import CHUNKED, WHOLE, HttpRequest, RequestHead
 from tests.private.inner import ANSWER, Inner
 from tests.private.messages import ask
@@ -176,7 +176,7 @@ def test_a_plain_server_refuses_the_body_for_which_there_is_no_memory() -> None:
 
     async def live() -> None:
         budget = BodyBudget(1000, small_bytes=0)
-        reader = BodyReader(app, 900, 5.0, {"/read"}, budget)
+        reader = BodyMiddleware(app, 900, 5.0, {"/read"}, budget)
         scope: Scope = {
             **SCOPE,
             "method": "POST",

@@ -25,9 +25,9 @@ from cloister.server.logs import RequestLog
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
 from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
-from cloister.server.middleware.auth import Authentication, LocalHostOnly
-from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyReader, CancelOnDisconnect
-from cloister.server.middleware.cors import CrossOrigin, parse_origins
+from cloister.server.middleware.auth import AuthenticationMiddleware, LocalHostMiddleware
+from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyMiddleware, DisconnectMiddleware
+from cloister.server.middleware.cors import CorsMiddleware, parse_origins
 from cloister.server.middleware.failures import ErrorFormMiddleware, ErrorMiddleware, V1PrefixMiddleware
 from cloister.server.middleware.key_limits import KeyLimitMiddleware
 from cloister.server.oidc import TokenVerifier
@@ -102,7 +102,7 @@ def create_app(
     """Puts a server together.
 
     Args:
-        listeners: told of every request that is over, such as a tracer.
+        listeners: each is called with every request that is over; a tracer is one.
         stored: files and batches of users; None keeps none.
         responses_kept: responses that others may go on from; None keeps none.
         request_timeout_s: deadline of a request in the engine.
@@ -193,19 +193,19 @@ def surround(
 ) -> ASGIApp:
     """Puts around routes what every request passes, and begins with the batches in `stored`."""
     if stored is not None:
-        told = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
-        stored.begin(ErrorMiddleware(KeyLimitMiddleware(told), calls, PLAIN_PATHS))
-    app = CancelOnDisconnect(app, write_timeout_s)
+        inner = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
+        stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS))
+    app = DisconnectMiddleware(app, write_timeout_s)
     # around the task of the route, so that tokens do not pass through it
     app = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
     origins = parse_origins(config.allowed_origins or "")
-    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
+    app = BodyMiddleware(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
     app = KeyLimitMiddleware(app)
-    app = Authentication(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
+    app = AuthenticationMiddleware(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
     if config.api_keys is None and gate.people is None and is_loopback(config.host):
-        app = LocalHostOnly(app)
+        app = LocalHostMiddleware(app)
     if origins:
-        app = CrossOrigin(app, origins)
+        app = CorsMiddleware(app, origins)
     app = ErrorMiddleware(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
     return V1PrefixMiddleware(ErrorFormMiddleware(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
 
