@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloister.server.calls import HttpCall, HttpCalls
 from cloister.server.errors import error_body, error_headers
-from cloister.server.logs import told
+from cloister.server.logs import public_error
 from cloister.types.errors import CloisterError
 
 # Rate-limit headers: what remains of an API key's limits.
@@ -86,7 +86,7 @@ class ErrorMiddleware:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            reply = told(error)
+            reply = public_error(error)
             if status is None:
                 await send_error(send_with_headers, reply)
         finally:
