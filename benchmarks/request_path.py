@@ -127,10 +127,10 @@ def main() -> int:
     options = parser.parse_args()
     found = asyncio.run(trace_request(options.model))
     both = set(found["front"]) | set(found["engine"])
-    rooms = {side: Counter(name.split(os.sep)[0] for name in names) for side, names in found.items()}
+    packages = {side: Counter(name.split(os.sep)[0] for name in names) for side, names in found.items()}
     print("| package | front | engine |\n|---|---|---|")
-    for room in sorted({name.split(os.sep)[0] for name in both}):
-        print(f"| {room} | {rooms['front'][room] or ''} | {rooms['engine'][room] or ''} |")
+    for package in sorted({name.split(os.sep)[0] for name in both}):
+        print(f"| {package} | {packages['front'][package] or ''} | {packages['engine'][package] or ''} |")
     print(f"| in all {len(both)} | {len(found['front'])} | {len(found['engine'])} |")
     if options.files:
         for side, names in found.items():

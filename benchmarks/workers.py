@@ -3,7 +3,7 @@
     python -m benchmarks.workers [REQUESTS]
 
 CPU time and not wall time, so that a busy machine changes less. "plain" is `serve --profile private`: its front holds content
-and stays. "sealed" is `serve --sealed`: front, sealer, zygote, one worker for each request, HPKE and shape included.
+and stays. "sealed" is `serve --sealed`: front, key service, zygote, one worker for each request, HPKE and shape included.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from cloister.private.upstream import ANSWER_TIMEOUT_S
 from cloister.trust.attestation import AttestationPolicy
 from cloister.trust.sealing import (
     CHUNKED,
-    Exchange,
     HttpRequest,
+    OhttpContext,
     RequestHead,
     bucket_bytes,
     encode_request,
@@ -110,7 +110,7 @@ class LoopbackCloud(SealedCloud):
         date_s: float | None = None,
         change_inner: Callable[[bytes], bytes] = lambda sealed: sealed,
         change_head: Callable[[RequestHead], RequestHead] = lambda head: head,
-    ) -> tuple[bytes, Exchange, Exchange]:
+    ) -> tuple[bytes, OhttpContext, OhttpContext]:
         """Seals a request twice as clients do it; returns it and what opens the answer, the gateway's part first."""
         node = node or self.nodes["a"]
         message = encode_request(request)

@@ -41,7 +41,7 @@ class Launch:
 
 
 class Cloister:
-    """Our own engine through its Python face."""
+    """Our own engine through its Python API."""
 
     def __init__(self, launch: Launch) -> None:
         module = import_module("cloister")

@@ -25,10 +25,10 @@ from benchmarks.traffic.recording import make_body
 from cloister.trust.sealing import (
     CHUNKED,
     Content,
-    Exchange,
     HttpRequest,
     KeyConfiguration,
     MessageReader,
+    OhttpContext,
     RequestHead,
     ResponseHead,
     ResponseOpener,
@@ -113,7 +113,7 @@ async def ask(node: Node, body: bytes) -> tuple[list[float], list[int]]:
     return times_s, sizes
 
 
-def seal(node: Node, body: bytes) -> tuple[bytes, Exchange]:
+def seal(node: Node, body: bytes) -> tuple[bytes, OhttpContext]:
     """Returns a sealed completion request, padded to its bucket, and what opens the answer."""
     fields = ((b"content-type", b"application/json"),)
     request = HttpRequest(RequestHead("POST", "https", "localhost", "/v1/completions", fields), body)
@@ -151,7 +151,7 @@ class Reader:
         SystemExit: it is not a good one.
     """
 
-    def __init__(self, exchange: Exchange, *, shaped: bool) -> None:
+    def __init__(self, exchange: OhttpContext, *, shaped: bool) -> None:
         self._opener, self._unshaper, self._reader = ResponseOpener(exchange), Unshaper(required=shaped), MessageReader()
         self._said = b""
 

@@ -39,7 +39,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    # lazy: importing a room from below must not load the ones above
+    # lazy: importing a package of a lower layer must not load those above
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -26,7 +26,7 @@ def test_settings_of_nodes_are_in_the_release_as_they_come_into_force(tmp_path: 
     assert found["setting quant"] == '"int8"'
     assert found["setting max_num_seqs"] == "5"
     assert found["setting profile"] == '"private"'
-    assert found["setting prefix_cache"] == "true"  # what the profile settled
+    assert found["setting prefix_cache"] == "true"  # what the profile decided
     assert not any("9000" in value or "secret" in value for value in found.values())
 
 

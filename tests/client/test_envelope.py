@@ -7,10 +7,10 @@ from cloister.client.errors import FailedTryError, FinalRefusalError
 from cloister.trust.sealing import (
     CHUNKED,
     BinaryHttpWriter,
-    Exchange,
     Header,
     HttpRequest,
     HttpResponse,
+    OhttpContext,
     Receiver,
     ReplayCache,
     ResponseHead,
@@ -49,7 +49,7 @@ def ask(content: bytes = b'{"model":"m"}') -> HttpRequest:
     return strip_request("POST", b"/v1/chat/completions?a=b", fields, content, NOW)
 
 
-def open_request(receiver: Receiver, sealed: bytes) -> tuple[HttpRequest, Exchange]:
+def open_request(receiver: Receiver, sealed: bytes) -> tuple[HttpRequest, OhttpContext]:
     header = Header.parse(sealed)
     exchange = receiver.begin(header, CHUNKED, 0.0)
     receiver.accept(header, 0.0)

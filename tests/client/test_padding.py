@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from cloister.client.envelope import Answer
-from cloister.client.exchange import AnswerReader
 from cloister.client.padding import AsyncPaddingReader, PaddingReader
+from cloister.client.sealed_call import AnswerReader
 from cloister.client.transport import AnswerStream, AsyncAnswerStream, _AsyncOpenReply, _OpenReply
 from cloister.trust.sealing import ResponseHead
 from cloister.trust.shape import Shaper, shape_of

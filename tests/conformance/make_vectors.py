@@ -24,11 +24,11 @@ from cloister.trust.sealing import (
     BinaryHttpWriter,
     ChunkSealer,
     Context,
-    Exchange,
     Header,
     HttpRequest,
     KemPrivateKey,
     KeyConfiguration,
+    OhttpContext,
     RequestHead,
     ResponseHead,
     ResponseSealer,
@@ -93,7 +93,7 @@ def _exchange(
     message = encode_request(request, padded_to=bucket_bytes(len(encode_request(request))))
     frames = _answer(profile, kind)
     nonce = hashlib.sha256(b"cloister vector: nonce").digest()[:16]
-    sealer = ResponseSealer(Exchange(CHUNKED, header, Context(secrets)), nonce=nonce)
+    sealer = ResponseSealer(OhttpContext(CHUNKED, header, Context(secrets)), nonce=nonce)
     response = decode_response(b"".join(frames))
     return {
         "name": name,

@@ -187,7 +187,7 @@ def test_requests_of_every_kind_find_the_code_that_they_need(node: Node, options
 
 def test_every_thread_of_every_process_has_the_measures(node: Node) -> None:
     pids = node.pids
-    assert len(pids) >= 5  # front, starter, engine, sealer, zygote
+    assert len(pids) >= 5  # front, starter, engine, key service, zygote
     for pid in pids:
         assert node.status(pid, "Seccomp") == {"2"}
         assert node.status(pid, "NoNewPrivs") == {"1"}
@@ -213,7 +213,7 @@ def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_proces
         assert not check_url(fetch, None, replace(policy, accept_software=False), View(), time.time()).accepted
 
 
-def test_its_closed_sealer_signs_a_receipt_with_the_key_in_its_evidence(node: Node) -> None:
+def test_its_closed_key_service_signs_a_receipt_with_the_key_in_its_evidence(node: Node) -> None:
     evidence = httpx.get(node.url + EVIDENCE_PATH, timeout=30, verify=False).content
     statement = read_statement(read_evidence(evidence).statement)
     body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4}).encode()

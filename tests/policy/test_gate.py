@@ -151,7 +151,7 @@ def test_a_strict_profile_shows_the_engine_a_class_and_no_tenant(profile: Profil
 
 def test_open_honours_a_clients_own_priority() -> None:
     gate = Gate(Policy("open"), None, loopback=True)
-    assert gate.honour(gate.admit(None), priority=-7).priority == -7
+    assert gate.with_request_options(gate.admit(None), priority=-7).priority == -7
 
 
 @pytest.mark.parametrize("profile", ["team", "private", "paranoid"])
@@ -160,29 +160,29 @@ def test_other_profiles_refuse_a_clients_own_priority(profile: str, priority: in
     gate = LAB.gate(profile)
     admission = gate.admit(LAB.bob)
     with pytest.raises(PolicyError, match=rf"T6\.priority\.client-field\.{profile}.*leave the field `priority` out"):
-        gate.honour(admission, priority=priority)
-    assert gate.honour(admission, priority=None).priority == 3
+        gate.with_request_options(admission, priority=priority)
+    assert gate.with_request_options(admission, priority=None).priority == 3
 
 
 def test_paranoid_refuses_a_stream_of_the_tokens_own_shape() -> None:
     gate = LAB.gate("paranoid")
     with pytest.raises(PolicyError, match=r"T6\.speculation\.plain-stream\.paranoid.*`stream` false"):
-        gate.honour(gate.admit(LAB.ann), stream=True)
-    assert gate.honour(gate.admit(LAB.ann), stream=False).priority == -1
+        gate.with_request_options(gate.admit(LAB.ann), stream=True)
+    assert gate.with_request_options(gate.admit(LAB.ann), stream=False).priority == -1
 
 
 @pytest.mark.parametrize("profile", Profile)
 def test_a_sealed_node_streams_under_every_profile(profile: Profile) -> None:
     gate = Gate(Policy(profile), None, loopback=False, sealed=True)
     admission = gate.admit(None)
-    assert gate.honour(admission, stream=True) == admission
+    assert gate.with_request_options(admission, stream=True) == admission
 
 
 @pytest.mark.parametrize("profile", ["open", "team", "private"])
 def test_other_profiles_stream(profile: str) -> None:
     gate = LAB.gate(profile)
     admission = gate.admit(LAB.ann)
-    assert gate.honour(admission, stream=True) == admission
+    assert gate.with_request_options(admission, stream=True) == admission
 
 
 def test_keys_that_are_asked_for_must_exist() -> None:

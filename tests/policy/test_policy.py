@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.policy import Entry, Policy, Profile, Use, Verdict, default_profile, is_loopback, settle
+from cloister.policy import Entry, Policy, Profile, Use, Verdict, apply_profile, default_profile, is_loopback
 from cloister.policy.features import FEATURES
 from cloister.policy.matrix import row_of
 from cloister.scheduler.policies import POLICIES
@@ -25,7 +25,7 @@ def engine_settings(*layers: tuple[str, dict[str, object]]) -> Resolved[EngineCo
 def test_paranoid_refuses_the_prefix_cache_from(source: str) -> None:
     engine = engine_settings((source, {"prefix_cache": True}), ("flag", {"profile": "paranoid"}))
     with pytest.raises(PolicyError) as refusal:
-        settle(engine, loopback=True, has_api_keys=False)
+        apply_profile(engine, loopback=True, has_api_keys=False)
     assert refusal.value.status == 403
     assert refusal.value.param == "prefix_cache"
     for part in ("T6.prefix-cache.paranoid", source, "switch it off", "open, team, private"):
@@ -35,12 +35,12 @@ def test_paranoid_refuses_the_prefix_cache_from(source: str) -> None:
 def test_a_flag_cannot_talk_over_a_profile_of_the_config_file() -> None:
     engine = engine_settings(("config file", {"profile": "paranoid"}), ("flag", {"prefix_cache": True}))
     with pytest.raises(PolicyError, match=r"T6\.prefix-cache\.paranoid"):
-        settle(engine, loopback=True, has_api_keys=True)
+        apply_profile(engine, loopback=True, has_api_keys=True)
 
 
 @pytest.mark.parametrize(("profile", "is_on"), [("open", True), ("team", True), ("private", True), ("paranoid", False)])
 def test_an_unset_prefix_cache_is_as_the_profile_has_it(profile: str, is_on: bool) -> None:
-    policy, engine = settle(engine_settings(("flag", {"profile": profile})), loopback=True, has_api_keys=False)
+    policy, engine = apply_profile(engine_settings(("flag", {"profile": profile})), loopback=True, has_api_keys=False)
     assert policy.profile == profile
     assert engine.config.prefix_cache is is_on
     why = next(reason.why for reason in engine.reasons if reason.name == "prefix_cache")
@@ -50,14 +50,14 @@ def test_an_unset_prefix_cache_is_as_the_profile_has_it(profile: str, is_on: boo
 @pytest.mark.parametrize("profile", Profile)
 def test_anything_may_be_switched_off(profile: Profile) -> None:
     engine = engine_settings(("flag", {"profile": profile.value, "prefix_cache": False}))
-    _, settled = settle(engine, loopback=True, has_api_keys=False)
-    assert settled.config.prefix_cache is False
+    _, resolved = apply_profile(engine, loopback=True, has_api_keys=False)
+    assert resolved.config.prefix_cache is False
 
 
 def test_private_takes_a_prefix_cache_that_was_asked_for() -> None:
     engine = engine_settings(("flag", {"profile": "private", "prefix_cache": True}))
-    _, settled = settle(engine, loopback=True, has_api_keys=False)
-    assert settled.config.prefix_cache is True
+    _, resolved = apply_profile(engine, loopback=True, has_api_keys=False)
+    assert resolved.config.prefix_cache is True
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_private_takes_a_prefix_cache_that_was_asked_for() -> None:
 def test_the_default_profile_is_open_only_where_nobody_else_can_come(loopback: bool, has_api_keys: bool, profile: str) -> None:
     chosen, why = default_profile(loopback=loopback, has_api_keys=has_api_keys)
     assert chosen == profile
-    _, engine = settle(engine_settings(), loopback=loopback, has_api_keys=has_api_keys)
+    _, engine = apply_profile(engine_settings(), loopback=loopback, has_api_keys=has_api_keys)
     assert engine.config.profile == profile
     assert next(reason.why for reason in engine.reasons if reason.name == "profile") == why
 
@@ -76,7 +76,7 @@ def test_the_default_profile_is_open_only_where_nobody_else_can_come(loopback: b
 @pytest.mark.parametrize("profile", Profile)
 def test_every_scheduler_is_let_in_by_every_profile(profile: Profile, name: str) -> None:
     entry = Entry.of(POLICIES, name)
-    settle(engine_settings(("flag", {"profile": profile.value})), loopback=True, has_api_keys=True, entries=[entry])
+    apply_profile(engine_settings(("flag", {"profile": profile.value})), loopback=True, has_api_keys=True, entries=[entry])
 
 
 @pytest.mark.parametrize("row", ["offload", "duplication", "pulling"])
@@ -84,9 +84,9 @@ def test_an_implementation_of_a_refused_row_cannot_start(row: str) -> None:
     tiers: Registry[type] = Registry("tier")
     tiers.register("far", row_of(row).threat)(dict)
     entries = [Entry.of(tiers, "far")]
-    settle(engine_settings(("flag", {"profile": "private"})), loopback=True, has_api_keys=True, entries=entries)
+    apply_profile(engine_settings(("flag", {"profile": "private"})), loopback=True, has_api_keys=True, entries=entries)
     with pytest.raises(PolicyError, match=rf"T6\.{row}\.paranoid.*tier 'far'.*open, team, private"):
-        settle(engine_settings(("flag", {"profile": "paranoid"})), loopback=True, has_api_keys=True, entries=entries)
+        apply_profile(engine_settings(("flag", {"profile": "paranoid"})), loopback=True, has_api_keys=True, entries=entries)
 
 
 def test_an_unknown_profile_is_answered_with_those_that_exist() -> None:
@@ -154,19 +154,19 @@ def test_only_an_address_of_this_machine_is_loopback(host: str, expected: bool) 
 def test_shares_of_the_prefix_cache_are_chosen_from_who_can_share(
     flags: dict[str, object], surroundings: dict[str, Any], expected: int
 ) -> None:
-    _, settled = settle(engine_settings(("flag", flags)), **surroundings)
-    assert settled.config.cache_scopes == expected
+    _, resolved = apply_profile(engine_settings(("flag", flags)), **surroundings)
+    assert resolved.config.cache_scopes == expected
 
 
 def test_one_cache_for_all_is_refused_where_somebody_could_feel_it() -> None:
     for profile in ("team", "private"):
         with pytest.raises(PolicyError, match="cache_scopes"):
-            settle(engine_settings(("flag", {"profile": profile, "cache_scopes": 0})), loopback=True, has_api_keys=True)
-    settle(engine_settings(("flag", {"profile": "open", "cache_scopes": 0})), loopback=True, has_api_keys=True)
+            apply_profile(engine_settings(("flag", {"profile": profile, "cache_scopes": 0})), loopback=True, has_api_keys=True)
+    apply_profile(engine_settings(("flag", {"profile": "open", "cache_scopes": 0})), loopback=True, has_api_keys=True)
 
 
 def test_an_order_that_follows_the_cache_is_refused_where_others_could_feel_it() -> None:
     for profile in ("team", "private", "paranoid"):
         with pytest.raises(PolicyError, match="scheduler"):
-            settle(engine_settings(("flag", {"profile": profile, "scheduler": "lpm"})), loopback=True, has_api_keys=True)
-    settle(engine_settings(("flag", {"profile": "open", "scheduler": "lpm"})), loopback=True, has_api_keys=True)
+            apply_profile(engine_settings(("flag", {"profile": profile, "scheduler": "lpm"})), loopback=True, has_api_keys=True)
+    apply_profile(engine_settings(("flag", {"profile": "open", "scheduler": "lpm"})), loopback=True, has_api_keys=True)

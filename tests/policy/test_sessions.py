@@ -15,7 +15,7 @@ ONE, OTHER = secrets.token_hex(32), secrets.token_hex(32)
 
 
 def scope_of(gate: Gate, session: str | None, key: str | None = None) -> Scope:
-    return gate.narrow(gate.admit(key), session).scope
+    return gate.with_session(gate.admit(key), session).scope
 
 
 @pytest.mark.parametrize("profile", ["open", "team", "private"])

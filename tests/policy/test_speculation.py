@@ -6,27 +6,27 @@ from typing import Any
 
 import pytest
 
-from cloister.policy import Profile, settle
+from cloister.policy import Profile, apply_profile
 from cloister.types.config import EngineConfig, Resolved, resolve
 from cloister.types.errors import ConfigError, PolicyError
 
 
-def settle_with(profile: str, *, sealed: bool = False, **flags: object) -> Resolved[EngineConfig]:
+def resolve_with(profile: str, *, sealed: bool = False, **flags: object) -> Resolved[EngineConfig]:
     engine = resolve(EngineConfig, [("flag", {"profile": profile, **flags})])
-    return settle(engine, loopback=True, has_api_keys=False, sealed=sealed)[1]
+    return apply_profile(engine, loopback=True, has_api_keys=False, sealed=sealed)[1]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("profile", Profile)
 def test_where_nobody_asked_there_are_no_drafts(profile: str, sealed: bool) -> None:
-    engine = settle_with(profile, sealed=sealed)
+    engine = resolve_with(profile, sealed=sealed)
     assert engine.config.speculate == "none"
     assert not engine.config.speculates
 
 
 @pytest.mark.parametrize("flags", [{"draft_model": "cloister-5m"}, {"draft_tokens": 4}, {"datastore": "texts"}])
 def test_a_setting_of_drafters_asks_for_them(flags: dict[str, Any]) -> None:
-    engine = settle_with("open", **flags)
+    engine = resolve_with("open", **flags)
     assert engine.config.speculate == "auto"
     assert next(reason.why for reason in engine.reasons if reason.name == "speculate") == f"{next(iter(flags))} is set"
 
@@ -35,31 +35,31 @@ def test_a_setting_of_drafters_asks_for_them(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 def test_a_plain_server_that_hides_lengths_has_no_drafts(profile: str, wanted: str) -> None:
     with pytest.raises(PolicyError, match=rf"T6\.speculation\.plain-drafts\.{profile}.*sealed node.*open, team") as refusal:
-        settle_with(profile, speculate=wanted)
+        resolve_with(profile, speculate=wanted)
     assert refusal.value.param == "speculate"
-    assert settle_with(profile, speculate="none").config.speculate == "none"
+    assert resolve_with(profile, speculate="none").config.speculate == "none"
 
 
 @pytest.mark.parametrize("profile", Profile)
 def test_a_sealed_node_has_the_drafts_that_are_asked_for(profile: Profile) -> None:
-    assert settle_with(profile.value, sealed=True, speculate="ngram, medusa").config.drafter_names == ("ngram", "medusa")
+    assert resolve_with(profile.value, sealed=True, speculate="ngram, medusa").config.drafter_names == ("ngram", "medusa")
 
 
 def test_a_datastore_is_refused_where_nothing_is_read_but_the_request() -> None:
-    assert settle_with("private", sealed=True, speculate="rest", datastore="texts").config.datastore == "texts"
+    assert resolve_with("private", sealed=True, speculate="rest", datastore="texts").config.datastore == "texts"
     with pytest.raises(PolicyError, match=r"T6\.datastore-speculation\.datastore\.paranoid"):
-        settle_with("paranoid", sealed=True, speculate="rest", datastore="texts")
+        resolve_with("paranoid", sealed=True, speculate="rest", datastore="texts")
     with pytest.raises(PolicyError, match=r"T6\.datastore-speculation\.datastore\.paranoid"):
-        settle_with("paranoid", sealed=True, speculate="ngram,rest")  # the one that lies beside the model
+        resolve_with("paranoid", sealed=True, speculate="ngram,rest")  # the one that lies beside the model
 
 
 @pytest.mark.parametrize("flags", [{"draft_model": "cloister-5m"}, {"draft_tokens": 4}, {"datastore": "texts"}])
 def test_a_setting_of_drafters_is_refused_where_nothing_drafts(flags: dict[str, Any]) -> None:
     (name,) = flags
-    settle_with("team", **flags)
+    resolve_with("team", **flags)
     for profile, wanted, kind in (("team", "none", ConfigError), ("private", None, PolicyError)):
         with pytest.raises(kind, match=name) as refusal:
-            settle_with(profile, speculate=wanted, **flags)
+            resolve_with(profile, speculate=wanted, **flags)
         assert refusal.value.param == (name if kind is ConfigError else "speculate")
 
 

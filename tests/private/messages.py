@@ -10,12 +10,12 @@ from cloister.trust.sealing import (
     CHUNKED,
     ChunkOpener,
     Content,
-    Exchange,
     Header,
     HttpRequest,
     KeyConfiguration,
     KeyRing,
     MessageReader,
+    OhttpContext,
     Part,
     ResponseHead,
     ResponseOpener,
@@ -55,7 +55,7 @@ def known_to(cloud: LoopbackCloud, answer: bytes) -> dict[str, bytes]:
 class Opening:
     """Opens an answer while it arrives: outer chunks, the gateway's response, inner chunks, the node's response."""
 
-    def __init__(self, outer: Exchange, inner: Exchange) -> None:
+    def __init__(self, outer: OhttpContext, inner: OhttpContext) -> None:
         self._outer, self._inner = ResponseOpener(outer), ResponseOpener(inner)
         self._outer_reader, self._inner_reader = MessageReader(), MessageReader()
         self.gateway_head: ResponseHead | None = None

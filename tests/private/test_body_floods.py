@@ -13,11 +13,11 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
-from cloister.private import exchange
-from cloister.private.exchange import Body
+from cloister.private import http_io
+from cloister.private.http_io import Body
 from cloister.private.problems import ProblemError
 from cloister.server.load_shedding import BodyBudget, BodyPace
-from cloister.server.middleware.body import BodyReader
+from cloister.server.middleware.body import BodyMiddleware
 from cloister.trust.sealing import CHUNKED, WHOLE, HttpRequest, RequestHead
 from tests.private.inner import ANSWER, Inner
 from tests.private.messages import ask
@@ -136,7 +136,7 @@ def test_what_is_handed_on_is_charged_no_longer() -> None:
 @pytest.mark.parametrize(("piece", "is_slow"), [(b"x", True), (b"x" * 100, False)], ids=["slow", "steady"])
 def test_a_body_has_to_keep_coming(monkeypatch: pytest.MonkeyPatch, piece: bytes, is_slow: bool) -> None:
     """One byte and a hundred every 10 ms, where a thousand a second are asked for."""
-    monkeypatch.setattr(exchange, "BodyPace", functools.partial(BodyPace, grace_s=0.1, bytes_per_s=1000))
+    monkeypatch.setattr(http_io, "BodyPace", functools.partial(BodyPace, grace_s=0.1, bytes_per_s=1000))
 
     async def live() -> int:
         return await read(Body(SCOPE, trickle(piece, 40), 10_000, timeout_s=60), keeps=True)
@@ -152,7 +152,7 @@ def test_a_body_has_to_keep_coming(monkeypatch: pytest.MonkeyPatch, piece: bytes
 
 
 def test_a_slow_program_behind_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "BodyPace", functools.partial(BodyPace, grace_s=0.1, bytes_per_s=10_000))
+    monkeypatch.setattr(http_io, "BodyPace", functools.partial(BodyPace, grace_s=0.1, bytes_per_s=10_000))
 
     async def live() -> int:
         num_bytes = 0
@@ -176,7 +176,7 @@ def test_a_plain_server_refuses_the_body_for_which_there_is_no_memory() -> None:
 
     async def live() -> None:
         budget = BodyBudget(1000, small_bytes=0)
-        reader = BodyReader(app, 900, 5.0, {"/read"}, budget)
+        reader = BodyMiddleware(app, 900, 5.0, {"/read"}, budget)
         scope: Scope = {
             **SCOPE,
             "method": "POST",

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from cloister.private.exchange import Body, GoneError, Outgoing, run_while_there
+from cloister.private.http_io import Body, GoneError, Outgoing, run_while_there
 from cloister.private.problems import ProblemError
 from cloister.private.upstream import Upstream
 from cloister.trust.sealing import CHUNKED, HttpRequest, RequestHead

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import Message, Scope
 
-from cloister.private.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
+from cloister.private.http_io import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.private.workers.figures import Figures
 from cloister.private.workers.wire import BodyPiece, SealedPart, Start, frame, receive_for_worker
 from cloister.private.workers.worker_memory import SEAL_BYTES, WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES

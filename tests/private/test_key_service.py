@@ -36,28 +36,28 @@ class Clock:
         return self.now_s
 
 
-def sealed_to(sealer: KeyService, message: bytes = b"secret") -> bytes:
-    keys = parse_keys(sealer.answer(Question("publish")).keys)[0]
+def sealed_to(service: KeyService, message: bytes = b"secret") -> bytes:
+    keys = parse_keys(service.answer(Question("publish")).keys)[0]
     return seal_chunked_request(keys, message)[0]
 
 
 def test_a_request_is_begun_and_taken_once() -> None:
-    sealer = KeyService(KeyServiceBoot(), Clock())
-    header = Header.parse(sealed_to(sealer)).encode()
-    assert sealer.answer(Question("begin", header, CHUNKED.request_type)).key
-    assert sealer.answer(Question("accept", header)).error == ""
-    assert sealer.answer(Question("accept", header)).error == "unseal"
+    service = KeyService(KeyServiceBoot(), Clock())
+    header = Header.parse(sealed_to(service)).encode()
+    assert service.answer(Question("begin", header, CHUNKED.request_type)).key
+    assert service.answer(Question("accept", header)).error == ""
+    assert service.answer(Question("accept", header)).error == "unseal"
 
 
 def test_a_key_opens_nothing_when_its_time_is_over() -> None:
     clock = Clock()
-    sealer = KeyService(KeyServiceBoot(life_s=100.0, overlap_s=10.0), clock)
-    header = Header.parse(sealed_to(sealer)).encode()
-    secrets = sealer.answer(Question("begin", header, CHUNKED.request_type))
+    service = KeyService(KeyServiceBoot(life_s=100.0, overlap_s=10.0), clock)
+    header = Header.parse(sealed_to(service)).encode()
+    secrets = service.answer(Question("begin", header, CHUNKED.request_type))
     clock.now_s = 99.0
-    assert sealer.answer(Question("begin", header, CHUNKED.request_type)) == secrets
+    assert service.answer(Question("begin", header, CHUNKED.request_type)) == secrets
     clock.now_s = 101.0
-    assert sealer.answer(Question("begin", header, CHUNKED.request_type)) != secrets
+    assert service.answer(Question("begin", header, CHUNKED.request_type)) != secrets
 
 
 NO_QUESTIONS = [Question("begin", b"short", CHUNKED.request_type), Question("begin", bytes(39), "?"), Question("open")]
@@ -102,7 +102,7 @@ class Running:
         self.process.wait(20)
 
 
-def test_a_worker_opens_a_request_with_what_the_sealer_gives() -> None:
+def test_a_worker_opens_a_request_with_what_the_key_service_gives() -> None:
     async def run() -> None:
         running = Running()
         try:
@@ -123,7 +123,7 @@ def test_a_worker_opens_a_request_with_what_the_sealer_gives() -> None:
     asyncio.run(run())
 
 
-def test_a_front_that_is_captured_gets_public_keys_of_a_sealer_and_no_secrets() -> None:
+def test_a_front_that_is_captured_gets_public_keys_of_a_key_service_and_no_secrets() -> None:
     async def run() -> None:
         running = Running()
         try:
@@ -165,7 +165,7 @@ def test_a_worker_gets_a_receipt_signed_for_the_request_that_it_opened_and_a_fro
     asyncio.run(run())
 
 
-def test_who_asks_a_sealer_that_is_gone_is_told() -> None:
+def test_who_asks_a_key_service_that_is_gone_is_told() -> None:
     async def run() -> None:
         running = Running()
         unsealer = running.channel()

@@ -11,7 +11,7 @@ from cloister.private.workers.remote import RemoteUnsealer
 from cloister.trust.sealing import KEYS_MEDIA_TYPE
 
 
-def test_keys_of_a_sealer_that_cannot_be_reached_are_refused_and_are_no_mistake_of_the_server() -> None:
+def test_keys_of_a_key_service_that_cannot_be_reached_are_refused_and_are_no_mistake_of_the_server() -> None:
     app = Starlette(routes=[Route("/keys", File(RemoteUnsealer().publish, KEYS_MEDIA_TYPE))])
     reply = TestClient(app).get("/keys")
     assert reply.status_code == 503

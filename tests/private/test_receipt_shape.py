@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.client.envelope import Answer, BrokenAnswerError
 from cloister.trust.receipts import Wish, with_wish
-from cloister.trust.sealing import Exchange, HttpRequest, RequestHead
+from cloister.trust.sealing import HttpRequest, OhttpContext, RequestHead
 from cloister.trust.shape import TrafficShape, shape_of
 from tests.private.messages import post
 from tests.sealed_cloud import LoopbackCloud, open_cloud
@@ -56,7 +56,7 @@ def see(cloud: LoopbackCloud, kind: str, wish: Wish | None) -> tuple[list[tuple[
     )
 
 
-def _signature(outer: Exchange, inner: Exchange, sealed: bytes) -> bytes | None:
+def _signature(outer: OhttpContext, inner: OhttpContext, sealed: bytes) -> bytes | None:
     answer = Answer(outer, inner, shaped=False)
     answer.feed(sealed)
     answer.close()

@@ -8,7 +8,7 @@ import logging
 import httpx
 import pytest
 
-from cloister.private.exchange import REPLAY_WINDOW_S
+from cloister.private.http_io import REPLAY_WINDOW_S
 from cloister.private.node import NodeConfig, node_app
 from cloister.private.serving import Lifespan
 from cloister.private.unsealing import LocalUnsealer

@@ -126,7 +126,7 @@ def test_two_readings_of_its_metrics_show_nothing_of_the_request_between_them(no
     assert "cloister_minute_requests" not in before.text  # a handful of requests is never shown
 
 
-def test_a_node_without_its_sealer_ends_and_says_so_by_its_status(node: Node) -> None:
+def test_a_node_without_its_key_service_ends_and_says_so_by_its_status(node: Node) -> None:
     assert httpx.get(f"{node.address}/health").status_code == 200
     os.kill(node.pids("sealer")[0], signal.SIGKILL)
     assert node.process.wait(30) == 1

@@ -15,7 +15,7 @@ from cloister.engine import EngineClient, ThreadTransport
 from cloister.executor import ModelRunner
 from cloister.executor.pooling import Pool
 from cloister.policy import Credentials, KeyQuota
-from cloister.server.generation import MAX_SIDE_BY_SIDE
+from cloister.server.jobs import MAX_SIDE_BY_SIDE
 from cloister.types.request import FinishReason, PoolingParams
 from tests.engine.replica import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, VOCAB_SIZE, make_config, make_replica
 from tests.executor.test_pooling import HiddenHistoryProgram

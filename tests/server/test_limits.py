@@ -13,7 +13,7 @@ import pytest
 from cloister.engine import EngineClient
 from cloister.policy import Credentials
 from cloister.server.connection import Connection
-from cloister.server.middleware.body import BodyReader
+from cloister.server.middleware.body import BodyMiddleware
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
 from cloister.types.events import Abort, Submit
@@ -115,7 +115,7 @@ def test_a_body_that_no_route_reads_is_not_kept(method, path, kept):
         found.append(await receive())
 
     scope = {"type": "http", "method": method, "path": path, "headers": [(b"content-type", b"application/json")]}
-    asyncio.run(BodyReader(app, 8000, 5.0, {"/read"})(scope, receive, None))
+    asyncio.run(BodyMiddleware(app, 8000, 5.0, {"/read"})(scope, receive, None))
     assert [len(message["body"]) for message in found] == [kept]
 
 

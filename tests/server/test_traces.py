@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cloister.engine.in_flight import EngineStats
-from cloister.policy import Policy, settle_front
+from cloister.policy import Policy, apply_profile_to_front
 from cloister.server import traces
 from cloister.server.calls import HttpCall
 from cloister.server.traces import ALLOWED, Parent, Span, Tracer, parse_traceparent, spans_of
@@ -224,10 +224,10 @@ def test_a_strict_profile_refuses_traces_and_request_lines(profile):
     for setting, value in (("otlp_endpoint", "http://localhost:4318"), ("log_requests", True)):
         config = resolve(ServerConfig, [("flag", {setting: value})])
         with pytest.raises(PolicyError, match=rf"T6\.profiling\.\w+(-log)?\.{profile}.*`{setting}` \(flag\)"):
-            settle_front(Policy(profile), config)
-    settled = settle_front(Policy(profile), resolve(ServerConfig, []))
-    assert settled.config.log_requests is False
-    assert settle_front(Policy("team"), resolve(ServerConfig, [])).config.log_requests is True
+            apply_profile_to_front(Policy(profile), config)
+    resolved = apply_profile_to_front(Policy(profile), resolve(ServerConfig, []))
+    assert resolved.config.log_requests is False
+    assert apply_profile_to_front(Policy("team"), resolve(ServerConfig, [])).config.log_requests is True
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x", "http://", "http://host/?a=1"])

@@ -57,8 +57,8 @@ def gateway(
     --log-key, --trust, --release and a --witness for as many as the trust file asks for. Its keys live for 24 hours, in memory
     only: started anew, it publishes a new epoch.
     """
-    from cloister.private.exchange import REPLAY_WINDOW_S
     from cloister.private.gateway import GatewayConfig, gateway_app
+    from cloister.private.http_io import REPLAY_WINDOW_S
     from cloister.private.issuer import accept_keys, check_signed, list_issuers, read_issuer_keys
     from cloister.private.nodes import NodeBook
     from cloister.private.peers import read_secret, read_secrets

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cloister.policy.credentials import MAX_PRIORITY, MIN_PRIORITY, Credentials
 from cloister.policy.keyfile import locked, read_credentials, write_credentials
-from cloister.policy.limits import KeyQuota
+from cloister.policy.quotas import KeyQuota
 
 app = typer.Typer(help="Make, list and remove API keys.", no_args_is_help=True)
 

@@ -71,7 +71,7 @@ def compare(
 
 
 def list_entries() -> tuple[Entry, ...]:
-    """Everything that this build has: what is registered by name, then what the rooms declare beside their code."""
+    """Everything that this build has: what is registered by name, then what the packages declare beside their code."""
     from cloister import kv, scheduler
     from cloister.backends.base import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT

@@ -16,11 +16,11 @@ from cloister.trust.receipts import ReceiptError, read_signature, with_wish
 from cloister.trust.sealing import (
     CHUNKED,
     Content,
-    Exchange,
     Fields,
     HttpRequest,
     MessageError,
     MessageReader,
+    OhttpContext,
     Part,
     RequestHead,
     ResponseHead,
@@ -62,7 +62,7 @@ class Answer:
         signature: at the end of the answer; the receipt checks it, where one was asked for.
     """
 
-    def __init__(self, outer: Exchange, inner: Exchange, *, shaped: bool, receipt: ReceiptReader | None = None) -> None:
+    def __init__(self, outer: OhttpContext, inner: OhttpContext, *, shaped: bool, receipt: ReceiptReader | None = None) -> None:
         self.head: ResponseHead | None = None
         self._outer_chunks, self._outer = ResponseOpener(outer), MessageReader()
         self._inner_chunks, self._inner = ResponseOpener(inner), MessageReader()

@@ -1,6 +1,6 @@
-"""What a client asks over HTTP before it can seal: steps that name a request and take its answer, whoever carries it. No I/O.
+"""What a client fetches over HTTP before it can seal: steps that yield a request and receive its answer. No I/O.
 
-A `Step` is a generator: it yields an `Ask`, gets a `Reply`, and returns its result; so the same code serves blocking and
+`FetchSteps` is a generator: it yields an `Ask`, gets a `Reply`, and returns its result; so the same code serves blocking and
 asynchronous transports.
 """
 
@@ -44,7 +44,7 @@ class Reply:
     body: bytes
 
 
-Step = Generator[Ask, Reply, T]
+FetchSteps = Generator[Ask, Reply, T]
 
 
 def unreachable(ask: Ask, error: Exception) -> RelayUnreachableError:

@@ -16,7 +16,7 @@ from cloister.client.report import tell_epoch
 from cloister.client.session import Session
 from cloister.client.transport import AsyncSealedTransport
 from cloister.server.errors import OriginError, error_body, error_headers
-from cloister.server.middleware.auth import LocalHostOnly
+from cloister.server.middleware.auth import LocalHostMiddleware
 from cloister.trust.sealing import LARGEST_BUCKET_BYTES
 from cloister.types.errors import CloisterError, DeadlineError, RequestTooLargeError
 
@@ -105,7 +105,7 @@ class Proxy:
 
 def proxy_app(proxy: Proxy) -> ASGIApp:
     """Returns the application behind the guard against pages that reach a local server under a name of their own."""
-    return LocalHostOnly(proxy)
+    return LocalHostMiddleware(proxy)
 
 
 async def _stream(answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from cloister.policy.policy import Policy, Use
 from cloister.trust.attestation import EvidenceError, read_evidence, read_statement
 from cloister.trust.receipts import Receipt, ReceiptError, Transcript, Wish, is_signed
-from cloister.trust.sealing import Exchange, HttpRequest
+from cloister.trust.sealing import HttpRequest, OhttpContext
 from cloister.trust.transparency.epoch import Epoch, epoch_leaf
 from cloister.trust.transparency.files import SECRET, write_whole
 from cloister.trust.transparency.merkle import hash_leaf
@@ -73,7 +73,7 @@ class ReceiptReader:
         receipt: None until the answer is complete.
     """
 
-    def __init__(self, order: ReceiptOrder, request: HttpRequest, exchange: Exchange) -> None:
+    def __init__(self, order: ReceiptOrder, request: HttpRequest, exchange: OhttpContext) -> None:
         self.receipt: Receipt | None = None
         self._order = order
         self._transcript = Transcript(exchange, request)

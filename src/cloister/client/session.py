@@ -1,6 +1,6 @@
 """What a client knows and holds between requests: the epoch it believes, what nodes proved, tokens. No I/O of its own.
 
-`prepare` is a `Step`: it says what to fetch, and transports carry it. One session may serve several transports.
+`prepare` returns `FetchSteps`: they say what to fetch, and transports carry it. One session may serve several transports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.limits import Limits, hold_to_limits
 from cloister.client.node_selection import Below, draw
 from cloister.client.node_verification import check_gateway, fill_policy, judge_node, refuse_shared_chips
-from cloister.client.protocol import Ask, Reply, Step
+from cloister.client.protocol import Ask, FetchSteps, Reply
 from cloister.client.receipts import Keep, ReceiptOrder, order_receipt
 from cloister.client.restocking import PurchasePlan
 from cloister.client.shared_view import MOST_TRIES, SharedView, state_file
@@ -161,7 +161,7 @@ class Session:
         """Seconds until the moment that was drawn for the next purchase; None while there are tokens enough."""
         return self._plan.wait_s(self.now())
 
-    def restock(self) -> Step[None]:
+    def restock(self) -> FetchSteps[None]:
         """Buys a batch ahead of need. Where none can be bought another moment is drawn: whoever needs one is told why."""
         believed, now = self._believed, self.now()
         self._plan.postpone(now)
@@ -172,7 +172,7 @@ class Session:
         self._drop_tokens((self._believed or believed).epoch)  # another one may have come meanwhile
         self._plan.see(len(self._wallet), now)
 
-    def prepare(self) -> Step[PreparedRequest]:
+    def prepare(self) -> FetchSteps[PreparedRequest]:
         """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
 
         The draw is over the membership, nodes that the epoch leaves out included: a gateway that could have nodes drawn around
@@ -197,7 +197,7 @@ class Session:
         token, budget = yield from self._take_token(believed.epoch)
         return PreparedRequest(believed.epoch, member, node, findings, token, order, budget)
 
-    def _believe(self) -> Step[VerifiedEpoch]:
+    def _believe(self) -> FetchSteps[VerifiedEpoch]:
         now = self.now()
         if self._believed is not None and now < self._believed.epoch.not_after and not self._is_doubtful(now):
             return self._believed
@@ -228,7 +228,7 @@ class Session:
     def _is_doubtful(self, now: float) -> bool:
         return self._is_doubted and now - self._believed_at >= DOUBT_AFTER_S
 
-    def _fetch_epoch(self, now: float) -> Step[tuple[VerifiedEpoch, bytes]]:
+    def _fetch_epoch(self, now: float) -> FetchSteps[tuple[VerifiedEpoch, bytes]]:
         for _ in range(MOST_TRIES):
             bundle = yield from self._fetch("epoch", MAX_BUNDLE_BYTES)
             seen, fetched = self._seen.begin(), {}
@@ -245,7 +245,7 @@ class Session:
                 return believed, bundle
         raise ConfigError("other programs keep changing the file that remembers the log; give this one its own (state)")
 
-    def _judge_nodes(self, believed: VerifiedEpoch, now: float) -> Step[dict[str, Findings]]:
+    def _judge_nodes(self, believed: VerifiedEpoch, now: float) -> FetchSteps[dict[str, Findings]]:
         policy = fill_policy(self._policy, believed)
         findings, keys, documents = dict[str, Findings](), dict[str, bytes](), dict[str, bytes]()
         for node in believed.epoch.nodes:
@@ -268,7 +268,7 @@ class Session:
         self._evidence = documents if self._receipts is not None else {}
         return findings
 
-    def _take_token(self, epoch: Epoch) -> Step[tuple[Token, int]]:
+    def _take_token(self, epoch: Epoch) -> FetchSteps[tuple[Token, int]]:
         issuer = self.trust.issuer
         if issuer is not None:  # an epoch whose keys mark tokens is not paid in, however many are left
             self._record.check()
@@ -276,13 +276,13 @@ class Session:
         if not len(self._wallet):
             self._plan.run_out()
             self._wallet.add((yield from self._buyer.buy(epoch, self.now())))
-        token = self._wallet.take()
+        token = self._wallet.pop()
         assert token is not None, "a batch has tokens"
         assert issuer is not None, "without an issuer none is bought"
         self._plan.see(len(self._wallet), self.now())
         return token, signed_budget(epoch, issuer, token)
 
-    def _fetch(self, path: str, most_bytes: int) -> Step[bytes]:
+    def _fetch(self, path: str, most_bytes: int) -> FetchSteps[bytes]:
         reply: Reply = yield self._ask(path, most_bytes)
         if reply.status != 200:
             raise EpochRefusedError(

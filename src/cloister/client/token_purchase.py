@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from cloister.client.envelope import read_message, write_date
 from cloister.client.errors import NoTokensError
-from cloister.client.protocol import Ask, Reply, Step
+from cloister.client.protocol import Ask, FetchSteps, Reply
 from cloister.trust.sealing import (
     KeyConfiguration,
     KeyConfigurationError,
@@ -72,7 +72,7 @@ class Wallet:
     def __len__(self) -> int:
         return sum(len(tokens) for tokens in self._tokens.values())
 
-    def take(self) -> Token | None:
+    def pop(self) -> Token | None:
         """Takes out one token of the fullest key, drawn at random; None when there is none."""
         tokens = max(self._tokens.values(), key=len, default=[])
         return tokens.pop(secrets.randbelow(len(tokens))) if tokens else None
@@ -113,7 +113,7 @@ class Buyer:
         self._pending: Pending | None = None
         self._needs_post_quantum = needs_post_quantum
 
-    def buy(self, epoch: Epoch, now: float, count: int = BATCH) -> Step[list[Token]]:
+    def buy(self, epoch: Epoch, now: float, count: int = BATCH) -> FetchSteps[list[Token]]:
         """Fetches a batch under the key that everybody buys under in this epoch.
 
         A batch whose answer was lost is asked for again as it was, and the issuer counts it once.
@@ -156,12 +156,12 @@ class Buyer:
                 raise NoTokensError(f"The key of the issuer at {issuer.url} in the epoch cannot be used: {error}.") from None
         return kept
 
-    def _ask_directly(self, issuer: IssuerIdentity, pending: Pending) -> Step[tuple[int, bytes]]:
+    def _ask_directly(self, issuer: IssuerIdentity, pending: Pending) -> FetchSteps[tuple[int, bytes]]:
         headers = {"authorization": f"Bearer {self._api_key}", "content-type": BATCH_REQUEST_TYPE}
         reply: Reply = yield Ask(WHO, issuer.url + REQUEST_PATH, "POST", headers, pending.encode())
         return reply.status, reply.body
 
-    def _ask_sealed(self, issuer: IssuerIdentity, pending: Pending, now: float) -> Step[tuple[int, bytes]]:
+    def _ask_sealed(self, issuer: IssuerIdentity, pending: Pending, now: float) -> FetchSteps[tuple[int, bytes]]:
         for has_more in (True, False):
             statement = yield from self._fetch_statement(issuer, now)
             try:
@@ -191,7 +191,7 @@ class Buyer:
                 "have the issuer updated."
             )
 
-    def _fetch_statement(self, issuer: IssuerIdentity, now: float) -> Step[IssuerStatement]:
+    def _fetch_statement(self, issuer: IssuerIdentity, now: float) -> FetchSteps[IssuerStatement]:
         if self._statement is not None and now < self._statement.not_after:
             return self._statement
         reply: Reply = yield Ask(WHO_CARRIES, self._relay.rstrip("/") + STATEMENT_PATH, most_bytes=MAX_STATEMENT_BYTES)

@@ -1,6 +1,6 @@
 """httpx transports that seal every request to a node that they draw, so that SDKs work unchanged.
 
-Both perform what `exchange` and the steps of `Session` ask for; everything that is decided is decided there.
+Both perform what `make_sealed_call` and the steps of `Session` yield; everything that is decided is decided there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import anyio
 import httpx
 
 from cloister.client.attempts import Attempts, to_request, to_response
-from cloister.client.exchange import AnswerReader, Operation, PostRequest, Prepare, Receive, exchange
 from cloister.client.padding import AsyncPaddingReader, PaddingReader
-from cloister.client.protocol import DEADLINE_S, Ask, Reply, Step, too_long, unreachable
+from cloister.client.protocol import DEADLINE_S, Ask, FetchSteps, Reply, too_long, unreachable
 from cloister.client.restocking import AsyncRestocker, Restocker
+from cloister.client.sealed_call import AnswerReader, Operation, PostRequest, Prepare, Receive, make_sealed_call
 from cloister.client.session import PreparedRequest, Session
 from cloister.types.errors import CloisterError
 
@@ -49,7 +49,7 @@ class SealedTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         Attempts.check_first(request)
-        operations = exchange(self._session, request, request.read())
+        operations = make_sealed_call(self._session, request, request.read())
         reply = _OpenReply(self._carrier)
         try:
             operation = next(operations)
@@ -84,7 +84,7 @@ class SealedTransport(httpx.BaseTransport):
         with suppress(CloisterError):
             self._run(self._session.restock(), self._lock)
 
-    def _run(self, step: Step[T], lock: AbstractContextManager[object] | None = None) -> T:
+    def _run(self, step: FetchSteps[T], lock: AbstractContextManager[object] | None = None) -> T:
         """Carries a step; `lock` is held while it works, and not while it waits."""
         lock = lock or nullcontext()
         try:
@@ -129,7 +129,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         Attempts.check_first(request)
-        operations = exchange(self._session, request, await request.aread())
+        operations = make_sealed_call(self._session, request, await request.aread())
         reply = _AsyncOpenReply(self._carrier)
         try:
             operation = next(operations)
@@ -164,7 +164,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
         with suppress(CloisterError):
             await self._run(self._session.restock())
 
-    async def _run(self, step: Step[T]) -> T:
+    async def _run(self, step: FetchSteps[T]) -> T:
         try:
             ask = next(step)
             while True:

@@ -1,6 +1,6 @@
-"""The only place where the rooms are put together.
+"""The only place where the packages are put together.
 
-The face is lazy: the engine's process, found by an entry point's name, loads nothing that only the front needs.
+It imports lazily: the engine's process, found by an entry point's name, loads nothing that only the front needs.
 """
 
 from __future__ import annotations

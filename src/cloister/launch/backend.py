@@ -44,7 +44,7 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
 
 
 def chosen_backend(config: EngineConfig) -> str:
-    """Returns the name of the back end: the setting, or what `_settle_machine` would choose."""
+    """Returns the name of the back end: the setting, or what `_resolve_machine` would choose."""
     return config.backend or choose_backend(config.device or "cpu")[0]
 
 

@@ -56,9 +56,9 @@ def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:
 
 
 FRONT_PACKAGES: Final = tuple(
-    f"cloister.{room}" for room in ("server", "private", "trust", "policy", "engine", "text", "types")
+    f"cloister.{name}" for name in ("server", "private", "trust", "policy", "engine", "text", "types")
 )
-ENGINE_PACKAGES: Final = tuple(f"cloister.{room}" for room in ("engine", "scheduler", "kv", "executor", "text", "types"))
+ENGINE_PACKAGES: Final = tuple(f"cloister.{name}" for name in ("engine", "scheduler", "kv", "executor", "text", "types"))
 LATE_MODULES: Final = ("uvicorn.lifespan.off", "anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
 """What is imported before a sealed node is closed: a request that needs a module later would fail."""
 

@@ -97,8 +97,8 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     """Starts engine, key service and zygote, and the front that carries sealed bytes between them and a gateway."""
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.private.peers import read_secret
+    from cloister.private.workers.front_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
     from cloister.private.workers.key_service import KeyServiceBoot
-    from cloister.private.workers.node_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
     from cloister.private.workers.worker_pool import WorkerPool, start_module
     from cloister.private.workers.zygote import ZygoteBoot
     from cloister.server.serve import ServerApp
@@ -137,7 +137,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     return_free_memory()
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
-    announce(f"keys in a sealer ({pool.memory}), one worker for each request")
+    announce(f"keys in the key service ({pool.memory}), one worker for each request")
     app = worker_node_app(
         pool,
         engine.health,

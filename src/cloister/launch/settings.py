@@ -11,7 +11,7 @@ from typing import Final
 from cloister.backends import BACKENDS
 from cloister.engine.machine import Machine, read_machine
 from cloister.launch.backend import NO_QUANT, choose_backend, chosen_backend
-from cloister.policy import Entry, Policy, is_loopback, read_credentials, settle, settle_front
+from cloister.policy import Entry, Policy, apply_profile, apply_profile_to_front, is_loopback, read_credentials
 from cloister.policy.settings import SESSION_SHARES
 from cloister.quant import FORMATS
 from cloister.scheduler import POLICIES
@@ -76,13 +76,13 @@ def resolve_settings(
         reject_unknown(flags, known_flags, "the settings given")
         layers.append(("flag", flags))
     if not tables:
-        return _settle(layers, listens)
+        return _resolve_layers(layers, listens)
     if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
         raise ConfigError(
             "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
             param="models",
         )
-    each = {name: _settle([*layers, (f"models.{name}", table)], listens) for name, table in tables.items()}
+    each = {name: _resolve_layers([*layers, (f"models.{name}", table)], listens) for name, table in tables.items()}
     first = next(iter(each.values()))
     return replace(first, models={name: settings.engine for name, settings in each.items()})
 
@@ -105,14 +105,14 @@ def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapp
     return flat
 
 
-def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
+def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
     """Resolves the settings of one engine and its front from layers of settings."""
     server = resolve(ServerConfig, layers)
-    engine = _settle_machine(resolve(EngineConfig, layers), read_machine())
+    engine = _resolve_machine(resolve(EngineConfig, layers), read_machine())
     _check_quant(engine.config.quant)
     if listens and server.config.sealed:
-        engine = _settle_sealed(engine)
-    policy, engine = settle(
+        engine = _resolve_sealed(engine)
+    policy, engine = apply_profile(
         engine,
         loopback=not listens or is_loopback(server.config.host),
         has_api_keys=listens and (server.config.api_keys is not None or server.config.oidc is not None),
@@ -125,7 +125,7 @@ def _settle(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -
             *_drafter_entries(engine.config),
         ),
     )
-    return Settings(engine, settle_front(policy, server), policy)
+    return Settings(engine, apply_profile_to_front(policy, server), policy)
 
 
 def _check_quant(name: str) -> None:
@@ -159,7 +159,7 @@ def _count_tenants(server: ServerConfig) -> int:
     return num_tenants + SESSION_SHARES if server.oidc is not None else num_tenants
 
 
-def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:
+def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:
     """Fills what the machine decides."""
     chosen: dict[str, tuple[object, str]] = {}
     if engine.config.num_threads is None:
@@ -173,7 +173,7 @@ def _settle_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolve
     return engine.explain(**chosen)
 
 
-def _settle_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
+def _resolve_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
     """Leaves out what a sealed node's statement could not name: bytes that were written by nobody who vouches for them, and
     adapters that come after it was made.
 

@@ -1,18 +1,18 @@
 """Who may ask, what may be switched on, and what may be kept.
 
-`settle` turns settings into a `Policy`, a `Gate` admits each request under it, `CountRelease` is what metrics leave through
-where the profile allows counts only. Pure but for `read_credentials` and its neighbours in `keyfile`.
+`apply_profile` turns settings into a `Policy`, a `Gate` admits each request under it, `CountRelease` is what metrics leave
+through where the profile allows counts only. Pure but for `read_credentials` and its neighbours in `keyfile`.
 """
 
 from cloister.policy.counts import ALLOWED_COUNTS, PROFILING_THREAT, CountRelease
 from cloister.policy.credentials import Credential, Credentials
 from cloister.policy.gate import Admission, Gate
 from cloister.policy.keyfile import read_credentials
-from cloister.policy.limits import Account, Charge, KeyQuota
 from cloister.policy.matrix import Entry, gather
 from cloister.policy.policy import Policy, Use
 from cloister.policy.profile import default_profile, is_loopback
-from cloister.policy.settings import settle, settle_front
+from cloister.policy.quotas import Account, Charge, KeyQuota
+from cloister.policy.settings import apply_profile, apply_profile_to_front
 from cloister.policy.verdict import Profile, Ruling, Verdict
 
 __all__ = [
@@ -32,10 +32,10 @@ __all__ = [
     "Ruling",
     "Use",
     "Verdict",
+    "apply_profile",
+    "apply_profile_to_front",
     "default_profile",
     "gather",
     "is_loopback",
     "read_credentials",
-    "settle",
-    "settle_front",
 ]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cloister.policy.limits import NO_LIMITS, KeyQuota
+from cloister.policy.quotas import NO_LIMITS, KeyQuota
 from cloister.types.errors import ConfigError
 
 RandomBytes = Callable[[int], bytes]

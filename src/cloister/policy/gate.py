@@ -9,9 +9,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from cloister.policy.credentials import Credential, Credentials, RandomBytes
-from cloister.policy.limits import Account
 from cloister.policy.oidc import People, Person
 from cloister.policy.policy import Policy, Use
+from cloister.policy.quotas import Account
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, PolicyError
 from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKind
 
@@ -160,7 +160,7 @@ class Gate:
         shown = tenant if self.policy.names_tenants else f"class {priority}"
         return Admission(scope, shown, priority, account, is_operator)
 
-    def narrow(self, admission: Admission, session: str | None) -> Admission:
+    def with_session(self, admission: Admission, session: str | None) -> Admission:
         """Returns the admission with the scope of a session: those of its requests that bring the same secret share KV.
 
         It stays inside the scope of a tenant or of this machine; where every request would have a scope of its own, the
@@ -196,7 +196,7 @@ class Gate:
         for digest, account in self._accounts.items():
             account.limits = known[digest]
 
-    def honour(self, admission: Admission, *, stream: bool = False, priority: int | None = None) -> Admission:
+    def with_request_options(self, admission: Admission, *, stream: bool = False, priority: int | None = None) -> Admission:
         """Returns the admission with the wishes of the request itself.
 
         Args:

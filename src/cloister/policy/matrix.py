@@ -364,7 +364,7 @@ class Entry:
 
 
 def gather(registries: Iterable[Registry[Any]], declared: Mapping[str, ThreatProfile]) -> tuple[Entry, ...]:
-    """Collects what the rooms registered and declared.
+    """Collects what the packages registered and declared.
 
     Args:
         declared: name -> threat profile of features that are not chosen by name.

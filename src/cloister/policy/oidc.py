@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cloister.policy.credentials import MAX_PRIORITY, MIN_PRIORITY, RandomBytes
-from cloister.policy.limits import NO_LIMITS, KeyQuota
 from cloister.policy.profile import is_loopback
+from cloister.policy.quotas import NO_LIMITS, KeyQuota
 from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
 
 MAX_SKEW_S: Final = 600.0
@@ -36,7 +36,7 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TokenLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of every person; None is no bound (`policy.limits`)."""
+    """Bounds of every person; None is no bound (`policy.quotas`)."""
 
     requests_per_minute: PositiveInt | None = None
     concurrent_requests: PositiveInt | None = None

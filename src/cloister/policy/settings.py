@@ -1,4 +1,4 @@
-"""How a profile settles the configuration: one pure step between reading settings and starting a server."""
+"""How a profile decides the configuration: one pure step between reading settings and starting a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SESSION_SHARES = 16
 """Sessions at once that find their prefix again, where there are no tenants."""
 
 
-def settle(
+def apply_profile(
     engine: Resolved[EngineConfig],
     *,
     loopback: bool,
@@ -61,10 +61,10 @@ def settle(
     policy.check({"one-cache": Use(chosen and engine.config.cache_scopes == 0, _source_of(engine, "cache_scopes"))})
     if engine.config.cache_scopes is None:
         engine = engine.explain(cache_scopes=_choose_cache_scopes(policy, chosen, loopback, num_tenants))
-    return policy, _settle_speculation(policy, engine, sealed)
+    return policy, _resolve_speculation(policy, engine, sealed)
 
 
-def _settle_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: bool) -> Resolved[EngineConfig]:
+def _resolve_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: bool) -> Resolved[EngineConfig]:
     """Returns the configuration with `speculate` set; refuses drafts that the profile denies, and settings that nothing reads.
 
     Raises:
@@ -106,7 +106,7 @@ def _choose_cache_scopes(policy: Policy, has_cache: bool, loopback: bool, num_te
     return SESSION_SHARES, "for sessions, as no tenants are told apart"
 
 
-def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+def apply_profile_to_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
     """Fills what the profile decides about the HTTP front, and refuses what it denies.
 
     Returns:
@@ -122,7 +122,7 @@ def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[Ser
         raise ConfigError("a sealed node takes no tokens of people; leave `oidc` out", param="oidc")
     policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
     policy.check({"files": Use(config.files is not None, _source_of(server, "files"))})
-    server = _settle_kept_responses(policy, server)
+    server = _resolve_kept_responses(policy, server)
     chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
     if config.log_requests is None:
         ruling = policy.ruling("request-log")
@@ -130,7 +130,7 @@ def settle_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[Ser
     return server
 
 
-def _settle_kept_responses(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+def _resolve_kept_responses(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
     wanted = server.config.keep_responses
     keeps = policy.resolve("stored-responses", wanted, _source_of(server, "keep_responses"))
     if not server.config.sealed and wanted is not None:

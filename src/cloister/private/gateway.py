@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from cloister.private.exchange import (
+from cloister.private.http_io import (
     BODY_TIMEOUT_S,
     MAX_REQUEST_BYTES,
     Body,

@@ -1,5 +1,5 @@
-"""A node: opens requests that were sealed to it, runs each on the server's application in this process, and seals the answer
-flush by flush. It never learns who asks.
+"""A node: opens requests that were sealed to it, runs each on the server's application, and seals the answer flush by flush. It
+never learns who the client is. In a sealed node, it runs inside the short-lived worker process of one request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.private.exchange import (
+from cloister.private.gateway import NODE_PATH
+from cloister.private.http_io import (
     BODY_TIMEOUT_S,
     MAX_REQUEST_BYTES,
     Body,
@@ -27,7 +28,6 @@ from cloister.private.exchange import (
     media_type,
     run_while_there,
 )
-from cloister.private.gateway import NODE_PATH
 from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.private.peers import check_gateway
 from cloister.private.problems import ProblemError, problem_of
@@ -42,10 +42,10 @@ from cloister.trust.sealing import (
     FORMS,
     KEYS_MEDIA_TYPE,
     LARGEST_BUCKET_BYTES,
-    Exchange,
     Fields,
     HttpRequest,
     MessageError,
+    OhttpContext,
     ResponseHead,
     UnsealError,
     decode_request,
@@ -158,7 +158,7 @@ class _Node:
         self,
         request: HttpRequest | MessageError,
         budget: int | None,
-        exchange: Exchange,
+        exchange: OhttpContext,
         reply: SealedReply,
         shaped: ReplyWriter,
     ) -> None:

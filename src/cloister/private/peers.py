@@ -10,7 +10,7 @@ from typing import Final
 
 from starlette.types import Scope
 
-from cloister.private.exchange import find_header
+from cloister.private.http_io import find_header
 from cloister.private.problems import ProblemError
 from cloister.server.middleware.auth import read_bearer
 from cloister.types.errors import ConfigError

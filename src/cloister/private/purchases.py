@@ -15,7 +15,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.private.exchange import REPLAY_WINDOW_S, check_date
+from cloister.private.http_io import REPLAY_WINDOW_S, check_date
 from cloister.private.problems import ProblemError, problem_of
 from cloister.private.unsealing import LocalUnsealer
 from cloister.server.errors import error_body
@@ -24,10 +24,10 @@ from cloister.trust.sealing import (
     GATEWAY_KEY_OVERLAP_S,
     KEMS,
     WHOLE,
-    Exchange,
     Fields,
     Header,
     KeyRing,
+    OhttpContext,
     Receiver,
     ReplayCache,
     decode_request,
@@ -85,7 +85,7 @@ class SealedPurchases:
         await asyncio.sleep(wait_s(time.monotonic() - opened_s))
         return Response(sealed, media_type=RESPONSE_TYPE, headers={"cache-control": "no-store"})
 
-    async def _open(self, sealed: bytes) -> tuple[Exchange, bytes]:
+    async def _open(self, sealed: bytes) -> tuple[OhttpContext, bytes]:
         header = Header.parse(sealed)
         exchange = await self.unsealer.begin(header, WHOLE)
         message = exchange.context.open(sealed[header_bytes(sealed) :])

@@ -1,5 +1,5 @@
-"""The relay: knows who asks, and of what is asked only its length. Carries sealed requests to one gateway and one issuer, and
-answers back.
+"""The relay: knows the client's address and the request's length, nothing else of it. Carries sealed requests to one gateway
+and one issuer, and answers back.
 
 It keeps nothing, writes no line about a request, and passes on nothing that a client sends but the sealed bytes and their type.
 """
@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from cloister.private.exchange import (
+from cloister.private.http_io import (
     BODY_TIMEOUT_S,
     MAX_REQUEST_BYTES,
     Body,

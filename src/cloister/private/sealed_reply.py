@@ -6,17 +6,17 @@ from __future__ import annotations
 from typing import Final
 
 from cloister.policy.policy import Policy, Use
-from cloister.private.exchange import Outgoing
+from cloister.private.http_io import Outgoing
 from cloister.private.problems import ProblemError
 from cloister.private.unsealing import Unsealer
 from cloister.trust.receipts import FIELD, NO_WISH, SIGNATURE_BYTES, Transcript, Wish, encode64, read_wish
 from cloister.trust.sealing import (
     CHUNKED,
     BinaryHttpWriter,
-    Exchange,
     Fields,
     HttpRequest,
     HttpResponse,
+    OhttpContext,
     ReplayCacheFullError,
     ResponseHead,
     ResponseSealer,
@@ -37,7 +37,7 @@ class SealedReply:
         writer: for the binary HTTP response inside.
     """
 
-    def __init__(self, exchange: Exchange, out: Outgoing) -> None:
+    def __init__(self, exchange: OhttpContext, out: Outgoing) -> None:
         self._exchange = exchange
         self._out = out
         self._sealer = ResponseSealer(exchange) if exchange.form is CHUNKED else None
@@ -93,7 +93,7 @@ class AnswerEnding:
         PolicyError: a receipt is asked for, and the profile has none.
     """
 
-    def __init__(self, unsealer: Unsealer, exchange: Exchange, request: HttpRequest, profile: str) -> None:
+    def __init__(self, unsealer: Unsealer, exchange: OhttpContext, request: HttpRequest, profile: str) -> None:
         self._wish: Wish | None = read_wish(request.head.fields)
         Policy(profile).check({"receipt": Use(self._wish is not None, "the request")})
         self._unsealer = unsealer

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
-from cloister.private.exchange import Outgoing
+from cloister.private.http_io import Outgoing
 from cloister.private.problems import ProblemError, problem_of
 from cloister.private.upstream import Upstream
 from cloister.trust.transparency.tiles import read_resource

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cloister.private.exchange import join_pieces
+from cloister.private.http_io import join_pieces
 from cloister.trust.sealing import (
     WHOLE,
     ChunkOpener,
-    Exchange,
     Form,
     Header,
     MessageReader,
+    OhttpContext,
     Part,
     Receiver,
     RequestHead,
@@ -39,7 +39,7 @@ class Unsealer(Protocol):
     async def publish_all(self) -> PublicKeys:
         """Returns all that is public of the current key."""
 
-    async def begin(self, header: Header, form: Form) -> Exchange:
+    async def begin(self, header: Header, form: Form) -> OhttpContext:
         """Returns what opens the request with this header.
 
         For one that nothing opens, it is an exchange like any other, in which the first chunk fails: so every failure is the
@@ -83,7 +83,7 @@ class LocalUnsealer:
     async def publish_all(self) -> PublicKeys:
         return PublicKeys(await self.publish(), self._receiver.ring.publish_receipt_key())
 
-    async def begin(self, header: Header, form: Form) -> Exchange:
+    async def begin(self, header: Header, form: Form) -> OhttpContext:
         return self._receiver.begin(header, form, self._now())
 
     async def accept(self, header: Header) -> None:
@@ -110,7 +110,7 @@ class Opened:
             whole only when it has ended by itself.
     """
 
-    exchange: Exchange
+    exchange: OhttpContext
     plaintext: AsyncIterator[bytes]
 
 
@@ -155,7 +155,7 @@ async def read_head(parts: AsyncIterator[Part]) -> RequestHead | None:
     return None
 
 
-async def _open_chunks(unsealer: Unsealer, exchange: Exchange, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _open_chunks(unsealer: Unsealer, exchange: OhttpContext, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     opener, is_accepted = ChunkOpener(exchange.context), False
     async for piece in pieces:
         for plaintext in opener.feed(piece):
@@ -169,7 +169,7 @@ async def _open_chunks(unsealer: Unsealer, exchange: Exchange, pieces: AsyncIter
     yield last
 
 
-async def _open_whole(unsealer: Unsealer, exchange: Exchange, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _open_whole(unsealer: Unsealer, exchange: OhttpContext, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     sealed = bytearray()
     async for piece in pieces:
         sealed += piece

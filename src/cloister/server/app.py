@@ -25,14 +25,15 @@ from cloister.server.logs import RequestLog
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
 from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
-from cloister.server.middleware.auth import Authentication, LocalHostOnly
-from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyReader, CancelOnDisconnect
-from cloister.server.middleware.cors import CrossOrigin, parse_origins
-from cloister.server.middleware.failures import ErrorForms, Failures, KeyLimits, Prefixed
+from cloister.server.middleware.auth import AuthenticationMiddleware, LocalHostMiddleware
+from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyMiddleware, DisconnectMiddleware
+from cloister.server.middleware.cors import CorsMiddleware, parse_origins
+from cloister.server.middleware.failures import ErrorFormMiddleware, ErrorMiddleware, V1PrefixMiddleware
+from cloister.server.middleware.key_limits import KeyLimitMiddleware
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS, FORM_PATHS
-from cloister.server.parse import TellIgnored
+from cloister.server.parse import IgnoredFieldsMiddleware
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
@@ -101,7 +102,7 @@ def create_app(
     """Puts a server together.
 
     Args:
-        listeners: told of every request that is over, such as a tracer.
+        listeners: each is called with every request that is over; a tracer is one.
         stored: files and batches of users; None keeps none.
         responses_kept: responses that others may go on from; None keeps none.
         request_timeout_s: deadline of a request in the engine.
@@ -192,20 +193,21 @@ def surround(
 ) -> ASGIApp:
     """Puts around routes what every request passes, and begins with the batches in `stored`."""
     if stored is not None:
-        told = TellIgnored(app, strict=config.strict_fields)
-        stored.begin(Failures(KeyLimits(told), calls, PLAIN_PATHS))
-    app = CancelOnDisconnect(app, write_timeout_s)
-    app = TellIgnored(app, strict=config.strict_fields)  # around the task of the route, so that tokens do not pass through it
+        inner = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
+        stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS))
+    app = DisconnectMiddleware(app, write_timeout_s)
+    # around the task of the route, so that tokens do not pass through it
+    app = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
     origins = parse_origins(config.allowed_origins or "")
-    app = BodyReader(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
-    app = KeyLimits(app)
-    app = Authentication(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
+    app = BodyMiddleware(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
+    app = KeyLimitMiddleware(app)
+    app = AuthenticationMiddleware(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
     if config.api_keys is None and gate.people is None and is_loopback(config.host):
-        app = LocalHostOnly(app)
+        app = LocalHostMiddleware(app)
     if origins:
-        app = CrossOrigin(app, origins)
-    app = Failures(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
-    return Prefixed(ErrorForms(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
+        app = CorsMiddleware(app, origins)
+    app = ErrorMiddleware(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
+    return V1PrefixMiddleware(ErrorFormMiddleware(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
 
 
 def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
@@ -252,7 +254,7 @@ def _methods(request: Request) -> set[str]:
 
 
 async def _answer_mistake(_: Request, __: Exception) -> Response:
-    # `Failures`, to which the exception goes on, logs it.
+    # `ErrorMiddleware`, to which the exception goes on, logs it.
     return _reply(INTERNAL)
 
 

@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from cloister.engine.client import EngineClient
 from cloister.engine.in_flight import EngineStats
-from cloister.policy.limits import Account, Charge
+from cloister.policy.quotas import Account, Charge
 from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Ended, Event, Progressed, Stepped
@@ -146,18 +146,18 @@ class HttpCalls:
             self.tenants.begin(request)
         return PromptOfCall(self, call, request.request_id, stats)
 
-    def settle(self, prompt: PromptOfCall, num_tokens: int) -> None:
+    def finish_prompt(self, prompt: PromptOfCall, num_tokens: int) -> None:
         """Notes that the engine is done with a request, for which it handled `num_tokens`."""
-        if prompt.is_settled:
+        if prompt.is_finished:
             return
-        prompt.is_settled = True
+        prompt.is_finished = True
         self.num_at_work -= 1
         if self.tenants is not None:
             self.tenants.end(prompt.request_id)
         call = prompt.call
         call.num_open -= 1
         if call.charge is not None:
-            call.charge.settle(prompt.request_id, num_tokens)
+            call.charge.refund(prompt.request_id, num_tokens)
         self._end_if_over(call)
 
     def _end_if_over(self, call: HttpCall) -> None:
@@ -178,11 +178,11 @@ class PromptOfCall:
     call: HttpCall
     request_id: str
     stats: EngineStats
-    is_settled: bool = False
+    is_finished: bool = False
 
     def refuse(self) -> None:
         """The engine did not take the request: no event will say that it ended."""
-        self.calls.settle(self, 0)
+        self.calls.finish_prompt(self, 0)
 
     def observe(self, event: Event) -> None:
         """Takes one event of the request."""
@@ -191,7 +191,7 @@ class PromptOfCall:
         if self.calls.tenants is not None:
             self.calls.tenants.observe(event)
         if isinstance(event, Ended) and event.last:
-            self.calls.settle(self, self.stats.num_prompt_tokens + self.stats.num_output_tokens)
+            self.calls.finish_prompt(self, self.stats.num_prompt_tokens + self.stats.num_output_tokens)
 
 
 def fit_budget(request: Request, call: HttpCall) -> Request:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cloister.server.answers import Usage
-from cloister.server.generation import GenerationJob, Numbered, Tally
+from cloister.server.jobs import GenerationJob, Numbered, Tally
 from cloister.text.answer_parser import AnswerParser
 from cloister.text.parts import CallEnded, Part, Text
 from cloister.types.request import FinishReason, SequenceOutput, TokenLogprobs

@@ -15,7 +15,7 @@ from pydantic import Field, PlainValidator
 
 from cloister.policy.gate import Admission
 from cloister.server.errors import invalid
-from cloister.server.generation import Generate, GenerationJob, make_job, run_job
+from cloister.server.jobs import Generate, GenerationJob, make_job, run_job
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.schemas import INT32, Strict, TokenId
@@ -144,7 +144,7 @@ def pooled_job(
     return make_job(
         [_tokenize(reader, text, field) for field, text in texts],
         NOTHING,
-        reader.gate.honour(admission, priority=body.priority),
+        reader.gate.with_request_options(admission, priority=body.priority),
         reader.model,
         prefix=prefix,
         model_name=body.model or reader.model_name,

@@ -12,7 +12,7 @@ from cloister.policy.gate import Admission
 from cloister.server.answers import LOWEST_LOGPROB, Usage
 from cloister.server.calls import HttpCall
 from cloister.server.errors import invalid
-from cloister.server.generation import GenerationJob, read_timings
+from cloister.server.jobs import GenerationJob, read_timings
 from cloister.server.parse import Refused, check_fields, parse_body
 from cloister.server.prompts import PromptReader, renamed, require_infill
 from cloister.server.schemas import (

@@ -90,8 +90,8 @@ def log_failure(error: BaseException) -> None:
     FAILURES.error("unexpected %s at %s", type(error).__name__, places or "no known place")
 
 
-def told(error: Exception) -> CloisterError:
-    """Returns what a client is told: errors meant for it as they are, every other one as the server's mistake, logged."""
+def public_error(error: Exception) -> CloisterError:
+    """Returns the error that a client may see: errors meant for it as they are, others as an internal error, logged."""
     if isinstance(error, CloisterError) and error.status != CloisterError.status:
         return error
     log_failure(error)

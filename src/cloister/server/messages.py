@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from cloister.server.answers import Usage
 from cloister.server.choices import Turn
 from cloister.server.errors import invalid
-from cloister.server.generation import GenerationJob
+from cloister.server.jobs import GenerationJob
 from cloister.server.parse import Refused, check_fields
 from cloister.server.rules import MESSAGE_PARAM, TOOL_CHOICE_PARAM
 from cloister.server.schemas import INT32, MAX_MESSAGES, MAX_STOP, MAX_TOOLS, ChatBody, FunctionName, StopString, Strict

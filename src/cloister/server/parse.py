@@ -91,7 +91,7 @@ def shown_name(name: str) -> str:
     return name if _NAME.fullmatch(name) else UNPRINTABLE
 
 
-class TellIgnored:
+class IgnoredFieldsMiddleware:
     """Puts the header `cloister-ignored-fields` on replies to requests of which something was ignored.
 
     Args:

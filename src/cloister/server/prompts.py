@@ -17,7 +17,7 @@ from cloister.policy.gate import Admission, Gate
 from cloister.server.answers import Echo
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import invalid
-from cloister.server.generation import GenerationJob, make_job
+from cloister.server.jobs import GenerationJob, make_job
 from cloister.server.messages import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages import CountBody, MessagesBody
 from cloister.server.messages import to_chat as message_to_chat
@@ -151,7 +151,7 @@ class PromptReader:
 
         Raises:
             InvalidRequestError, ContextLengthError, NotFoundError: it cannot be answered; the message says why.
-        PolicyError: the profile refuses what it asks for.
+            PolicyError: the profile refuses what it asks for.
         """
         return self.converse(parse_body(raw, ChatBody), admission, prefix="chatcmpl")
 
@@ -257,7 +257,7 @@ class PromptReader:
 
     def _check(self, body: GenerationBody, admission: Admission) -> Admission:
         self.find_adapter(body.model)
-        return self.gate.honour(admission, stream=bool(body.stream), priority=body.priority)
+        return self.gate.with_request_options(admission, stream=bool(body.stream), priority=body.priority)
 
     def find_adapter(self, name: str | None) -> str | None:
         """Returns the digest of the adapter that a request asks for as its model; None for the model itself.

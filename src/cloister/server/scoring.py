@@ -27,7 +27,7 @@ from cloister.server.embeddings import (
     vector_of,
 )
 from cloister.server.errors import invalid
-from cloister.server.generation import GenerationJob
+from cloister.server.jobs import GenerationJob
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.schemas import INT32, Strict

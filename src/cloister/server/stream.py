@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cloister.server.errors import error_object
-from cloister.server.logs import told
+from cloister.server.logs import public_error
 from cloister.types.errors import CloisterError
 
 EVENTS: Final = "text/event-stream"
@@ -101,7 +101,7 @@ class EventStream(Response):
                 async for chunk in self._rest:
                     await send(_body(chunk))
             except Exception as error:
-                await send(_body(self._ending.tell(told(error))))
+                await send(_body(self._ending.tell(public_error(error))))
             await send({"type": "http.response.body", "body": self._ending.done, "more_body": False})
 
 

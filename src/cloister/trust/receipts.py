@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import Meta
 
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
-from cloister.trust.sealing import Exchange, Fields, HttpRequest, MessageError, RequestHead, encode_request, find_field
+from cloister.trust.sealing import Fields, HttpRequest, MessageError, OhttpContext, RequestHead, encode_request, find_field
 from cloister.trust.transparency.epoch import MAX_BUNDLE_BYTES
 from cloister.types.errors import CloisterError
 
@@ -125,7 +125,7 @@ SALT_BYTES: Final = 32
 _SALT_LABEL: Final = b"cloister receipt v1 salt"
 
 
-def derive_salt(exchange: Exchange) -> bytes:
+def derive_salt(exchange: OhttpContext) -> bytes:
     """Returns the salt of an exchange, 32 bytes from the exporter of its HPKE context (RFC 9180, section 5.3).
 
     Only the two ends of the exchange know it, and no two exchanges share one: so a receipt tells nothing about the texts to who
@@ -150,7 +150,7 @@ def digest_pieces(salt: bytes, pieces: Iterable[bytes]) -> str:
 class Transcript:
     """The digests of a request and of its answer as that is written or read."""
 
-    def __init__(self, exchange: Exchange, request: HttpRequest) -> None:
+    def __init__(self, exchange: OhttpContext, request: HttpRequest) -> None:
         self.salt = derive_salt(exchange)
         self._request = digest_request(self.salt, request.head.method, request.head.path, request.content)
         self._answer = hashlib.sha256(self.salt)

@@ -100,8 +100,8 @@ def test_the_order_of_answers_does_not_tell_what_another_asked(scheduler: str) -
 
 def test_a_salt_that_is_guessed_or_a_secret_that_was_seen_opens_no_other_tenants_cache(team: Lab) -> None:
     prompt, secret = team.prompt(LENGTH), "ab" * 32
-    anns = team.gate.narrow(team.gate.admit(team.keys["ann"]), secret).scope
-    bobs = team.gate.narrow(team.gate.admit(team.keys["bob"]), secret).scope
+    anns = team.gate.with_session(team.gate.admit(team.keys["ann"]), secret).scope
+    bobs = team.gate.with_session(team.gate.admit(team.keys["bob"]), secret).scope
     team.order([team.request("ann", prompt, scope=anns)])
     assert team.answer(team.request("ann", prompt, scope=anns)).num_cached == 304
     assert team.answer(team.request("bob", prompt, scope=bobs)).num_cached == 0

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cloister.trust.sealing import Exchange, HttpRequest, RequestHead
+from cloister.trust.sealing import HttpRequest, OhttpContext, RequestHead
 from cloister.trust.tokens import Token, authorization
 from tests.private.inner import CountingApp
 from tests.private.messages import Opening, ask, post
@@ -29,7 +29,7 @@ def cloud(inner: CountingApp) -> Iterator[LoopbackCloud]:
         yield cloud
 
 
-def open_answer(data: bytes, outer: Exchange, inner: Exchange) -> Opening:
+def open_answer(data: bytes, outer: OhttpContext, inner: OhttpContext) -> Opening:
     opening = Opening(outer, inner)
     opening.feed(data)
     opening.close()

@@ -14,11 +14,11 @@ from cloister.trust.sealing import (
     MAX_CHUNK_BYTES,
     WHOLE,
     ChunkOpener,
-    Exchange,
     Header,
     Kem,
     KeyConfiguration,
     KeyRing,
+    OhttpContext,
     Receiver,
     ReplayCache,
     RequestSealer,
@@ -47,7 +47,7 @@ def configuration_of(receiver: Receiver, kem: Kem = KEMS[0]) -> KeyConfiguration
 each_kem = pytest.mark.parametrize("kem", KEMS, ids=lambda kem: kem.name)
 
 
-def open_whole(receiver: Receiver, sealed: bytes, size: int = 1 << 20) -> tuple[bytes, Exchange]:
+def open_whole(receiver: Receiver, sealed: bytes, size: int = 1 << 20) -> tuple[bytes, OhttpContext]:
     """What a server does with a request: header, chunks, acceptance after the first."""
     exchange = receiver.begin(Header.parse(sealed), CHUNKED, 0.0)
     opener = ChunkOpener(exchange.context)
@@ -77,7 +77,7 @@ def sealed_request(receiver: Receiver, kem: Kem = KEMS[0]) -> tuple[bytes, list[
     return sealed[: header_bytes(sealed)], split(sealed, header_bytes(sealed))
 
 
-def sealed_response() -> tuple[Exchange, bytes, list[bytes]]:
+def sealed_response() -> tuple[OhttpContext, bytes, list[bytes]]:
     receiver = make_receiver()
     sealed, client = seal_chunked_request(configuration_of(receiver), b"a request")
     _, exchange = open_whole(receiver, sealed)
@@ -86,7 +86,7 @@ def sealed_response() -> tuple[Exchange, bytes, list[bytes]]:
     return client, response[: client.nonce_bytes], split(response, client.nonce_bytes)
 
 
-def open_sealed_response(client: Exchange, sealed: bytes) -> bytes:
+def open_sealed_response(client: OhttpContext, sealed: bytes) -> bytes:
     opener = ResponseOpener(client)
     return b"".join([*opener.feed(sealed), opener.close()])
 

@@ -15,10 +15,10 @@ from cloister.trust.sealing import (
     CHUNKED,
     SUITES,
     WHOLE,
-    Exchange,
     Form,
     Header,
     KeyConfiguration,
+    OhttpContext,
     RequestSealer,
     ResponseOpener,
     ResponseSealer,
@@ -49,13 +49,13 @@ def private(vector: dict[str, str], name: str) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(bytes.fromhex(vector[name]))
 
 
-def exchange_of(example: dict[str, str], form: Form) -> tuple[Exchange, bytes]:
+def exchange_of(example: dict[str, str], form: Form) -> tuple[OhttpContext, bytes]:
     """The gateway's side of an example, and the sealed request behind the header."""
     sealed = bytes.fromhex(example["encapsulated_request"])
     header = Header.parse(sealed)
     key = X25519PrivateKey.from_private_bytes(bytes.fromhex(example["gateway_sk"]))
     context = set_up_receiver(header.enc, X25519Key(key), header.suite, header.info(form))
-    return Exchange(form, header, context), sealed[len(header.encode()) :]
+    return OhttpContext(form, header, context), sealed[len(header.encode()) :]
 
 
 def example_key(example: dict[str, str]) -> KeyConfiguration:

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloister.client.routing.records import Spell
 from cloister.policy.credentials import Credentials
-from cloister.private.exchange import REPLAY_WINDOW_S
 from cloister.private.gateway import GatewayConfig, gateway_app
+from cloister.private.http_io import REPLAY_WINDOW_S
 from cloister.private.issuer import issuer_app, sign_keys
 from cloister.private.node import NodeConfig, node_app
 from cloister.private.nodes import NodeBook

@@ -165,7 +165,7 @@ class CloudTransport(httpx.AsyncBaseTransport):
         async with self._buying:
             if len(self._wallet) <= LOW:
                 self._wallet.add(await self._buy(epoch))
-            token = self._wallet.take()
+            token = self._wallet.pop()
             assert token is not None
             return token
 

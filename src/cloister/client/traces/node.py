@@ -19,8 +19,8 @@ from cloister.trust.residue.processes import Process
 from cloister.trust.sealing import (
     CHUNKED,
     Content,
-    Exchange,
     MessageReader,
+    OhttpContext,
     ResponseHead,
     ResponseOpener,
     bucket_bytes,
@@ -77,7 +77,7 @@ class DirectTransport(httpx.AsyncBaseTransport):
 class _Opening(httpx.AsyncByteStream):
     """The content of a sealed answer while it arrives."""
 
-    def __init__(self, exchange: Exchange, reply: httpx.Response, *, shaped: bool) -> None:
+    def __init__(self, exchange: OhttpContext, reply: httpx.Response, *, shaped: bool) -> None:
         self._reply = reply
         self._chunks, self._message, self._unshaper = ResponseOpener(exchange), MessageReader(), Unshaper(required=shaped)
         assert isinstance(reply.stream, httpx.AsyncByteStream)

@@ -10,7 +10,7 @@ import msgspec
 
 from cloister.private.unsealing import PublicKeys
 from cloister.private.workers.key_service import CACHE_FULL, MESSAGE_BYTES, KeyServiceAnswer, Question
-from cloister.trust.sealing import Exchange, Form, Header, ReplayCacheFullError, UnsealError
+from cloister.trust.sealing import Form, Header, OhttpContext, ReplayCacheFullError, UnsealError
 from cloister.trust.sealing.hpke import Context, ContextSecrets, Suite
 from cloister.types.errors import EngineError
 
@@ -36,11 +36,11 @@ class RemoteUnsealer:
         answer = await self._ask(Question("publish"))
         return PublicKeys(answer.keys, answer.receipt_key)
 
-    async def begin(self, header: Header, form: Form) -> Exchange:
+    async def begin(self, header: Header, form: Form) -> OhttpContext:
         answer = await self._ask(Question("begin", header.encode(), form.request_type))
         suite = Suite(answer.kdf_id, answer.aead_id)
         secrets = ContextSecrets(answer.kem_id, suite, answer.key, answer.base_nonce, answer.exporter)
-        return Exchange(form, header, Context(secrets))
+        return OhttpContext(form, header, Context(secrets))
 
     async def accept(self, header: Header) -> None:
         await self._ask(Question("accept", header.encode()))

@@ -120,7 +120,7 @@ async def _never() -> Message:
 
 
 WORKER_PACKAGES: Final = tuple(
-    f"cloister.{room}" for room in ("server", "private", "trust", "policy", "engine", "text", "types")
+    f"cloister.{name}" for name in ("server", "private", "trust", "policy", "engine", "text", "types")
 )
 LATE_MODULES: Final = ("anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
 NOWHERE: Final = "sealed"

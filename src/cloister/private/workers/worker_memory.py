@@ -41,7 +41,7 @@ class WorkerMemory:
         most_bytes = self._ceiling_bytes * (_PARTS - num_smaller) // _PARTS
         return self._held_bytes + WORKER_COPIES * body_bytes <= most_bytes
 
-    def take(self, body_bytes: int) -> None:
+    def reserve(self, body_bytes: int) -> None:
         """Charges a body for as long as its worker lives."""
         self._held_bytes += WORKER_COPIES * body_bytes
 

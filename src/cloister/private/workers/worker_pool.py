@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cloister.engine.transports import ProcessHandle
 from cloister.engine.worker_channels import CONNECT
-from cloister.private.exchange import Body, GoneError, Outgoing
+from cloister.private.http_io import Body, GoneError, Outgoing
 from cloister.private.problems import ProblemError, problem_of
 from cloister.private.workers.figures import Figures
 from cloister.private.workers.key_service import KeyServiceBoot, KeyServiceReady
@@ -217,7 +217,7 @@ class WorkerFront:
             num_bytes = sum(map(len, pieces))
             self._check_room(num_bytes)  # a place is for requests that are there: slow ones hold none
             self.num_workers += 1
-            self._memory.take(num_bytes)
+            self._memory.reserve(num_bytes)
             try:
                 begun_s, is_whole = time.monotonic(), False
                 try:

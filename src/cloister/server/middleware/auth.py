@@ -25,7 +25,7 @@ OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json", "/ping", "/v1/
 OPEN_FOLDER = "/page/"
 
 
-class Authentication:
+class AuthenticationMiddleware:
     """Puts the gate's admission into the request's state, or answers 401; 400 or 403 for a session that cannot be."""
 
     def __init__(self, app: ASGIApp, gate: Gate, verifier: TokenVerifier | None = None) -> None:
@@ -36,7 +36,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not is_open(scope["path"]):
             try:
-                admission = self._gate.narrow(await self._admit(presented_key(scope)), _session(scope))
+                admission = self._gate.with_session(await self._admit(presented_key(scope)), _session(scope))
             except CloisterError as error:
                 await send_error(send, error)
                 return
@@ -81,7 +81,7 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
 # The Host check against DNS rebinding: a web page must not reach a keyless local server under its own name.
 
 
-class LocalHostOnly:
+class LocalHostMiddleware:
     """Answers 403 unless the Host header is an IP address or localhost: names are what rebinding needs."""
 
     def __init__(self, app: ASGIApp) -> None:

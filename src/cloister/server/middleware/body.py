@@ -28,7 +28,7 @@ class _GoneError(Exception):
     """The client closed the connection before its body was complete."""
 
 
-class BodyReader:
+class BodyMiddleware:
     """Hands the route a request whose body is there. One that is refused is not read on: the server below discards it.
 
     Args:
@@ -170,8 +170,8 @@ WRITE_TIMEOUT_S: Final = 60.0
 """How long a client may leave a reply unread before it counts as gone."""
 
 
-class CancelOnDisconnect:
-    """Runs a route beside a watch on the connection. Expects the whole body in the first message (see `BodyReader`).
+class DisconnectMiddleware:
+    """Runs a route beside a watch on the connection. Expects the whole body in the first message (see `BodyMiddleware`).
 
     The route's task is cancelled, which closes the engine's iterator: the blocks are free at the next step.
     """

@@ -49,7 +49,7 @@ def is_allowed(origin: str, origins: Collection[str]) -> bool:
     return ANY in origins or origin.lower() in origins
 
 
-class CrossOrigin:
+class CorsMiddleware:
     """Answers preflights, and says on every reply whether the page that asked may read it.
 
     Args:

@@ -10,11 +10,10 @@ from typing import Any, Final
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.policy.gate import Admission
-from cloister.server.calls import HttpCall, HttpCalls, call_of
+from cloister.server.calls import HttpCall, HttpCalls
 from cloister.server.errors import error_body, error_headers
-from cloister.server.logs import told
-from cloister.types.errors import CloisterError, RateLimitError
+from cloister.server.logs import public_error
+from cloister.types.errors import CloisterError
 
 # Rate-limit headers: what remains of an API key's limits.
 
@@ -52,7 +51,7 @@ STRICT_TRANSPORT = (b"strict-transport-security", b"max-age=31536000")
 Header = tuple[bytes, bytes]
 
 
-class Failures:
+class ErrorMiddleware:
     """Turns errors that pass through it into replies, and adds the headers that every reply has.
 
     Args:
@@ -87,7 +86,7 @@ class Failures:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            reply = told(error)
+            reply = public_error(error)
             if status is None:
                 await send_error(send_with_headers, reply)
         finally:
@@ -133,7 +132,7 @@ ErrorForm = Callable[[int, str], Any]
 """Makes the body of an error reply from its status and its message."""
 
 
-class ErrorForms:
+class ErrorFormMiddleware:
     """Rewrites error replies of the form `errors.error_object` where an API has a form of its own.
 
     Args:
@@ -177,29 +176,6 @@ def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[
     return [*others, (b"content-length", str(length).encode())]
 
 
-# Rate limits of API keys: 429 before a byte of the body is read.
-
-
-class KeyLimits:
-    """Charges a request to its key. What reads only (GET) is free; tokens are charged when the prompt is known."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = call_of(scope) if scope["type"] == "http" else None
-        admission = scope.get("state", {}).get("admission")
-        if call is not None and isinstance(admission, Admission) and admission.account is not None:
-            call.account = admission.account
-            if scope["method"] == "POST":
-                try:
-                    call.charge = call.account.enter(time.monotonic())
-                except RateLimitError as error:
-                    await send_error(send, error)
-                    return
-        await self._app(scope, receive, send)
-
-
 # Routes without the `/v1` prefix, for clients whose base URL lacks it.
 
 
@@ -208,7 +184,7 @@ UNPREFIXED: Final = frozenset({"/chat/completions", "/completions", "/models", "
 """Only these: what else the server knows stands where it is documented."""
 
 
-class Prefixed:
+class V1PrefixMiddleware:
     """Puts `/v1` before the path of a route that clients ask for without it."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from cloister.policy.gate import Admission
 from cloister.server.embeddings import PooledBody, Text, pooled_job
 from cloister.server.errors import invalid
-from cloister.server.generation import GenerationJob
+from cloister.server.jobs import GenerationJob
 from cloister.server.ollama.models import served_name
 from cloister.server.ollama.schemas import (
     NO_FIELDS,

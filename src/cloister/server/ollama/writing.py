@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from cloister.server.answers import TokenPosition, Usage, chat_logprobs
 from cloister.server.calls import HttpCall
 from cloister.server.choices import TOOL_CALLS, Turn, make_call_id
-from cloister.server.generation import GenerationJob, read_timings
+from cloister.server.jobs import GenerationJob, read_timings
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, Reasoning, Text
 from cloister.types.errors import CloisterError
 

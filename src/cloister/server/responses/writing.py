@@ -10,7 +10,7 @@ import msgspec
 
 from cloister.server.answers import TokenPosition, Usage, chat_logprobs
 from cloister.server.choices import Turn, make_call_id
-from cloister.server.generation import GenerationJob
+from cloister.server.jobs import GenerationJob
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.stream import named_events
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, Part, Reasoning, Text

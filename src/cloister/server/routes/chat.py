@@ -27,7 +27,7 @@ from cloister.server.answers import (
     chat_logprobs,
 )
 from cloister.server.choices import Choice, Turn, make_call_id, read_turns
-from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
+from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Part, Reasoning, Text

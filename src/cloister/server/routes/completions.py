@@ -22,7 +22,7 @@ from cloister.server.answers import (
     joined,
 )
 from cloister.server.choices import Choice, choose_best, collect
-from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
+from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.types.request import SequenceOutput, TokenLogprobs

@@ -15,7 +15,7 @@ from cloister import __version__
 from cloister.policy.gate import Admission
 from cloister.server.calls import call_of
 from cloister.server.errors import error_object
-from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
+from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.llamacpp import CompletionWriter, LlamaJob, apply_template, describe_sampling, read_completion, read_infill
 from cloister.server.parse import check_fields
 from cloister.server.prompts import PromptReader

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.choices import read_turns
-from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
+from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.messages import MessageWriter, write_failure
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cloister.server.calls import call_of
 from cloister.server.choices import read_turns
 from cloister.server.embeddings import run_pooled, vector_of
-from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
+from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.ollama.models import list_running, list_tags, show_model
 from cloister.server.ollama.reading import Asked, find_name, read_chat, read_embed, read_embedding, read_generate
 from cloister.server.ollama.schemas import NO_FIELDS, OllamaPullBody, OllamaShowBody

@@ -174,8 +174,8 @@ HEADERS: Final = {
 
 
 @dataclass(frozen=True)
-class Told:
-    """What of a server its reference depends on."""
+class ReferenceSettings:
+    """The properties of a server that its reference page shows."""
 
     model: str
     asks_for_keys: bool
@@ -186,7 +186,7 @@ class Told:
     max_n: int
 
     @classmethod
-    def of(cls, reader: PromptReader) -> Told:
+    def of(cls, reader: PromptReader) -> ReferenceSettings:
         return cls(
             reader.model_name,
             reader.gate.asks_for_keys,
@@ -204,20 +204,20 @@ class Told:
 
 
 @cache
-def _as_json(told: Told) -> bytes:
-    return msgspec.json.encode(told.describe())
+def _as_json(settings: ReferenceSettings) -> bytes:
+    return msgspec.json.encode(settings.describe())
 
 
 @cache
-def _as_page(told: Told) -> bytes:
-    return write_reference(told.describe()).encode()
+def _as_page(settings: ReferenceSettings) -> bytes:
+    return write_reference(settings.describe()).encode()
 
 
 @router.get("/openapi.json")
 async def report_api(request: Request) -> Response:
     """Returns the OpenAPI document."""
     state = state_of(request)
-    body = await state.off_the_loop(_as_json, Told.of(state.reader))
+    body = await state.off_the_loop(_as_json, ReferenceSettings.of(state.reader))
     return Response(body, media_type="application/json")
 
 
@@ -225,5 +225,5 @@ async def report_api(request: Request) -> Response:
 async def show_reference(request: Request) -> Response:
     """Returns the document as a page."""
     state = state_of(request)
-    body = await state.off_the_loop(_as_page, Told.of(state.reader))
+    body = await state.off_the_loop(_as_page, ReferenceSettings.of(state.reader))
     return Response(body, headers=HEADERS, media_type="text/html; charset=utf-8")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.choices import read_turns
-from cloister.server.generation import GenerationJob, Numbered, Tally, run_job
+from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.responses.writing import ResponseWriter
 from cloister.server.state import admission_of, json_response, state_of

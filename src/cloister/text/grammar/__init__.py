@@ -1,6 +1,6 @@
 """Structured output: the grammars a client may ask for, compiled and followed token by token.
 
-The face is lazy: a server that is never asked for one does not load the library.
+It imports lazily: a server that never compiles one does not load the library.
 """
 
 from __future__ import annotations

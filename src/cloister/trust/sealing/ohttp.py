@@ -90,8 +90,8 @@ def header_bytes(start: bytes | bytearray) -> int:
     return NUMBERS_BYTES + kem.enc_bytes
 
 
-class Exchange:
-    """A request and the keys of its response, on either side.
+class OhttpContext:
+    """The state of one OHTTP request on either side (RFC 9458): what it was sealed with, and the keys of its response.
 
     Attributes:
         form: of both.
@@ -123,7 +123,7 @@ class Exchange:
 
 def begin_request(
     configuration: KeyConfiguration, form: Form, *, suite: Suite | None = None, ephemeral: bytes | None = None
-) -> Exchange:
+) -> OhttpContext:
     """Begins a request to the holder of a key, with a key pair that is used once.
 
     Args:
@@ -141,24 +141,24 @@ def begin_request(
         raise KeyConfigurationError(
             f"key {configuration.key_id} cannot be sealed to: it is no public key, or of low order"
         ) from None
-    return Exchange(form, replace(bare, enc=enc), context)
+    return OhttpContext(form, replace(bare, enc=enc), context)
 
 
 def seal_request(
     configuration: KeyConfiguration, message: bytes, *, suite: Suite | None = None, ephemeral: bytes | None = None
-) -> tuple[bytes, Exchange]:
+) -> tuple[bytes, OhttpContext]:
     """Seals a binary HTTP request whole; returns it and what opens the response. See `begin_request`."""
     exchange = begin_request(configuration, WHOLE, suite=suite, ephemeral=ephemeral)
     return exchange.header.encode() + exchange.context.seal(message), exchange
 
 
-def seal_response(exchange: Exchange, message: bytes, *, nonce: bytes | None = None) -> bytes:
+def seal_response(exchange: OhttpContext, message: bytes, *, nonce: bytes | None = None) -> bytes:
     """Seals a binary HTTP response whole. `nonce` is for official examples only; None draws one."""
     nonce = exchange.draw_nonce() if nonce is None else nonce
     return nonce + exchange.response_sequence(nonce).seal(message)
 
 
-def open_response(exchange: Exchange, sealed: bytes) -> bytes:
+def open_response(exchange: OhttpContext, sealed: bytes) -> bytes:
     """Opens a response that was sealed whole.
 
     Raises:
@@ -301,7 +301,7 @@ class RequestSealer(ChunkSealer):
 class ResponseSealer(ChunkSealer):
     """Seals the response to an opened request. `nonce` is for official examples only; None draws one."""
 
-    def __init__(self, exchange: Exchange, *, nonce: bytes | None = None) -> None:
+    def __init__(self, exchange: OhttpContext, *, nonce: bytes | None = None) -> None:
         nonce = exchange.draw_nonce() if nonce is None else nonce
         super().__init__(exchange.response_sequence(nonce), nonce)
 
@@ -309,7 +309,7 @@ class ResponseSealer(ChunkSealer):
 class ResponseOpener:
     """Opens the response to a request that was sealed here; see `ChunkOpener`."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: OhttpContext) -> None:
         self._exchange = exchange
         self._head = bytearray()
         self._chunks: ChunkOpener | None = None
@@ -340,7 +340,7 @@ class ResponseOpener:
         return self._chunks.close()
 
 
-def seal_chunked_request(configuration: KeyConfiguration, message: bytes) -> tuple[bytes, Exchange]:
+def seal_chunked_request(configuration: KeyConfiguration, message: bytes) -> tuple[bytes, OhttpContext]:
     """Seals a whole binary HTTP request in chunks; returns it and what opens the response."""
     sealer = RequestSealer(configuration)
     return sealer.finish(message), sealer.exchange

@@ -18,7 +18,7 @@ from cloister.trust.sealing.hpke import (
 )
 from cloister.trust.sealing.kem import KEMS, SHARED_SECRET_BYTES, X25519, KemPrivateKey
 from cloister.trust.sealing.keys import NODE_KEY_LIFE_S, RECEIPT_GRACE_S, KeyRing
-from cloister.trust.sealing.ohttp import Exchange, Form, Header
+from cloister.trust.sealing.ohttp import Form, Header, OhttpContext
 
 # Replay protection: remembers opened messages, bounded in time and number; refuses rather than forgets. No I/O, no clock.
 
@@ -97,7 +97,7 @@ class Receiver:
         self._decoys = {kem.kem_id: kem.generate() for kem in KEMS}
         self._decoy_secret = secrets.token_bytes(SHARED_SECRET_BYTES)
 
-    def begin(self, header: Header, form: Form, now_s: float) -> Exchange:
+    def begin(self, header: Header, form: Form, now_s: float) -> OhttpContext:
         """Returns the exchange that opens the request with this header, if any does.
 
         Raises:
@@ -115,7 +115,7 @@ class Receiver:
             not self._replays.has_seen(header.enc, now_s),
         )
         private_key = key.private_key if key is not None and all(checks) else decoy
-        return Exchange(form, header, self._context(header, private_key, form))
+        return OhttpContext(form, header, self._context(header, private_key, form))
 
     def accept(self, header: Header, now_s: float) -> None:
         """Takes in a request whose first chunk has opened.

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from cloister.trust.sealing import (
     WHOLE,
-    Exchange,
     HttpRequest,
     HttpResponse,
     KeyConfiguration,
+    OhttpContext,
     RequestHead,
     ResponseHead,
     decode_response,
@@ -38,7 +38,9 @@ REQUEST_TYPE: Final = WHOLE.request_type
 RESPONSE_TYPE: Final = WHOLE.response_type
 
 
-def seal_purchase(keys: KeyConfiguration, issuer_url: str, api_key: str, batch: bytes, date: bytes) -> tuple[bytes, Exchange]:
+def seal_purchase(
+    keys: KeyConfiguration, issuer_url: str, api_key: str, batch: bytes, date: bytes
+) -> tuple[bytes, OhttpContext]:
     """Seals a batch of token requests with the API key that pays for it.
 
     Args:
@@ -66,7 +68,7 @@ def seal_purchase(keys: KeyConfiguration, issuer_url: str, api_key: str, batch: 
     return seal_request(keys, message)
 
 
-def open_purchase_answer(exchange: Exchange, sealed: bytes) -> tuple[int, str, bytes]:
+def open_purchase_answer(exchange: OhttpContext, sealed: bytes) -> tuple[int, str, bytes]:
     """Returns status, media type and content of the issuer's answer.
 
     Raises:
@@ -77,7 +79,7 @@ def open_purchase_answer(exchange: Exchange, sealed: bytes) -> tuple[int, str, b
     return response.head.status, find_field(response.head.fields, b"content-type") or "", response.content
 
 
-def seal_purchase_answer(exchange: Exchange, status: int, media_type: str, content: bytes) -> bytes:
+def seal_purchase_answer(exchange: OhttpContext, status: int, media_type: str, content: bytes) -> bytes:
     """Seals an answer, refusals included, to one length."""
     head = ResponseHead(status, ((b"content-type", media_type.encode()),))
     return seal_response(exchange, encode_response(HttpResponse(head, content), padded_to=PURCHASE_BYTES))

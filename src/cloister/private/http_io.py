@@ -1,4 +1,4 @@
-"""One HTTP exchange as the sealed programs have it: a body that streams in, a reply that streams out, each wait with an end."""
+"""HTTP input and output of the sealed programs: a body that streams in, a reply that streams out, a limit on each wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both transports decide alike, for both perform what one `exchange` asks for; here behind one network that fails."""
+"""Both transports decide alike, for both perform what one `make_sealed_call` yields; here behind one network that fails."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One sealed request, from the first draw to the last byte of its answer. No I/O: drivers perform what it asks for.
+"""One sealed request, from the first draw to the last byte of its answer. No I/O: drivers perform its operations.
 
-`exchange` is a generator: it yields an `Operation`, gets its outcome or the error that it ended with, and returns what reads
-the answer. `SealedTransport` and `AsyncSealedTransport` are its two drivers.
+`make_sealed_call` is a generator: it yields an `Operation`, gets its outcome or the error that it ended with, and returns
+what reads the answer. `SealedTransport` and `AsyncSealedTransport` are its two drivers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Answered:
     attempts: Attempts
 
 
-def exchange(session: Session, request: httpx.Request, content: bytes) -> Generator[Operation, Any, Answered]:
+def make_sealed_call(session: Session, request: httpx.Request, content: bytes) -> Generator[Operation, Any, Answered]:
     """Draws nodes until one begins to answer, `MAX_DRAWS` at most.
 
     Args:

@@ -12,8 +12,8 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from cloister.engine.client import Health
-from cloister.private.exchange import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.private.gateway import NODE_PATH
+from cloister.private.http_io import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.private.peers import check_gateway
 from cloister.private.serving import File, Post, handlers

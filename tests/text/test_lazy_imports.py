@@ -1,4 +1,4 @@
-"""The face is lazy: stop strings alone load neither the tokenizers library nor jinja2."""
+"""`cloister.text` imports lazily: stop strings alone load neither the tokenizers library nor jinja2."""
 
 import subprocess
 import sys

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cloister.policy import Account, Charge, Credentials, Gate, KeyQuota, Policy
-from cloister.policy.limits import DAY_S, MINUTE_S
+from cloister.policy.quotas import DAY_S, MINUTE_S
 from cloister.types.errors import AuthenticationError, RateLimitError
 
 NOON = 12 * 3600.0
@@ -54,9 +54,9 @@ def test_unused_tokens_are_given_back_once() -> None:
     charge.reserve("a", 90, NOON)
     with pytest.raises(RateLimitError, match=r"100 tokens a day \(UTC\) and have 10 left, and this request may need 11"):
         charge.reserve("b", 11, NOON)
-    charge.settle("a", 30)
-    charge.settle("a", 0)
-    charge.settle("b", 0)
+    charge.refund("a", 30)
+    charge.refund("a", 0)
+    charge.refund("b", 0)
     assert account.allowances(0.0, NOON)[0].remaining == 70
 
 
@@ -68,7 +68,7 @@ def test_midnight_utc_opens_a_new_day_and_takes_nothing_back_from_it() -> None:
         account.enter(0.0).reserve("x", 1, DAY_S - 1)
     assert refusal.value.retry_after_s == pytest.approx(1.0)
     account.enter(0.0).reserve("morning", 60, DAY_S)
-    charge.settle("late", 10)
+    charge.refund("late", 10)
     (left,) = account.allowances(0.0, DAY_S + 10)
     assert (left.remaining, left.reset_s) == (40, DAY_S - 10)
 
@@ -128,12 +128,12 @@ class Books(RuleBasedStateMachine):
 
     @precondition(lambda self: any(parts for _, parts in self.open))
     @rule(share=st.floats(0, 1))
-    def settle(self, share: float) -> None:
+    def refund(self, share: float) -> None:
         charge, parts = next((c, p) for c, p in self.open if p)
         name, reserved = parts.popitem()
         used = int(reserved * share)
-        charge.settle(name, used)
-        charge.settle(name, 0)
+        charge.refund(name, used)
+        charge.refund(name, 0)
         self.used += used
 
     @precondition(lambda self: any(not parts for _, parts in self.open))

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from cloister.policy.gate import Admission
-from cloister.server.generation import MAX_SIDE_BY_SIDE, GenerationJob, make_job, run_job
+from cloister.server.jobs import MAX_SIDE_BY_SIDE, GenerationJob, make_job, run_job
 from cloister.types.errors import DeadlineError
 from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
 from tests.server.running_server import INFO, make_gate, output

@@ -158,7 +158,7 @@ class Account:
 
 
 class Charge:
-    """What one open request was charged. `leave` and `settle` count once; after that they change nothing."""
+    """What one open request was charged. `leave` and `refund` count once; after that they change nothing."""
 
     def __init__(self, account: Account, begun_s: float) -> None:
         self.account = account
@@ -170,21 +170,21 @@ class Charge:
         """Charges the tokens that a part of the request can need at most.
 
         Args:
-            name: of the part, for `settle`.
+            name: of the part, for `refund`.
 
         Raises:
             RateLimitError: they are more than the day has left; nothing was charged.
         """
         self._reserved[name] = (num_tokens, self.account._reserve(num_tokens, utc_s))
 
-    def settle(self, name: str, num_tokens: int) -> None:
+    def refund(self, name: str, num_used_tokens: int) -> None:
         """Gives back what a part did not use of its reservation.
 
         Args:
-            num_tokens: what it used.
+            num_used_tokens: what it used.
         """
         if (reserved := self._reserved.pop(name, None)) is not None:
-            self.account._give_back(reserved[0] - num_tokens, reserved[1])
+            self.account._give_back(reserved[0] - num_used_tokens, reserved[1])
 
     def leave(self, *, refund: bool) -> None:
         """Ends the request.
