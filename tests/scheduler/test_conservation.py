@@ -1,4 +1,4 @@
-"""Blocks are conserved and every request ends exactly once, whatever comes in whatever order (rule 4)."""
+"""Blocks are conserved and every request ends exactly once, whatever comes in whatever order."""
 
 from collections import Counter
 

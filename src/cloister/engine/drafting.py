@@ -1,4 +1,4 @@
-"""What one step drafted, as counts, for the event stream (rule 7)."""
+"""What one step drafted, as counts, for the event stream (one source for every figure)."""
 
 from __future__ import annotations
 

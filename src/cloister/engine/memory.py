@@ -1,4 +1,4 @@
-"""Memory is budgeted once, itemised, and refused with the figure that would fit (rule 9). No I/O, no clock."""
+"""Memory is budgeted once and itemised; what does not fit is refused with the figure that would. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 After a token is chosen its grammar moves on, and which tokens may follow is worked out while the next forward computes, by a
 helper thread; or after it, by the engine's own, where all cores were taken and the helper did not come to run. The runner owns
-this state (rule 2): a resumed sequence reads its tokens again, a forked one copies.
+this state (plans hold no token ids): a resumed sequence reads its tokens again, a forked one copies.
 """
 
 from __future__ import annotations

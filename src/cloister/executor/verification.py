@@ -1,9 +1,9 @@
 """Verifies a sequence's drafts: from its last known token through them as far as the model agrees.
 
 A request with a seed, or a greedy one, gets at each node the very token that it would get without drafts: sampled with the
-noise of (seed, index, position), and a draft is accepted if it is that token (rule 6). The same keeps the distribution of
-every request whose drafts were not drawn by chance. Where they were, and the request has no seed, `executor.acceptance`
-decides.
+noise of (seed, index, position), and a draft is accepted if it is that token (batch invariance). The same keeps the
+distribution of every request whose drafts were not drawn by chance. Where they were, and the request has no seed,
+`executor.acceptance` decides.
 """
 
 from __future__ import annotations

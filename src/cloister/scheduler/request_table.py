@@ -1,6 +1,6 @@
 """Requests and sequences from arrival to end, their blocks and their place in the queue. Pure: no I/O, no clock.
 
-Every request ends exactly once, and every block comes back (rule 4).
+Every request ends exactly once, and every block comes back.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class RequestTable:
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> None:
-        """Ends a sequence, once; the request's last one carries `last` (rule 4)."""
+        """Ends a sequence, once; the request's last one carries `last`."""
         if sequence.status is Status.ENDED:
             return
         self._take_out(sequence)
@@ -273,7 +273,7 @@ class RequestTable:
 
 
 def _wants_every_position(request: Request) -> bool:
-    """Whether its reply is made of what each position of the prompt computes, so that no hit will do (rule 5)."""
+    """Whether its reply is made of what each position of the prompt computes, so that no prefix hit will do."""
     return request.sampling.prompt_logprobs is not None or request.pooling is not None
 
 

@@ -1,5 +1,5 @@
 """The scheduler: there is no prefill and no decode, only sequences whose computed positions must catch up with what is
-known plus what is drafted (rule 1). Pure: no I/O, no clock, no arrays, no random source; it takes `now`.
+known plus what is drafted (no phases). Pure: no I/O, no clock, no arrays, no random source; it takes `now`.
 
 `plan` may be called again before the plan before it was committed; commits come in the order of plans.
 """

@@ -86,7 +86,7 @@ class RequestState:
 
 
 class Sequence:
-    """One continuation of a request, as counts (rule 2).
+    """One continuation of a request, as counts (plans hold no token ids).
 
     Attributes:
         token_ids: prompt and committed output.

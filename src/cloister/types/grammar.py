@@ -31,5 +31,5 @@ class Grammar(msgspec.Struct, frozen=True, weakref=True):
     source: str = ""
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Grammar({self.kind.value})"

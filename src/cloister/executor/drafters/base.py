@@ -50,7 +50,7 @@ class Draft(msgspec.Struct, frozen=True):
         return depths
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Draft(num_tokens={len(self.token_ids)})"
 
 

@@ -40,7 +40,7 @@ class Stretch:
         return self.start + len(self.tokens)
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Stretch(start={self.start}, num_tokens={len(self.tokens)}, num_drafts={self.num_drafts})"
 
 

@@ -97,7 +97,7 @@ class MatrixReader:
     """Reads weights onto a device, one at a time.
 
     Attributes:
-        is_exact: products keep rule 6.
+        is_exact: products keep batch invariance.
     """
 
     weights: Weights

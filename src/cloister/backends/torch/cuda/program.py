@@ -40,7 +40,7 @@ class CudaProgram(Program):
     for Triton's interpreter.
 
     Args:
-        is_exact: rows keep their bits in any company (rule 6); otherwise cuBLAS multiplies plain weights, and FlashInfer
+        is_exact: rows keep their bits in any batch; otherwise cuBLAS multiplies plain weights, and FlashInfer
             attends in steps that prefill.
     """
 
