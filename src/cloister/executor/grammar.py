@@ -18,13 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.types.errors import CloisterError
-from cloister.types.grammar import Grammar
+from cloister.types.grammar import COMPILE_TIMEOUT_S, Grammar
 from cloister.types.request import SamplingParams
 
 MaskArray = npt.NDArray[np.uint32]
 
-COMPILE_TIMEOUT_S: Final = 5.0
-"""How long a grammar may take to compile; the helper that hangs on it is left to itself and replaced."""
 MASK_TIMEOUT_S: Final = 5.0
 """How long a step waits for one sequence's mask. The library's own limits end one after some 20 ms."""
 MAX_LEFT: Final = 2

@@ -90,8 +90,13 @@ class Verification:
         self.path += path
         self.token_ids += token_ids
 
-    def take(self, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
-        """Takes the next token; whether verification goes on, through the draft that foresaw it."""
+    def accept(self, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
+        """Appends the next token; returns whether verification goes on.
+
+        Args:
+            child: place of the draft that is this token; None if none is.
+            entry: its log-probabilities, if they are wanted.
+        """
         state = self.state
         if token_id < 0:
             state.failure = (state.grammar and state.grammar.failure) or NOTHING_LEFT

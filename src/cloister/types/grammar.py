@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
+
+COMPILE_TIMEOUT_S: Final = 5.0
+"""How long a grammar may take to compile. After that its requests fail with the reason, and the thread that compiles it is
+left to itself and replaced."""
 
 
 class GrammarKind(StrEnum):

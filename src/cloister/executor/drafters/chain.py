@@ -74,7 +74,7 @@ class ChainGrower:
     """Drafts chains with one program.
 
     Args:
-        draws: how the next token of each sequence is chosen (`DraftingPlace.draws`).
+        draws: how the next token of each sequence is chosen (`DrafterContext.sampling_metadata`).
     """
 
     def __init__(

@@ -198,7 +198,7 @@ def _bring(wants: Wants, outputs: GraphOutputs, rows: IntArray) -> StepOutput:
 
 
 def angle_table(spec: RopeSpec, num_positions: int) -> Tensor:
-    """Returns [num_positions, 2, head_dim / 2] float32, cosines then sines, with the bits of the oracle's."""
+    """Returns [num_positions, 2, head_dim / 2] float32, cosines then sines, with the bits of the reference's."""
     table = RopeTable(spec, torch.device("cpu")).at(torch.arange(num_positions), num_positions)
     return table.squeeze(2).transpose(0, 1).contiguous()
 
