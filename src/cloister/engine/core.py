@@ -301,8 +301,8 @@ class EngineCore:
 
     def _patience_s(self) -> float:
         """How long to wait for a message: until the next deadline of anybody, but never too long."""
-        held = self._scheduler.waiting_for_grammar.values()
-        known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in held))
+        waiting = self._scheduler.waiting_for_grammar.values()
+        known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))
         deadlines = [d for d in known if d is not None]
-        longest_s = COMPILING_WAIT_S if held else IDLE_WAIT_S
+        longest_s = COMPILING_WAIT_S if waiting else IDLE_WAIT_S
         return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))
