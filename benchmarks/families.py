@@ -1,8 +1,8 @@
-"""Full-width evidence, by hand: families against transformers, and rule 6 on wide models.
+"""Full-width evidence, by hand: families against transformers, and batch invariance on wide models.
 
 python -m benchmarks.families                            logits and 200 greedy tokens of every family, in real widths
 python -m benchmarks.families --backend native           the same on the native back end
-python -m benchmarks.families --rule6                    bits of a row in every arrangement, for every format, KV type and
+python -m benchmarks.families --batch-invariance         bits of a row in every arrangement, for every format, KV type and
                                                          instruction set of this machine (native; tests do so on the oracle)
 """
 
@@ -208,13 +208,13 @@ def show_families(console: Console, backend: str, only: str | None) -> None:
     console.print(table)
 
 
-def show_native_rule6(options: argparse.Namespace) -> int:
+def show_native_batch_invariance(options: argparse.Namespace) -> int:
     from cloister.backends.native import _native  # not everybody has a compiler
 
     names = _native.kernel_names()
     bench = Bench(
-        "rule6_native",
-        "Rule 6 on the native kernels: bits of a sequence's logits in any company",
+        "batch_invariance_native",
+        "Batch invariance on the native kernels: bits of a sequence's logits in any company",
         f"no arrangement changes a bit, in {len(FORMS)} pairs of weights and KV on {', '.join(names)}",
     )
     runs = [("tiny" if name in SLOW else "narrow", name) for name in names] + [("wide", n) for n in names if n not in SLOW]
@@ -266,12 +266,12 @@ def arrange(spec: str, kernels: str, form: Form) -> list[str]:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--rule6", action="store_true", help="bits of a row in every arrangement")
+    parser.add_argument("--batch-invariance", action="store_true", help="bits of a row in every arrangement")
     parser.add_argument("--backend", choices=("torch", "native"), default="torch", help="whose logits")
     parser.add_argument("--family", help="only the variants of one model type")
     options = parser.parse_args()
-    if options.rule6:
-        return show_native_rule6(options)
+    if options.batch_invariance:
+        return show_native_batch_invariance(options)
     show_families(Console(), options.backend, options.family)
     return 0
 

@@ -1,4 +1,4 @@
-"""The check of rule 6: whatever the company, a row of logits keeps its bits."""
+"""The check of batch invariance: whatever the company, a row of logits keeps its bits."""
 
 from __future__ import annotations
 

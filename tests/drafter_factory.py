@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cloister.executor.drafters import DRAFTERS, Drafter, DraftingPlace
+from cloister.executor.drafters import DRAFTERS, Drafter, DrafterContext
 from cloister.executor.drafters.datastore import write_datastore
 from cloister.executor.drafters.heads import HeadsCard, heads_directory, write_heads
 from cloister.models import load
@@ -71,11 +71,11 @@ FILES: Final = {"draft_model": "small/0", "long_spec": "small/1", "spec_infer": 
 """What the settings would name for a drafter, below the model's directory."""
 
 
-def drafter_maker(name: str, path: Path) -> Callable[[DraftingPlace], Drafter]:
+def drafter_maker(name: str, path: Path) -> Callable[[DrafterContext], Drafter]:
     """Returns what makes a drafter for an equipped model."""
 
-    def make(place: DraftingPlace) -> Drafter:
+    def make(context: DrafterContext) -> Drafter:
         files = ",".join(str(path / part) for part in FILES[name].split(",")) if name in FILES else None
-        return DRAFTERS.get(name)(dataclasses.replace(place, files=files))
+        return DRAFTERS.get(name)(dataclasses.replace(context, files=files))
 
     return make

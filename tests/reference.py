@@ -1,4 +1,4 @@
-"""The comparison with transformers (rule 10): the same directory, loaded by both."""
+"""The comparison with transformers: the same directory, loaded by both."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ from scipy.stats import chi2
 from cloister.backends import BACKENDS
 from cloister.backends.base import Capability, KVLayout, Program
 from cloister.executor import Grammars, ModelRunner
-from cloister.executor.drafters import Drafter, DraftingPlace
+from cloister.executor.drafters import Drafter, DrafterContext
 from cloister.executor.drafters.guessing import make_guesser
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.models import LoadedModel, load
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.budget import StepCost, StepSize
-from cloister.scheduler.sequence import Sequence as Running
+from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import DraftDecision
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
@@ -206,10 +206,10 @@ class AlwaysDrafts:
     num_accepted: int = 0
     num_steps: int = 0
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
+    def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         return [DraftDecision(self.drafter, self.num_drafts, None, True)] * len(sequences)
 
-    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
+    def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None:
         self.num_steps += 1
         self.num_drafted += sample.num_drafted
         self.num_accepted += len(sample.accepted)
@@ -232,7 +232,7 @@ class Replica:
     def __init__(
         self,
         path: Path,
-        make_drafter: Callable[[DraftingPlace], Drafter] | None = None,
+        make_drafter: Callable[[DrafterContext], Drafter] | None = None,
         *,
         num_drafts: int = 4,
         num_blocks: int = 4096,
@@ -253,7 +253,7 @@ class Replica:
         compiler = GrammarCompiler(Tokenizer(path), vocab_size=vocab_size, eos_token_ids=model.info.eos_token_ids)
         drafters: dict[str, Drafter] = {}
         if make_drafter is not None:
-            drafters["tested"] = make_drafter(self._place(model, max_num_seqs, block_size))
+            drafters["tested"] = make_drafter(self._make_context(model, max_num_seqs, block_size))
             drafters["tested"].allocate(layout)
         self.runner = ModelRunner(
             self.program,
@@ -273,9 +273,9 @@ class Replica:
         keys = PrefixKeys("tiny", block_size) if prefix_cache else None
         self.scheduler = Scheduler(config, self.pool, keys, self.speculation if drafters else None)
 
-    def _place(self, model: LoadedModel, max_num_seqs: int, block_size: int) -> DraftingPlace:
+    def _make_context(self, model: LoadedModel, max_num_seqs: int, block_size: int) -> DrafterContext:
         program = self.program
-        return DraftingPlace(
+        return DrafterContext(
             model_path=model.path,
             vocab_size=model.spec.vocab_size,
             hidden_size=model.spec.hidden_size,
@@ -286,7 +286,7 @@ class Replica:
             files=None,
             open_model=open_small,
             guesser=partial(make_guesser, program=program) if Capability.HEAD in program.capabilities else None,
-            draws=lambda states, rows: self.runner.sampling_metadata(states, rows),
+            sampling_metadata=lambda states, rows: self.runner.sampling_metadata(states, rows),
         )
 
     def serve(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cloister.backends.base import Capability
-from cloister.executor.drafters import NOTHING, Draft, DraftAsk, Drafter
+from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest
 from cloister.scheduler.speculation import DraftDecision
 from tests.history_program import FloatArray, HistoryProgram, history_logits
 from tests.samplers import DrawingHistoryProgram
@@ -86,8 +86,8 @@ class Prophet(Drafter):
         self.forgotten: list[int] = []
         self.seen: list = []
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._tree(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._tree(request) for request in requests]
 
     def observe(self, seen) -> None:
         self.seen += seen
@@ -95,15 +95,15 @@ class Prophet(Drafter):
     def forget(self, seq_id: int) -> None:
         self.forgotten.append(seq_id)
 
-    def _tree(self, ask: DraftAsk) -> Draft:
-        known = ask.state.tokens.tolist()
+    def _tree(self, request: DraftRequest) -> Draft:
+        known = request.state.tokens.tolist()
         coming = next((answer[len(known) :] for answer in self._answers if answer[: len(known)] == known), [])
         if not coming or self._rng.random() < 0.1:
             return NOTHING
         tokens: list[int] = []
         parents: list[int] = []
         place, depth = -1, 0
-        while len(tokens) < ask.num_drafts:
+        while len(tokens) < request.num_drafts:
             rivals = 1 if self._chains else int(self._rng.integers(1, 4))
             drawn = self._rng.choice(self._vocab_size, rivals, replace=False).tolist()
             is_right = depth < len(coming) and self._rng.random() < self._rightness
@@ -115,7 +115,7 @@ class Prophet(Drafter):
             right = [first + i for i, token in enumerate(drawn) if depth < len(coming) and token == coming[depth]]
             place = right[0] if right else first
             depth += 1
-        tokens, parents = tokens[: ask.num_drafts], parents[: ask.num_drafts]
+        tokens, parents = tokens[: request.num_drafts], parents[: request.num_drafts]
         return Draft(tokens, None if self._chains else parents)
 
 

@@ -30,7 +30,7 @@ FIGURES: Final = (
 TINY_FIGURES: Final = (DECODE, Figure("together2", "together", 2, "2 at once"))
 CONTEXT: Final = 2304
 _COMPANY: Final = (15, 63)
-"""Others beside a request, under which its answer must stay the same (rule 6)."""
+"""Others beside a request, under which its answer must stay the same (batch invariance)."""
 
 
 class OnDevice(Cloister):
@@ -148,7 +148,7 @@ def _limit(figure: Figure, roof: Roof) -> float:
 
 
 def _count_differing(engine: OnDevice, tokens: Tokens) -> int:
-    """Rule 6: how many companies changed the answer of a request."""
+    """Batch invariance: how many companies changed the answer of a request."""
     prompt = tokens.draw(300)
     alone = engine.answer([prompt], 48)[0]
     return sum(engine.answer([prompt, *tokens.draw_mixed(count)], 48)[0] != alone for count in _COMPANY)

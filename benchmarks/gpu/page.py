@@ -66,7 +66,7 @@ def _tests(found: Sequence[Record]) -> Iterator[str]:
 
 
 def _answers(records: Sequence[Record]) -> Iterator[str]:
-    """One table for each shape: speeds, in brackets their share of the limit; rule 6 and idle time of ours."""
+    """One table for each shape: speeds, in brackets their share of the limit; batch invariance and idle time of ours."""
     found = [record for record in records if record["stage"].startswith("answers-")]
     for stage, group in groupby(found, key=lambda record: record["stage"]):
         own = list(group)

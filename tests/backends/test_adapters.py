@@ -1,4 +1,4 @@
-"""Low-rank adapters on both back ends: the numbers of merged weights, and rule 6."""
+"""Low-rank adapters on both back ends: the numbers of merged weights, and batch invariance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rule 6: logits are bit-identical whatever else runs, however a prompt is cut, on any number of threads."""
+"""Batch invariance: logits are bit-identical whatever else runs, however a prompt is cut, on any number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models without a spec, computed by transformers: its tokens, rule 6, and what is refused."""
+"""Models without a spec, computed by transformers: its tokens, batch invariance, and what is refused."""
 
 from __future__ import annotations
 

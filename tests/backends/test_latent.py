@@ -1,4 +1,4 @@
-"""Latent attention and the routing that goes with it: rule 6, memory, adapters, and who refuses it."""
+"""Latent attention and the routing that goes with it: batch invariance, memory, adapters, and who refuses it."""
 
 from __future__ import annotations
 

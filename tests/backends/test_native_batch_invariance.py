@@ -1,4 +1,4 @@
-"""Rule 6 on the native kernels: whatever the company, the same bits, for every format, KV type and instruction set."""
+"""Batch invariance on the native kernels: the same bits in any batch, for every format, KV type and instruction set."""
 
 from __future__ import annotations
 

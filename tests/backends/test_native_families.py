@@ -1,4 +1,4 @@
-"""Every family on the native back end against transformers, on models whose every tensor is random (rule 10)."""
+"""Every family on the native back end against transformers, on models whose every tensor is random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA program against the torch oracle, and against itself in other company (rule 6)."""
+"""The CUDA program against the torch oracle, and against itself in other company (batch invariance)."""
 
 from __future__ import annotations
 

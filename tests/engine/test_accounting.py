@@ -1,4 +1,4 @@
-"""Whatever clients, engine and front do, in any order: every sequence ends exactly once (rule 4), no block is lost."""
+"""Whatever clients, engine and front do, in any order: every sequence ends exactly once, no block is lost."""
 
 from __future__ import annotations
 

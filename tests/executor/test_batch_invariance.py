@@ -1,4 +1,4 @@
-"""Runner and scheduler together: the tokens of a request are the same alone and in any company (rule 6)."""
+"""Runner and scheduler together: the tokens of a request are the same alone and in any company (batch invariance)."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""Runner and scheduler together: a prompt's vector is what its hidden states say, alone and in any company (rule 6)."""
+"""Runner and scheduler together: a prompt's vector is what its hidden states say, in any batch (batch invariance)."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""Runner and scheduler verify drafts: the tokens of a seeded request are those that come without any (rule 6)."""
+"""Runner and scheduler verify drafts: the tokens of a seeded request are those that come without any (batch invariance)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every family against transformers, on models whose every tensor is random (rule 10)."""
+"""Every family against transformers, on models whose every tensor is random."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from cloister.executor.drafters import DRAFTERS, Draft, DraftAsk, Drafter
+from cloister.executor.drafters import DRAFTERS, Draft, Drafter, DraftRequest
 from cloister.executor.drafters.heads import HeadsCard, heads_directory, write_heads
 from cloister.executor.model_runner import ModelRunner
 from cloister.models import load, locate
@@ -76,9 +76,9 @@ class Watched:
         self._draft = drafter.draft
         drafter.draft = self._watch  # type: ignore[method-assign]
 
-    def _watch(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        drafts = self._draft(asks)
-        self.drafts += [(ask.state.tokens.tolist(), draft) for ask, draft in zip(asks, drafts, strict=True)]
+    def _watch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = self._draft(requests)
+        self.drafts += [(request.state.tokens.tolist(), draft) for request, draft in zip(requests, drafts, strict=True)]
         return drafts
 
     def start(self, who: str, token_ids: Sequence[int], max_tokens: int, num_steps: int) -> None:

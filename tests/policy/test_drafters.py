@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.executor.drafters import NOTHING, Draft, DraftAsk, Drafter
+from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest
 from tests.policy.drafters import Watched, all_names, kept_by, make_home, tells
 
 SECRET = [700 + 13 * place % 1200 for place in range(40)]
@@ -30,13 +30,13 @@ class Gossip(Drafter):
     def __init__(self) -> None:
         self.heard = array("i")
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
-        for ask in asks:
-            last, heard = ask.state.tokens[-1], self.heard.tolist()
+        for request in requests:
+            last, heard = request.state.tokens[-1], self.heard.tolist()
             place = heard.index(last) if last in heard else -1
-            drafts.append(Draft(heard[place + 1 :][: ask.num_drafts]) if place >= 0 else NOTHING)
-            self.heard.extend(ask.state.tokens)
+            drafts.append(Draft(heard[place + 1 :][: request.num_drafts]) if place >= 0 else NOTHING)
+            self.heard.extend(request.state.tokens)
         return drafts
 
 
@@ -107,10 +107,10 @@ class Forgetful(Drafter):
     def __init__(self) -> None:
         self.rows: dict[int, Any] = {}
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        for ask in asks:
-            self.rows[ask.state.seq_id] = np.full(8, 0.5, np.float32)
-        return [NOTHING for _ in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        for request in requests:
+            self.rows[request.state.seq_id] = np.full(8, 0.5, np.float32)
+        return [NOTHING for _ in requests]
 
     def forget(self, seq_id: int) -> None:
         self.rows.pop(seq_id, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cloister.scheduler import StepCost, StepSize
-from cloister.scheduler.sequence import RequestState, Sequence
+from cloister.scheduler.sequence import RequestState, SequenceRecord
 from cloister.scheduler.speculation import AdaptiveSpeculation, DraftDecision, DrafterLimits, Speculation, SpeculationConfig
 from cloister.types.request import Request, SamplingParams
 from cloister.types.step import Sample
@@ -175,7 +175,7 @@ class Machine:
             spike = self.chance.uniform(5.0, 40.0)
         return spike * self.chance.lognormvariate(0.0, self.noise)
 
-    def _draft(self, sequence: Sequence, name: str, num: int, is_watched: bool) -> Sample:
+    def _draft(self, sequence: SequenceRecord, name: str, num: int, is_watched: bool) -> Sample:
         if not num:
             return Sample(sequence.seq_id, [0])
         drafting = self.drafters[name]
@@ -190,14 +190,14 @@ class Machine:
             accepted += 1
         return Sample(sequence.seq_id, [0] * (accepted + 1), None, num, tuple(range(accepted)))
 
-    def _arrive(self, first: bool = False) -> Sequence:
+    def _arrive(self, first: bool = False) -> SequenceRecord:
         """A new request, whose prompt was computed (and timed, as an engine does)."""
         number = next(self.numbers)
         answer = self.chance.randint(1, self.answer) if first else self.answer
         params = SamplingParams(max_tokens=answer)
         request = Request(request_id=str(number), token_ids=[0] * self.prompt, sampling=params)
-        group = RequestState(request, now=0.0, order=number, seed=0, root=b"")
-        sequence = Sequence(number, group, 0, [0] * (self.prompt + 1), answer)
+        state = RequestState(request, now=0.0, order=number, seed=0, root=b"")
+        sequence = SequenceRecord(number, state, 0, [0] * (self.prompt + 1), answer)
         sequence.num_planned = self.prompt
         size = StepSize().plus(0, self.prompt)
         self.cost.learn(size, self.curve(self.prompt) + self.key_s * self.prompt)

@@ -83,7 +83,7 @@ def search(prompt, width, max_output, ends=(), penalty=1.0, early=False):
     beams.start({0: 0.0})
     while not beams.is_done:
         for key, tokens in live.items():
-            beams.take(key, likely([*prompt, *tokens], beams.num_candidates))
+            beams.collect(key, likely([*prompt, *tokens], beams.num_candidates))
         kept = beams.advance(live)
         live = {place: [*live[beam.parent_id], beam.token_id] for place, beam in enumerate(kept)}
         beams.start({place: beam.logprob for place, beam in enumerate(kept)})

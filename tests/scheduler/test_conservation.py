@@ -1,4 +1,4 @@
-"""Blocks are conserved and every request ends exactly once, whatever comes in whatever order (rule 4)."""
+"""Blocks are conserved and every request ends exactly once, whatever comes in whatever order."""
 
 from collections import Counter
 
@@ -143,8 +143,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_are_conserved(self):
         if hasattr(self, "pool"):
             self.pool.check()
-            if self.scheduler.tree is not None:
-                self.scheduler.tree.check()
+            if self.scheduler.prefix_cache is not None:
+                self.scheduler.prefix_cache.check()
 
     @invariant()
     def nothing_ends_twice(self):
@@ -170,8 +170,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += 4.0
         plan = self.scheduler.plan(self.now)
         assert plan is None or not plan.sequences
-        if self.scheduler.tree is not None:
-            assert not self.scheduler.tree.ttl.queue, "a session outlived its time"
+        if self.scheduler.prefix_cache is not None:
+            assert not self.scheduler.prefix_cache.ttl.queue, "a session outlived its time"
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         self.pool.check()
 

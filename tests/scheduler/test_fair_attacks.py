@@ -76,7 +76,7 @@ class Replay:
         return events
 
     def _count(self, sequence, num_prefill, num_decode):
-        name = sequence.group.request.tenant.partition("/")[0]
+        name = sequence.request_state.request.tenant.partition("/")[0]
         self.work[name] = self.work.get(name, 0.0) + num_prefill + DECODE_WEIGHT * num_decode
         self._charge(sequence, num_prefill, num_decode)
 

@@ -43,8 +43,8 @@ class Bench:
             events = self.scheduler.commit(self.runner.run(plan), {}, 0.0)
             ended += [event for event in events if isinstance(event, Ended)]
         self.pool.check()
-        assert self.scheduler.tree is not None
-        self.scheduler.tree.check()
+        assert self.scheduler.prefix_cache is not None
+        self.scheduler.prefix_cache.check()
         return ended
 
     def num_cached(self, scope: Scope, kind: int, length: int) -> int:

@@ -4,7 +4,7 @@ import pytest
 
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.sequence import Sequence, Status
+from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.types.events import Ended, Preempted, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
@@ -105,8 +105,8 @@ def test_a_request_that_comes_later_joins_at_the_next_step():
 
 def hold(bench, name, **fields):
     request = Request(request_id=name, token_ids=[7] * 4, sampling=SamplingParams(max_tokens=2), **fields)
-    bench.scheduler.add(request, bench.now, hold_until_s=bench.now + 1.0)
-    return bench.scheduler.held[name]
+    bench.scheduler.add(request, bench.now, grammar_deadline_s=bench.now + 1.0)
+    return bench.scheduler.waiting_for_grammar[name]
 
 
 def test_a_request_that_is_held_back_runs_once_it_is_released_with_its_rank_of_arrival():
@@ -118,7 +118,7 @@ def test_a_request_that_is_held_back_runs_once_it_is_released_with_its_rank_of_a
     bench.step()
     bench.scheduler.release(held)
     bench.run()
-    assert not bench.scheduler.held
+    assert not bench.scheduler.waiting_for_grammar
     assert [e.request_id for e in bench.ended()] == ["a", "held", "b", "c"]
 
 
@@ -130,9 +130,9 @@ def test_a_request_that_is_held_back_ends_by_abort_by_deadline_and_by_refusal():
     bench.now = 0.6
     bench.step()
     sampling = SamplingParams(max_tokens=2, n=1000)
-    bench.scheduler.add(Request(request_id="refused", token_ids=[1], sampling=sampling), bench.now, hold_until_s=9.0)
+    bench.scheduler.add(Request(request_id="refused", token_ids=[1], sampling=sampling), bench.now, grammar_deadline_s=9.0)
     bench.run()
-    assert not bench.scheduler.held
+    assert not bench.scheduler.waiting_for_grammar
     reasons = {e.request_id: e.reason for e in bench.ended()}
     assert reasons == {"aborted": FinishReason.ABORT, "late": FinishReason.TIMEOUT, "refused": FinishReason.REJECTED}
 
@@ -208,7 +208,7 @@ def test_nothing_of_a_request_scope_stays_when_its_request_ends():
     bench.add("a", 33, max_tokens=9, n=2, scope=Scope(ScopeKind.REQUEST, b"once"))
     bench.run()
     assert bench.pool.num_free == bench.pool.num_total
-    assert len(bench.scheduler.tree) == 0
+    assert len(bench.scheduler.prefix_cache) == 0
     assert sorted(set(bench.wiped)) == sorted(set(bench.touched)), "every block that held KV was wiped"
 
 
@@ -641,7 +641,7 @@ def test_requests_that_gave_up_waiting_do_not_pile_up(policy):
         bench.add(f"r{i}", 4, priority=5)
         bench.scheduler.abort(f"r{i}", bench.now)
     gc.collect()
-    held = [s for s in gc.get_objects() if type(s) is Sequence and s.status is Status.ENDED]
+    held = [s for s in gc.get_objects() if type(s) is SequenceRecord and s.status is Status.ENDED]
     assert len(held) < 200
 
 

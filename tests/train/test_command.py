@@ -23,7 +23,7 @@ from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.train.decoder import Decoder, Shape
 from cloister.train.hidden_states import batch_passages
 from cloister.train.passages import Passage
-from tests.executor.drafters.answering import place_for
+from tests.executor.drafters.answering import context_for
 from tests.model_factory import make_model
 
 QUICK = ("--steps", "4", "--rows", "16", "--tokens", "2500", "--num-threads", "1", "--json")
@@ -71,7 +71,7 @@ def test_heads_lie_in_the_models_directory_and_draft_for_it(
     assert read_card(directory).fingerprint == opened.info.fingerprint
     drafter = DRAFTERS.get(kind)(
         replace(
-            place_for(model, vocab_size=opened.spec.vocab_size),
+            context_for(model, vocab_size=opened.spec.vocab_size),
             hidden_size=opened.spec.hidden_size,
             guesser=lambda heads: NumpyGuesser(heads, lambda hidden: hidden),
             fingerprint=opened.info.fingerprint,

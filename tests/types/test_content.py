@@ -1,4 +1,4 @@
-"""No message shows what a user sent, however it is printed (rule 12)."""
+"""No message shows what a user sent, however it is printed."""
 
 import pytest
 

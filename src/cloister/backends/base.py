@@ -254,8 +254,8 @@ class StepOutput(msgspec.Struct):
 class Program(ABC):
     """A model ready to run, with its weights and its KV cache.
 
-    A row's bits depend on its own sequence, and its adapter, only (rule 6). Methods that need a capability raise EngineError
-    where the program lacks it.
+    A row's bits depend on its own sequence, and its adapter, only (batch invariance). Methods that need a capability raise
+    EngineError where the program lacks it.
 
     Attributes:
         capabilities: what it can do beside computing logits.

@@ -1,4 +1,4 @@
-"""Turns the engine's event stream into per-request records and steps (rule 7)."""
+"""Turns the engine's event stream into per-request records and steps (one source for every figure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a measurement; the command line's flags are generated from these fields (rule 8)."""
+"""Settings of a measurement; the command line's flags are generated from these fields."""
 
 from __future__ import annotations
 

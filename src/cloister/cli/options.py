@@ -1,4 +1,4 @@
-"""Command-line options generated from the configuration classes (rule 8), and options that several verbs share."""
+"""Command-line options: those generated from the configuration classes, and those that several verbs share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front's side of an engine, wherever it runs: requests go in, outputs come out, and everybody gets a reply (rule 4)."""
+"""The front's side of an engine, wherever it runs: requests go in, outputs come out, and every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health means progress (rule 11).
+    """Health means progress.
 
     Attributes:
         good: steps advance, or nothing waits.
@@ -123,7 +123,7 @@ class EngineClient:
         self._requests.subscribe(listener)
 
     def health(self) -> Health:
-        """Good while requests are taken, and steps advance or nothing waits (rule 11)."""
+        """Good while requests are taken, and steps advance or nothing waits."""
         if self.closed is not None:
             return Health(False, self.closed)
         detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"

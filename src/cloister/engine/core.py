@@ -1,4 +1,4 @@
-"""The step loop of one replica: plan, run, check, commit (steps 5 to 7 of the way of one request).
+"""The step loop of one replica: plan, run, check, commit.
 
 Where steps overlap, step n + 1 is planned while a device computes step n, and starts before the tokens of step n are read.
 """
@@ -32,7 +32,7 @@ from cloister.types.events import (
     Submit,
     UnloadAdapter,
 )
-from cloister.types.grammar import Grammar
+from cloister.types.grammar import COMPILE_TIMEOUT_S, Grammar
 from cloister.types.logs import describe
 from cloister.types.request import ModelInfo, Request
 from cloister.types.step import StepPlan, StepResult
@@ -44,8 +44,6 @@ IDLE_WAIT_S: Final = 5.0
 """Longest sleep of an engine with nothing to do; a message ends it at once."""
 COMPILING_WAIT_S: Final = 1.0
 """The same while requests wait for their grammar; a message without events then says that the engine lives."""
-COMPILE_TIMEOUT_S: Final = 5.0
-"""How long a grammar may take; after that its request goes on, and fails with the reason."""
 MAX_FAILURES_IN_ROW: Final = 3
 STEP_FAILED: Final = "the engine failed while it computed this request; send it again"
 
@@ -59,7 +57,7 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """One replica: everything but how messages reach it. What it knows of a request is the scheduler's record of it
+    """One replica, without the transport of its messages. What it knows of a request is the scheduler's state of it
     (`Scheduler.requests`), from the message that brings it until its last sequence ends.
 
     Args:
@@ -71,9 +69,9 @@ class EngineCore:
         startup: how long its start took, (phase, seconds).
         adapters: those that requests may ask for.
         grammars: compiles those of requests, beside the steps; None where no request has one.
-        scrubber: clears away what requests left; None leaves it until it is overwritten.
-        ahead: of the runner: a step is planned, and the tokens of the one before are read, while a device computes another;
-            None does one thing after the other.
+        scrubber: overwrites what ended requests left in memory; None leaves it until the memory is used again.
+        ahead: holds the step that a device computes while the engine plans the next one and reads the tokens of the last one;
+            None plans, runs and reads one step at a time.
 
     Attributes:
         input_queue: where the front's messages are put, from any thread.
@@ -120,10 +118,10 @@ class EngineCore:
         """Does one thing after the other from now on, for whoever measures the parts of a step. No step may run."""
         self._ahead = None
 
-    def settle(self) -> None:
-        """Says that this process does nothing else from now on, and holds nothing of a request yet."""
+    def freeze_gc_heap(self) -> None:
+        """Excludes from garbage collection what was loaded (`MemoryScrubber.freeze_gc_heap`): before the first request."""
         if self._scrubber is not None:
-            self._scrubber.settle()
+            self._scrubber.freeze_gc_heap()
 
     def run(self, emit: Callable[[Outputs], None]) -> None:
         """Steps until it is told to shut down; `emit` gets what each step brought.
@@ -137,7 +135,7 @@ class EngineCore:
                 emit(outputs)
             elif not self.is_done:
                 self.input_queue.wait(self._patience_s())
-                if self._scheduler.held:
+                if self._scheduler.waiting_for_grammar:
                     emit(Outputs([], []))
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
@@ -155,7 +153,7 @@ class EngineCore:
         now = self._clock.now()
         for message in self.input_queue.take():
             self._read(message, now)
-        if self._scheduler.held:
+        if self._scheduler.waiting_for_grammar:
             self._release_compiled(now)
         if self._drain_by_s is not None and now >= self._drain_by_s:
             for request_id in list(self._scheduler.requests):
@@ -191,7 +189,7 @@ class EngineCore:
             self._scrubber.note_end()
 
     def _used_adapters(self) -> set[str | None]:
-        return {record.request.adapter for record in self._scheduler.requests.values()}
+        return {state.request.adapter for state in self._scheduler.requests.values()}
 
     def _read(self, message: FrontMessage, now: float) -> None:
         match message:
@@ -208,9 +206,9 @@ class EngineCore:
 
     def _admit(self, request: Request, now: float) -> None:
         grammar = request.sampling.grammar
-        hold_until_s = None if grammar is None or self._is_compiled(grammar) else now + COMPILE_TIMEOUT_S
+        grammar_deadline_s = None if grammar is None or self._is_compiled(grammar) else now + COMPILE_TIMEOUT_S
         refusal = None if request.adapter is None else self.adapters.find_refusal(request.adapter)
-        self._scheduler.add(request, now, seed=secrets.randbits(63), refusal=refusal, hold_until_s=hold_until_s)
+        self._scheduler.add(request, now, seed=secrets.randbits(63), refusal=refusal, grammar_deadline_s=grammar_deadline_s)
 
     def _is_compiled(self, grammar: Grammar) -> bool:
         """Whether no request has to wait for a grammar; starts to compile it, and wakes the engine when that is done."""
@@ -218,14 +216,14 @@ class EngineCore:
 
     def _release_compiled(self, now: float) -> None:
         """Lets requests run whose grammar is compiled, and those that waited too long for it, which fail with the reason."""
-        for record in list(self._scheduler.held.values()):
-            grammar, is_late = record.request.sampling.grammar, now >= record.held_until_s
+        for state in list(self._scheduler.waiting_for_grammar.values()):
+            grammar, is_late = state.request.sampling.grammar, now >= state.grammar_deadline_s
             assert grammar is not None
             assert self._grammars is not None
             if (is_late and self._grammars.give_up(grammar)) or self._is_compiled(grammar):
-                self._scheduler.release(record)
+                self._scheduler.release(state)
             elif is_late:
-                record.held_until_s = now + COMPILE_TIMEOUT_S
+                state.grammar_deadline_s = now + COMPILE_TIMEOUT_S
 
     def _plan_ahead(self, ahead: StepAhead, now: float) -> tuple[StepPlan | None, StepPlan | None]:
         """Returns the step that a device computes, begun here if none was, and the one behind it, planned meanwhile."""
@@ -245,9 +243,9 @@ class EngineCore:
             self._output.begin(plan)
         return plan
 
-    def _take(self, ahead: StepAhead, next_plan: StepPlan | None) -> StepResult:
+    def _wait(self, ahead: StepAhead, next_plan: StepPlan | None) -> StepResult:
         """Waits for the step on the device, and starts the next one there."""
-        result = ahead.take()
+        result = ahead.wait()
         if next_plan is not None:
             ahead.start(next_plan)
         return result
@@ -259,7 +257,7 @@ class EngineCore:
                     self._output.begin(plan)
                 result = self._runner.run(plan)
             else:
-                result = self._take(self._ahead, next_plan)
+                result = self._wait(self._ahead, next_plan)
             stops = self._output.check(plan, result)
         except Exception as error:
             self._recover(error)
@@ -303,8 +301,8 @@ class EngineCore:
 
     def _patience_s(self) -> float:
         """How long to wait for a message: until the next deadline of anybody, but never too long."""
-        held = self._scheduler.held.values()
-        known = (self._scheduler.next_deadline_s, self._drain_by_s, *(record.held_until_s for record in held))
+        waiting = self._scheduler.waiting_for_grammar.values()
+        known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))
         deadlines = [d for d in known if d is not None]
-        longest_s = COMPILING_WAIT_S if held else IDLE_WAIT_S
+        longest_s = COMPILING_WAIT_S if waiting else IDLE_WAIT_S
         return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))

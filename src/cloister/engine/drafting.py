@@ -1,4 +1,4 @@
-"""What one step drafted, as counts, for the event stream (rule 7)."""
+"""What one step drafted, as counts, for the event stream (one source for every figure)."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def measure(plan: StepPlan, result: StepResult) -> tuple[int, float]:
 def weigh(drafting: tuple[Drafting, ...], plan: StepPlan, result: StepResult, cost: StepCost) -> tuple[float, float]:
     """Returns the seconds that drafts gained in a step, and those that they took.
 
-    Gained: a step without drafts is predicted to take so long, and so many of them would have brought what was accepted, as
-    every sequence that samples gets one token from each. Taken: what the step took beyond that one,
-    below zero where it was quicker than predicted.
+    Gained: the predicted time of the steps without drafts that the accepted drafts replace. Such a step brings one token for
+    each sequence that samples. Taken: the time of this step less the predicted time of the same step without drafts; negative
+    where it was quicker than predicted.
     """
     num_accepted = sum(sum(drafter.accepted) for drafter in drafting)
     plain_size = StepSize()

@@ -65,7 +65,7 @@ def main(fd: int) -> int:
     if core is None:
         return 1
     core.input_queue = input_queue
-    core.settle()
+    core.freeze_gc_heap()
     if listener is not None:
         threading.Thread(target=listener.run, name="cloister-channels", daemon=True).start()
     send(Ready(core.model, core.memory, core.adapters.loaded, core.startup))

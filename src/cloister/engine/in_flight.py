@@ -1,4 +1,4 @@
-"""Requests between a front and its engine. Every sequence of every one gets exactly one end (rule 4), and the listeners exactly
+"""Requests between a front and its engine. Every sequence of every one gets exactly one end, and the listeners exactly
 one `Ended` event for it, whatever becomes of the engine.
 
 Used from one thread only. What ends here because the engine cannot say so any more looks as if the engine had said it.

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: limits come from the cgroup and the process, not the host (rule 8).
+"""What this process may use of the machine: limits come from the cgroup and the process, not the host.
 
 Reads /proc and /sys (cgroups 1 and 2); the only I/O of this kind. Formats: Linux Documentation/admin-guide/cgroup-v2.rst,
 cgroup-v1/memory.rst and scheduler/sched-bwc.rst.

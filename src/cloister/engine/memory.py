@@ -1,4 +1,4 @@
-"""Memory is budgeted once, itemised, and refused with the figure that would fit (rule 9). No I/O, no clock."""
+"""Memory is budgeted once and itemised; what does not fit is refused with the figure that would. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def budget_memory(
 
     Args:
         windows: (window, layers) of each group (`backends.spec.group_layers`); empty for one group of all layers.
-        max_batched_tokens: positions that one step computes at most, which are all there before any is behind a window.
+        max_batched_tokens: positions that one step computes at most. All of them need blocks until the step is committed; only
+            then are blocks behind a window released.
         adapters_bytes: of the places for adapters.
         drafters_bytes: of drafters, their KV aside: `need` counts it with each block.
         num_draft_rows: rows as wide as the vocabulary that drafts take at once.

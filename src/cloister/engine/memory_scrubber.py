@@ -26,8 +26,8 @@ class MemoryScrubber:
         self._is_needed = False
         self._done_s = 0.0
 
-    def settle(self) -> None:
-        """Says that everything is loaded: what is there now is not looked at again, which makes clearing quick."""
+    def freeze_gc_heap(self) -> None:
+        """Excludes all objects that exist now from garbage collection, so that `tidy` is quick; call it when all is loaded."""
         gc.collect()
         gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Output processing (step 7 of the way of one request): tokens become text, and content ends answers."""
+"""Output processing, between run and commit of a plan: tokens become text, and stop tokens and stop strings end answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A step that a device computes while the engine reads the tokens of the last one and plans the next (decisions/0016).
 
-One thread does all of it: a step is launched, and what it brought is taken later.
+One thread does all of it: a step is launched, and its result is waited for later.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class StepAhead:
         self._finish: Callable[[], StepResult] | None = None
 
     def start(self, plan: StepPlan) -> None:
-        """Launches a step. The one before was taken."""
+        """Launches a step. The one before was waited for."""
         self._finish = self._runner.start(plan)
         self.plan = plan
 
-    def take(self) -> StepResult:
+    def wait(self) -> StepResult:
         """Waits for the step and returns what it brought; raises what it raised."""
         finish, self.plan, self._finish = self._finish, None, None
         assert finish is not None
@@ -48,7 +48,7 @@ class StepAhead:
         done: Future[StepResult] = Future()
         try:
             done.set_result(self._finish())
-        except Exception as error:  # for whoever takes it
+        except Exception as error:  # raised by `wait`
             done.set_exception(error)
         self._finish = done.result
 

@@ -1,4 +1,4 @@
-"""How an engine is watched: health means progress (rule 11), and one that died is started again so often and so soon.
+"""How an engine is watched: health means progress, and one that died is started again so often and so soon.
 
 Pure: what is here takes `now`.
 """

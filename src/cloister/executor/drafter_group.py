@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from cloister.executor.drafters import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
+from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest, VerifyFeedback
 from cloister.executor.state import SequenceState
 from cloister.types.clock import Clock
 from cloister.types.errors import EngineError
@@ -53,20 +53,20 @@ class DrafterGroup:
         Raises:
             EngineError: the plan names a drafter that is not there.
         """
-        by_name: dict[str, list[DraftAsk]] = {}
+        by_name: dict[str, list[DraftRequest]] = {}
         for plan, state in parts:
             if plan.num_drafts:
-                ask = DraftAsk(state, plan.num_drafts, plan.parents, state.is_coupled)
-                by_name.setdefault(plan.drafter, []).append(ask)
+                request = DraftRequest(state, plan.num_drafts, plan.parents, state.is_coupled)
+                by_name.setdefault(plan.drafter, []).append(request)
         drafts: dict[int, Draft] = {}
-        for name, asks in by_name.items():
+        for name, requests in by_name.items():
             if name not in self._drafters:
                 raise EngineError(f"the step plan wants drafts of {name!r}, which the runner does not have")
             with self._timing(name):
-                made = self._drafters[name].draft(asks)
-            for ask, draft in zip(asks, made, strict=True):
+                made = self._drafters[name].draft(requests)
+            for request, draft in zip(requests, made, strict=True):
                 if draft.token_ids:
-                    drafts[ask.state.seq_id] = draft if self._takes_trees else first_branch(draft)
+                    drafts[request.state.seq_id] = draft if self._takes_trees else first_branch(draft)
         return drafts
 
     def follow(self, parts: Sequence[tuple[SequencePlan, SequenceState]]) -> None:

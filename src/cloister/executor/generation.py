@@ -1,6 +1,7 @@
-"""Steps of the sequences that generate: one way for all, in which a plain step verifies no drafts.
+"""Runs steps of sequences that generate tokens. Steps with and without drafts take the same path: without, drafts are empty.
 
-Where nobody wants to see or change logits the program chooses tokens itself; else they are chosen from its logits.
+The program chooses the tokens, unless a request needs logits on the host (log-probabilities, penalties, biases): then they are
+chosen from its logits.
 """
 
 from __future__ import annotations
@@ -56,12 +57,15 @@ class TokenGenerator:
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
 
     def start(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> Callable[[], None] | None:
-        """Begins a step of sequences that can go on; what it returns waits for it. What it brought is added to `result`.
+        """Starts a step. Returns a function that waits for it, or None if the step is done; adds what it brings to `result`.
 
-        None where it is done already: a device works on alone only in plain steps whose tokens it chooses.
+        Only a step without drafts and forks, on a device that chooses the tokens, goes on after this returns.
+
+        Args:
+            live: sequences that have not failed.
         """
         if not live:
-            self._start([], forks, {})
+            self._open_verifications([], forks, {})
             return None
         watched = self._find_watched(live, forks) if self._drafts else _NOBODY
         reads_logits = (watched or self._batch.num_processed) and self._reads_logits(live, watched)
@@ -96,10 +100,10 @@ class TokenGenerator:
             part.state.grammar is not None or (part.draft.probs is not None and not part.state.is_coupled) for part in live
         )
 
-    def _start(
+    def _open_verifications(
         self, parts: Sequence[ScheduledSequence], forks: Sequence[Fork], rows: Mapping[int, slice]
     ) -> list[Verification]:
-        """Returns a verification for each sequence that samples, forked children after their parents' like."""
+        """Returns a verification for each sequence that samples, then one for each forked child."""
         found = {}
         for part in parts:
             if part.plan.num_samples:
@@ -149,7 +153,7 @@ class TokenGenerator:
         self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
     ) -> list[VerifyFeedback]:
         batch = forward_batch(live, self._block_size, self._num_groups)
-        verified = self._start(live, forks, row_slices(live))
+        verified = self._open_verifications(live, forks, row_slices(live))
         states = []
         rows: list[int] = []
         depths: list[int] = []
@@ -224,7 +228,7 @@ class TokenGenerator:
             if not finite[first : first + part.num_prompt_rows + part.plan.num_samples].all():
                 part.state.failure = NOT_FINITE
         result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, output.logits)
-        going = verified = self._start(run, forks, rows)
+        going = verified = self._open_verifications(run, forks, rows)
         while going:
             going = self._advance(going, output.logits, finite)
         self._finish(run, verified, result)
@@ -255,7 +259,7 @@ class TokenGenerator:
                 children[place], tokens[place] = child, token
         entries = sample_logprobs(states, rows, logits, tokens)
         chosen = zip(going, tokens.tolist(), children, strict=True)
-        return [each for place, (each, token, child) in enumerate(chosen) if each.take(token, child, entries.get(place))]
+        return [each for place, (each, token, child) in enumerate(chosen) if each.accept(token, child, entries.get(place))]
 
 
 def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:

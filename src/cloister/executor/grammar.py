@@ -2,7 +2,7 @@
 
 After a token is chosen its grammar moves on, and which tokens may follow is worked out while the next forward computes, by a
 helper thread; or after it, by the engine's own, where all cores were taken and the helper did not come to run. The runner owns
-this state (rule 2): a resumed sequence reads its tokens again, a forked one copies.
+this state (plans hold no token ids): a resumed sequence reads its tokens again, a forked one copies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.types.errors import CloisterError
-from cloister.types.grammar import Grammar
+from cloister.types.grammar import COMPILE_TIMEOUT_S, Grammar
 from cloister.types.request import SamplingParams
 
 MaskArray = npt.NDArray[np.uint32]
 
-COMPILE_TIMEOUT_S: Final = 5.0
-"""How long a grammar may take to compile; the helper that hangs on it is left to itself and replaced."""
 MASK_TIMEOUT_S: Final = 5.0
 """How long a step waits for one sequence's mask. The library's own limits end one after some 20 ms."""
 MAX_LEFT: Final = 2

@@ -68,7 +68,7 @@ class ModelRunner:
         )
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
-        """Says how the next token of each sequence is sampled, for drafters that sample as the model does (`DraftingPlace`)."""
+        """Says how the next token of each sequence is sampled, for drafters that sample as it does (`DrafterContext`)."""
         return self._batch.sampling_metadata(states, rows)
 
     def wipe_buffers(self) -> None:
@@ -145,9 +145,9 @@ class ModelRunner:
 
     def _drafted(self, parts: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Returns the parts with what is drafted for them."""
-        asks = [(part.plan, part.state) for part in parts if part.state.failure is None and part.state.pool is None]
-        self._drafting.follow(asks)
-        drafts = self._drafting.draft(asks)
+        pairs = [(part.plan, part.state) for part in parts if part.state.failure is None and part.state.pool is None]
+        self._drafting.follow(pairs)
+        drafts = self._drafting.draft(pairs)
         return (
             [schedule_sequence(part.plan, part.state, drafts.get(part.plan.seq_id, NOTHING)) for part in parts]
             if drafts

@@ -1,4 +1,4 @@
-"""Counter-based sampling noise: a pure function of (seed, sequence index, position, token id), with no state (rule 6).
+"""Counter-based sampling noise: a pure function of (seed, sequence index, position, token id); no state.
 
 The same idea as Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": the counter is mixed, nothing is
 advanced, so any token's noise can be had without the others', in any order, in any company.

@@ -1,6 +1,6 @@
 """Embeddings: the part of a step that pools hidden states of prompts, and one prompt's vector as it grows, chunk after chunk.
 
-A mean is summed in float64 one position after the other, so that neither chunking nor company changes a bit (rule 6).
+A mean is summed in float64 one position after the other, so that neither chunking nor company changes a bit (batch invariance).
 """
 
 from __future__ import annotations

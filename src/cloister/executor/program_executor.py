@@ -27,7 +27,7 @@ from cloister.types.errors import EngineError
 
 
 class ProgramExecutor:
-    """A program for which nothing but hidden states is too much to want.
+    """Runs a program's step; what the program cannot do (sampling, masks, ids of the largest logits) is done here in numpy.
 
     Args:
         program: what computes.

@@ -1,7 +1,7 @@
 """Samples tokens from logits, in numpy: the specification, which a program that samples follows (`backends.base`).
 
 Truncation is top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024). A row's token depends on that row
-alone: its logits, its parameters, its noise (rule 6).
+alone: its logits, its parameters, its noise (batch invariance).
 """
 
 from __future__ import annotations

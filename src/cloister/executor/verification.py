@@ -1,9 +1,9 @@
 """Verifies a sequence's drafts: from its last known token through them as far as the model agrees.
 
 A request with a seed, or a greedy one, gets at each node the very token that it would get without drafts: sampled with the
-noise of (seed, index, position), and a draft is accepted if it is that token (rule 6). The same keeps the distribution of
-every request whose drafts were not drawn by chance. Where they were, and the request has no seed, `executor.acceptance`
-decides.
+noise of (seed, index, position), and a draft is accepted if it is that token (batch invariance). The same keeps the
+distribution of every request whose drafts were not drawn by chance. Where they were, and the request has no seed,
+`executor.acceptance` decides.
 """
 
 from __future__ import annotations
@@ -90,8 +90,13 @@ class Verification:
         self.path += path
         self.token_ids += token_ids
 
-    def take(self, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
-        """Takes the next token; whether verification goes on, through the draft that foresaw it."""
+    def accept(self, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
+        """Appends the next token; returns whether verification goes on.
+
+        Args:
+            child: place of the draft that is this token; None if none is.
+            entry: its log-probabilities, if they are wanted.
+        """
         state = self.state
         if token_id < 0:
             state.failure = (state.grammar and state.grammar.failure) or NOTHING_LEFT

@@ -1,4 +1,4 @@
-"""Prefix keys: the only constructor, used by pool, tiers, hand-off and router (rule 5). Pure."""
+"""Prefix keys, seeded by the scope: the scheduler makes them here, and the prefix cache finds blocks by them. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """KV blocks with reference counts (vLLM, Kwon et al. 2023, section 4). Pure bookkeeping: a block is a number.
 
-Every block is free, used or cached: free + used + cached = total (rule 4). A block that leaves used or cached for free is
+Every block is free, used or cached: free + used + cached = total. A block that leaves used or cached for free is
 listed for wiping, and the runner wipes before it copies or writes, so nobody ever reads what another one left.
 """
 

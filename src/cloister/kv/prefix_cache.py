@@ -126,9 +126,9 @@ class PrefixCache:
             owner: whose share they come from, where there are quotas. What does not fit into it is not kept; None for what
                 may go whenever anybody needs room.
 
-        Where a key is known already (two equal prompts computed side by side) the block that is there stays, and the
-        caller's remain its own from there on: nothing is kept below a block that its owner does not hold, so that
-        whatever is unused has unused children only, and every cached block can be evicted.
+        If a key is known already (two equal prompts were computed side by side), the cache keeps the block that it has, and
+        none of the caller's blocks from that entry on. So a sequence that uses a kept block uses all blocks before it in the
+        chain too: the children of an unused block are unused, and every cached block can be evicted.
         """
         self._tick += 1
         num_groups, full = len(self._windows), self._full

@@ -18,7 +18,7 @@ from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from cloister.executor.drafters import Drafter, DraftingPlace
+    from cloister.executor.drafters import Drafter, DrafterContext
     from cloister.executor.drafters.base import Guesser
     from cloister.executor.state import SequenceState
 
@@ -56,7 +56,7 @@ class _Lent:
 
     def __init__(self) -> None:
         self.program: Program | None = None
-        self.draw: Callable[[list[SequenceState], list[int]], SamplingMetadata] | None = None
+        self.metadata_of: Callable[[list[SequenceState], list[int]], SamplingMetadata] | None = None
 
     def guesser(self, heads: DraftHeads) -> Guesser:
         from cloister.executor.drafters.guessing import make_guesser
@@ -65,10 +65,10 @@ class _Lent:
             raise EngineError("this back end lends no head to drafters")
         return make_guesser(heads, self.program)
 
-    def draws(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
-        if self.draw is None:
+    def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
+        if self.metadata_of is None:
             raise EngineError("the engine is not complete")
-        return self.draw(states, rows)
+        return self.metadata_of(states, rows)
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class DraftersAtHand:
             else:
                 drafter.allocate(kv)
 
-    def bind(self, draws: Callable[[list[SequenceState], list[int]], SamplingMetadata]) -> None:
-        """Says how the engine's sequences draw."""
-        self.lent.draw = draws
+    def bind(self, sampling_metadata: Callable[[list[SequenceState], list[int]], SamplingMetadata]) -> None:
+        """Says how the next tokens of the engine's sequences are sampled."""
+        self.lent.metadata_of = sampling_metadata
 
     def speculation(self) -> Speculation | None:
         """Says how much they draft; None without any."""
@@ -158,15 +158,15 @@ def open_drafters(
     if config.speculates:
         from cloister.executor.drafters import DRAFTERS
 
-        place = _place(config, model, backend, lent, max_model_len, max_batched_tokens)
+        context = _make_context(config, model, backend, lent, max_model_len, max_batched_tokens)
         for name in config.drafter_names:
-            found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
+            found[name] = DRAFTERS.get(name)(_with_files(context, config, name))
         if is_auto:
-            found = _find_all(place, config, model)
+            found = _find_all(context, config, model)
     return DraftersAtHand(found, config.draft_tokens, config.profile == "open", is_auto, lent)
 
 
-def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
+def _find_all(context: DrafterContext, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
     """Returns what `auto` chooses from: what was made for the model, and what needs nothing."""
     from cloister.executor.drafters import DRAFTERS
 
@@ -175,7 +175,7 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
     def find(name: str) -> bool:
         """Makes a drafter if what it needs is there; what settings name has to be."""
         try:
-            found[name] = DRAFTERS.get(name)(_with_files(place, config, name))
+            found[name] = DRAFTERS.get(name)(_with_files(context, config, name))
         except CloisterError as error:
             if name in DRAFTER_FILES and getattr(config, DRAFTER_FILES[name]) is not None:
                 raise
@@ -191,23 +191,23 @@ def _find_all(place: DraftingPlace, config: EngineConfig, model: LoadedModel) ->
     has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")
     if config.datastore is not None or has_own:
         find(LOOKED_UP)
-    found[FREE] = DRAFTERS.get(FREE)(place)
+    found[FREE] = DRAFTERS.get(FREE)(context)
     return found
 
 
-def _with_files(place: DraftingPlace, config: EngineConfig, name: str) -> DraftingPlace:
-    return replace(place, files=getattr(config, DRAFTER_FILES[name])) if name in DRAFTER_FILES else place
+def _with_files(context: DrafterContext, config: EngineConfig, name: str) -> DrafterContext:
+    return replace(context, files=getattr(config, DRAFTER_FILES[name])) if name in DRAFTER_FILES else context
 
 
-def _place(
+def _make_context(
     config: EngineConfig, model: LoadedModel, backend: Backend, lent: _Lent, max_model_len: int, max_batched_tokens: int
-) -> DraftingPlace:
-    from cloister.executor.drafters import DraftingPlace
+) -> DrafterContext:
+    from cloister.executor.drafters import DrafterContext
 
     def open_model(name: str) -> SmallModel:
         return SmallModel(load(locate(name), None, None, None), backend, config.block_size, max_batched_tokens)
 
-    return DraftingPlace(
+    return DrafterContext(
         model_path=model.path,
         vocab_size=model.spec.vocab_size,
         hidden_size=model.spec.hidden_size,
@@ -218,6 +218,6 @@ def _place(
         files=None,
         open_model=open_model,
         guesser=lent.guesser,
-        draws=lent.draws,
+        sampling_metadata=lent.sampling_metadata,
         fingerprint=model.info.fingerprint,
     )

@@ -24,7 +24,7 @@ from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.models.sources import TensorSlice, find_place
 from cloister.types.errors import ModelError
 
-# PEFT's adapter_config.json, read field by field; an unread field is an error (rule 10).
+# PEFT's adapter_config.json, read field by field; an unread field is an error.
 
 
 SETTINGS_FILE: Final = "adapter_config.json"

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json field by field and refuses fields that no code has read (rule 10)."""
+"""Reads a Hugging Face config.json field by field and refuses fields that no code has read."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RopeReader:
     """Reads what a config says of rotary positions.
 
     Some kinds of scaling change with the length of a sequence in transformers. Here the frequencies of a model are fixed, since
-    keys stay as they were written and a sequence's answer must not depend on how it was cut (rule 6): they are those of the
+    keys stay as they were written and a sequence's answer must not depend on how it was cut: they are those of the
     greatest length that will be used.
 
     Args:

@@ -226,7 +226,7 @@ class Gate:
             )
 
     def notice(self) -> str | None:
-        """Returns the line to say at start when nobody can be told apart, else None (rule 5)."""
+        """Returns the line to show at start where users cannot be told apart, else None."""
         if self.asks_for_keys or self._keyless_scope is not None:
             return None
         gain = "share inside a tenant" if self.policy.allows("prefix-cache") else "tell tenants apart"

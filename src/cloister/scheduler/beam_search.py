@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cloister.scheduler.admission import MAX_CANDIDATES, count_positions
 from cloister.scheduler.request_table import RequestTable
-from cloister.scheduler.sequence import RequestState, Sequence, introduce
+from cloister.scheduler.sequence import RequestState, SequenceRecord, introduce
 from cloister.types.events import Progressed
 from cloister.types.request import BeamSearch, FinishReason
 from cloister.types.step import Sample
@@ -71,8 +71,8 @@ class Beams:
         """Says which sequences are the beams from now on, and their log-probabilities so far."""
         self._logprobs = dict(logprobs)
 
-    def take(self, seq_id: int, candidates: Iterable[tuple[int, float]]) -> bool:
-        """Takes the likeliest next tokens of one beam, with log-probabilities; True once all beams have theirs."""
+    def collect(self, seq_id: int, candidates: Iterable[tuple[int, float]]) -> bool:
+        """Adds the likeliest next tokens of one beam, with log-probabilities; True once all beams have theirs."""
         self._candidates[seq_id] = candidates
         return self._candidates.keys() == self._logprobs.keys()
 
@@ -121,55 +121,57 @@ class BeamSearches:
 
     def count_promised(self) -> int:
         """Returns the blocks that all searches may still need."""
-        groups = {s.group.order: s.group for s in self._requests.running.values() if s.group.beams is not None}
-        return sum(self.count_blocks(group) for group in groups.values())
+        states = {
+            s.request_state.order: s.request_state for s in self._requests.running.values() if s.request_state.beams is not None
+        }
+        return sum(self.count_blocks(state) for state in states.values())
 
-    def count_blocks(self, group: RequestState) -> int:
+    def count_blocks(self, state: RequestState) -> int:
         """Returns the blocks that the beams of a request may still need if they share nothing.
 
         None of them is preempted: the others would wait for it with what they hold.
         """
-        assert group.beams is not None
-        width = group.beams.search.width
-        num_positions = count_positions(group.num_prompt_tokens, group.sequences[0].max_output)
+        assert state.beams is not None
+        width = state.beams.search.width
+        num_positions = count_positions(state.num_prompt_tokens, state.sequences[0].max_output)
         num_each = -(-num_positions // self._requests.pool.block_size) + 1  # one more while a shared block is copied
-        held = {block for s in group.sequences if s.table is not None for block in s.table.blocks}
+        held = {block for s in state.sequences if s.table is not None for block in s.table.blocks}
         return max(0, width * num_each - len(held))
 
-    def take(self, sequence: Sequence, beams: Beams, sample: Sample, now: float) -> None:
-        """Takes what may follow one beam; with those of all beams the search goes on, or ends."""
-        group = sequence.group
+    def collect(self, sequence: SequenceRecord, beams: Beams, sample: Sample, now: float) -> None:
+        """Adds the likeliest next tokens of one beam; once all beams have theirs the search goes on, or ends."""
+        state = sequence.request_state
         if sample.logprobs is None:
-            self._requests.end_group(
-                group, FinishReason.ERROR, now, error="the engine gave no log-probabilities for beam search"
+            self._requests.end_request(
+                state, FinishReason.ERROR, now, error="the engine gave no log-probabilities for beam search"
             )
             return
-        if not beams.take(sequence.seq_id, sample.logprobs[0].top):
+        if not beams.collect(sequence.seq_id, sample.logprobs[0].top):
             return
-        parents = {s.seq_id: s for s in group.sequences}
-        kept = beams.advance({seq_id: s.token_ids[group.num_prompt_tokens :] for seq_id, s in parents.items()})
+        parents = {s.seq_id: s for s in state.sequences}
+        kept = beams.advance({seq_id: s.token_ids[state.num_prompt_tokens :] for seq_id, s in parents.items()})
         if beams.is_done:
-            self._end(group, beams, now)
+            self._end(state, beams, now)
             return
         children = [self._requests.carry_on(parents[b.parent_id], place, b.token_id) for place, b in enumerate(kept)]
         for parent in parents.values():
             self._requests.drop(parent)
-        group.sequences = children
+        state.sequences = children
         beams.start({child.seq_id: beam.logprob for child, beam in zip(children, kept, strict=True)})
 
-    def _end(self, group: RequestState, beams: Beams, now: float) -> None:
+    def _end(self, state: RequestState, beams: Beams, now: float) -> None:
         """Ends a beam search with its best answers."""
-        prompt, group.first_token_s = group.request.token_ids, now
-        self._requests.drop_beams(group)
-        for index, found in enumerate(beams.hypotheses[: group.request.sampling.n]):
-            answer = self._requests.make_sequence(group, index, [*prompt, *found.token_ids], 0)
+        prompt, state.first_token_s = state.request.token_ids, now
+        self._requests.drop_beams(state)
+        for index, found in enumerate(beams.hypotheses[: state.request.sampling.n]):
+            answer = self._requests.make_sequence(state, index, [*prompt, *found.token_ids], 0)
             self._requests.answers.append(introduce(answer))
             last = found.token_ids[-1]
             self._requests.events.append(
-                Progressed(group.request.request_id, answer.seq_id, index, now, len(found.token_ids), index == 0)
+                Progressed(state.request.request_id, answer.seq_id, index, now, len(found.token_ids), index == 0)
             )
-            is_asked_for = found.is_ended and last in group.request.sampling.stop_token_ids
+            is_asked_for = found.is_ended and last in state.request.sampling.stop_token_ids
             reason = FinishReason.STOP if found.is_ended else FinishReason.LENGTH
             self._requests.end(answer, reason, now, stop_reason=last if is_asked_for else None)
-        if group.num_open:
-            self._requests.end_group(group, FinishReason.ERROR, now, error="beam search found fewer answers than n")
+        if state.num_open:
+            self._requests.end_request(state, FinishReason.ERROR, now, error="beam search found fewer answers than n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.request_table import RequestTable, table_of
-from cloister.scheduler.sequence import Sequence, Status
+from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.scheduler.speculation import DraftDecision, Speculation
 from cloister.scheduler.step import Step
 from cloister.types.step import Sample, StepResult
@@ -32,7 +32,7 @@ class DraftAllocator:
         self._cost = cost
         self._max_num_seqs = max_num_seqs
 
-    def choose(self, step: Step, decodes: list[Sequence], plain: StepSize) -> list[DraftDecision]:
+    def choose(self, step: Step, decodes: list[SequenceRecord], plain: StepSize) -> list[DraftDecision]:
         """Returns what each sequence drafts.
 
         Drafts displace no one: they take blocks that nobody needs, and leave others half of the tokens of the step and three
@@ -69,7 +69,7 @@ class DraftAllocator:
                 choices[place] = choice._replace(num_drafts=num_drafts)
         return choices
 
-    def _count_others(self, step: Step, decodes: list[Sequence], num_spare: int) -> tuple[int, int]:
+    def _count_others(self, step: Step, decodes: list[SequenceRecord], num_spare: int) -> tuple[int, int]:
         """Returns who may still come into a step beside its decodes, and the blocks that they need.
 
         Args:
@@ -89,8 +89,8 @@ class DraftAllocator:
             return len(others), num_blocks
         return len(others) + 1, num_blocks + num_more
 
-    def settle(self, step: Step, result: StepResult) -> StepSize:
-        """Takes in which drafts were accepted, and gives back at once what the others held; returns the size of the step as it
+    def release_rejected(self, step: Step, result: StepResult) -> StepSize:
+        """Reads which drafts were accepted, and releases the blocks of the others at once; returns the size of the step as it
         was, without drafts that nobody made."""
         samples = {sample.seq_id: sample for sample in result.samples}
         size = step.budget.size

@@ -1,6 +1,6 @@
 """Requests and sequences from arrival to end, their blocks and their place in the queue. Pure: no I/O, no clock.
 
-Every request ends exactly once, and every block comes back (rule 4).
+Every request ends exactly once, and every block comes back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import heapq
 
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixCache, PrefixKeys
 from cloister.scheduler.policies.base import SchedulingPolicy
-from cloister.scheduler.sequence import RequestState, Sequence, Status
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted
 from cloister.types.request import FinishReason, Request
 from cloister.types.scope import ScopeKind
@@ -26,8 +26,8 @@ class RequestTable:
         quotas: for each group of the pool, what each scope may keep; None for one cache that all share.
 
     Attributes:
-        groups: requests by id.
-        held: those of them that came and are not queued yet.
+        request_states: requests by id.
+        waiting_for_grammar: those of them that wait for a grammar, and are not queued yet.
         sequences: by id; those included that ended while a plan in flight still names them.
         running: sequences that are planned.
         departures: sequences that the runner shall forget.
@@ -39,11 +39,11 @@ class RequestTable:
         self, pool: BlockPool, policy: SchedulingPolicy, keys: PrefixKeys | None, quotas: list[CacheQuotas] | None = None
     ) -> None:
         self.pool = pool
-        self.tree = PrefixCache(pool, keys.public, quotas) if keys is not None else None
-        self.groups: dict[str, RequestState] = {}
-        self.held: dict[str, RequestState] = {}
-        self.sequences: dict[int, Sequence] = {}
-        self.running: dict[int, Sequence] = {}
+        self.prefix_cache = PrefixCache(pool, keys.public, quotas) if keys is not None else None
+        self.request_states: dict[str, RequestState] = {}
+        self.waiting_for_grammar: dict[str, RequestState] = {}
+        self.sequences: dict[int, SequenceRecord] = {}
+        self.running: dict[int, SequenceRecord] = {}
         self.num_waiting = 0
         self.departures: list[int] = []
         self.events: list[Event] = []
@@ -57,68 +57,68 @@ class RequestTable:
     @property
     def next_deadline_s(self) -> float | None:
         """When somebody's deadline passes next, or that of cached blocks."""
-        while self._deadlines and self._deadlines[0][2] not in self.groups:
+        while self._deadlines and self._deadlines[0][2] not in self.request_states:
             heapq.heappop(self._deadlines)
         first = self._deadlines[0][0] if self._deadlines else None
-        if self.tree is not None and self.tree.ttl.queue:
-            due_s = self.tree.ttl.queue[0][0]
+        if self.prefix_cache is not None and self.prefix_cache.ttl.queue:
+            due_s = self.prefix_cache.ttl.queue[0][0]
             return due_s if first is None else min(first, due_s)
         return first
 
     def enlist(self, request: Request, now: float, seed: int) -> RequestState:
-        """Takes a request down, with the deadline it brings.
+        """Adds a request, with the deadline that it brings.
 
         Raises:
             ValueError: its id is in use, or it asks for no sequence; a front refuses both before.
         """
-        if request.request_id in self.groups:
+        if request.request_id in self.request_states:
             raise ValueError("a request id may be used once only")
         if request.sampling.n < 1:
             raise ValueError("a request asks for at least one sequence")
         root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
-        # What only its own request can find is nobody's to keep: it goes first.
+        # No later request can find the blocks of a scope that is one request: they have no owner, and are evicted first.
         scope = request.scope
         owner = None if scope.kind is ScopeKind.REQUEST else scope.owner or scope.seed
-        group = RequestState(request, now=now, order=self._next_order, seed=seed, root=root, owner=owner)
+        state = RequestState(request, now=now, order=self._next_order, seed=seed, root=root, owner=owner)
         self._next_order += 1
-        self.groups[request.request_id] = group
-        self.events.append(Arrived(request.request_id, now, group.num_prompt_tokens))
-        heapq.heappush(self._deadlines, (group.deadline_s, group.order, request.request_id))
-        return group
+        self.request_states[request.request_id] = state
+        self.events.append(Arrived(request.request_id, now, state.num_prompt_tokens))
+        heapq.heappush(self._deadlines, (state.deadline_s, state.order, request.request_id))
+        return state
 
-    def make_sequence(self, group: RequestState, index: int, token_ids: list[int], max_output: int) -> Sequence:
+    def make_sequence(self, state: RequestState, index: int, token_ids: list[int], max_output: int) -> SequenceRecord:
         """Adds a sequence to a request; it neither waits nor runs yet."""
-        sequence = Sequence(self._next_seq, group, index, token_ids, max_output)
+        sequence = SequenceRecord(self._next_seq, state, index, token_ids, max_output)
         self._next_seq += 1
         self.sequences[sequence.seq_id] = sequence
-        group.sequences.append(sequence)
+        state.sequences.append(sequence)
         return sequence
 
-    def wait(self, sequence: Sequence) -> None:
+    def wait(self, sequence: SequenceRecord) -> None:
         """Queues a sequence."""
         sequence.status = Status.WAITING
         self.num_waiting += 1
         self._policy.push(sequence)
 
-    def run(self, sequence: Sequence) -> None:
+    def run(self, sequence: SequenceRecord) -> None:
         """Lets a sequence be planned from now on."""
         sequence.status = Status.RUNNING
         self.running[sequence.seq_id] = sequence
         self._policy.join(sequence)
 
-    def leave(self, sequence: Sequence, status: Status) -> None:
-        """Stops planning a running sequence; `settle` takes its blocks."""
+    def leave(self, sequence: SequenceRecord, status: Status) -> None:
+        """Stops planning a running sequence; `release_blocks` gives its blocks back."""
         del self.running[sequence.seq_id]
         self._policy.leave(sequence)
         sequence.status = status
 
-    def preempt(self, sequence: Sequence, now: float) -> None:
+    def preempt(self, sequence: SequenceRecord, now: float) -> None:
         """Takes a running sequence's blocks (recomputation, vLLM section 4.5), at once or when no plan names it."""
         self.leave(sequence, Status.PREEMPTING)
-        self.events.append(Preempted(sequence.group.request.request_id, now))
-        self.settle(sequence)
+        self.events.append(Preempted(sequence.request_state.request.request_id, now))
+        self.release_blocks(sequence)
 
-    def settle(self, sequence: Sequence | None) -> None:
+    def release_blocks(self, sequence: SequenceRecord | None) -> None:
         """Gives back the blocks of a sequence that left, as soon as no plan in flight names it."""
         if sequence is None or sequence.num_in_flight or sequence.status in (Status.RUNNING, Status.WAITING):
             return
@@ -126,69 +126,71 @@ class RequestTable:
             sequence.table.close()
             sequence.table = None
             self.departures.append(sequence.seq_id)
-        is_last_use = sequence.status is Status.ENDED and sequence.group.request.scope.kind is ScopeKind.REQUEST
-        if self.tree is not None and is_last_use:
+        is_last_use = sequence.status is Status.ENDED and sequence.request_state.request.scope.kind is ScopeKind.REQUEST
+        if self.prefix_cache is not None and is_last_use:
             # The scope ends with the request, and its residue with it; forks may know only their own end of the chain.
-            self.tree.discard(sequence.keys)
-            self.tree.discard(sequence.group.sequences[0].keys if sequence.group.sequences else [])
+            self.prefix_cache.discard(sequence.keys)
+            self.prefix_cache.discard(sequence.request_state.sequences[0].keys if sequence.request_state.sequences else [])
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
             self.wait(sequence)
         else:
             self.sequences.pop(sequence.seq_id, None)
 
-    def renew(self, sequence: Sequence, now: float) -> None:
+    def renew(self, sequence: SequenceRecord, now: float) -> None:
         """Lets cached blocks of a scope that ends by itself stay on, since one of its requests uses them."""
-        group = sequence.group
-        if self.tree is not None and group.request.scope.lifetime_s is not None:
-            self.tree.renew(group.root, now + group.request.scope.lifetime_s)
+        state = sequence.request_state
+        if self.prefix_cache is not None and state.request.scope.lifetime_s is not None:
+            self.prefix_cache.renew(state.root, now + state.request.scope.lifetime_s)
 
-    def keep_blocks(self, sequence: Sequence) -> None:
-        """Offers full blocks to the prefix tree."""
-        if self.tree is None or self._keys is None or sequence.group.request.pooling is not None:
+    def keep_blocks(self, sequence: SequenceRecord) -> None:
+        """Offers full blocks to the prefix cache."""
+        if self.prefix_cache is None or self._keys is None or sequence.request_state.request.pooling is not None:
             return  # many texts to be pooled would push out what chats come back to
         num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
         if num_full > sequence.num_kept:
-            group = sequence.group
+            state = sequence.request_state
             self._extend_keys(sequence, num_full)
-            root = group.root if group.request.scope.lifetime_s is not None else None
-            self.tree.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root, group.owner)
+            root = state.root if state.request.scope.lifetime_s is not None else None
+            self.prefix_cache.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root, state.owner)
             sequence.num_kept = num_full
 
     def reads_prefixes(self, request: Request) -> bool:
         """Whether a request looks for its prompt in the prefix cache."""
-        return self.tree is not None and not _wants_every_position(request)
+        return self.prefix_cache is not None and not _wants_every_position(request)
 
-    def match_keys(self, sequence: Sequence) -> list[bytes]:
+    def match_keys(self, sequence: SequenceRecord) -> list[bytes]:
         """Returns the keys whose blocks a waiting sequence may read: all but the last token, which gives the logits."""
-        if self.tree is None or self._keys is None or _wants_every_position(sequence.group.request):
+        if self.prefix_cache is None or self._keys is None or _wants_every_position(sequence.request_state.request):
             return []
         num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_size
         self._extend_keys(sequence, num_blocks)
         return sequence.keys[:num_blocks]
 
-    def count_cached(self, sequence: Sequence) -> int:
+    def count_cached(self, sequence: SequenceRecord) -> int:
         """Returns how many tokens of a waiting sequence the prefix cache holds, and changes nothing there."""
-        return 0 if self.tree is None else self.tree.match_length(self.match_keys(sequence)) * self.pool.block_size
+        return (
+            0 if self.prefix_cache is None else self.prefix_cache.match_length(self.match_keys(sequence)) * self.pool.block_size
+        )
 
-    def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
+    def _extend_keys(self, sequence: SequenceRecord, num_blocks: int) -> None:
         if self._keys is not None:
-            group = sequence.group
-            is_base = group.request.adapter is None
-            self._keys.extend(sequence.keys, group.root, sequence.token_ids, num_blocks, reads_public=is_base)
+            state = sequence.request_state
+            is_base = state.request.adapter is None
+            self._keys.extend(sequence.keys, state.root, sequence.token_ids, num_blocks, reads_public=is_base)
 
-    def end_group(self, group: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
+    def end_request(self, state: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
         """Ends every open sequence of a request, those included that were still to be forked."""
-        if group.beams is not None:
-            self.drop_beams(group)
-        while group.num_unforked:
-            self.make_sequence(group, len(group.sequences), [], 0)
-        for sequence in list(group.sequences):
+        if state.beams is not None:
+            self.drop_beams(state)
+        while state.num_unforked:
+            self.make_sequence(state, len(state.sequences), [], 0)
+        for sequence in list(state.sequences):
             self.end(sequence, reason, now, error=error)
 
-    def carry_on(self, parent: Sequence, index: int, token_id: int) -> Sequence:
+    def carry_on(self, parent: SequenceRecord, index: int, token_id: int) -> SequenceRecord:
         """Returns a new running sequence: a beam with one more token, which shares the blocks of the one that it continues."""
-        child = self.make_sequence(parent.group, index, [*parent.token_ids, token_id], parent.max_output)
+        child = self.make_sequence(parent.request_state, index, [*parent.token_ids, token_id], parent.max_output)
         child.table = table_of(parent).fork()
         child.table.num_sent = 0
         child.num_planned = child.num_committed = parent.num_committed
@@ -197,12 +199,12 @@ class RequestTable:
         self.run(child)
         return child
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: SequenceRecord) -> None:
         """Ends a beam, of which no event is sent."""
         self._take_out(sequence)
-        self.settle(sequence)
+        self.release_blocks(sequence)
 
-    def _take_out(self, sequence: Sequence) -> None:
+    def _take_out(self, sequence: SequenceRecord) -> None:
         """Takes a sequence that ends from those that run or wait."""
         if sequence.status is Status.RUNNING:
             self.leave(sequence, Status.ENDED)
@@ -210,74 +212,74 @@ class RequestTable:
             self.num_waiting -= 1
         sequence.status = Status.ENDED
 
-    def drop_beams(self, group: RequestState) -> None:
+    def drop_beams(self, state: RequestState) -> None:
         """Ends the beams of a request, which is left without sequences."""
-        for sequence in group.sequences:
+        for sequence in state.sequences:
             self.drop(sequence)
-        group.sequences, group.beams = [], None
+        state.sequences, state.beams = [], None
 
     def end(
         self,
-        sequence: Sequence,
+        sequence: SequenceRecord,
         reason: FinishReason,
         now: float,
         *,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> None:
-        """Ends a sequence, once; the request's last one carries `last` (rule 4)."""
+        """Ends a sequence, once; the request's last one carries `last`."""
         if sequence.status is Status.ENDED:
             return
         self._take_out(sequence)
-        group = sequence.group
-        group.num_open -= 1
+        state = sequence.request_state
+        state.num_open -= 1
         self.events.append(
             Ended(
-                request_id=group.request.request_id,
+                request_id=state.request.request_id,
                 seq_id=sequence.seq_id,
                 index=sequence.index,
                 now_s=now,
                 reason=reason,
-                num_prompt_tokens=group.num_prompt_tokens,
+                num_prompt_tokens=state.num_prompt_tokens,
                 num_output_tokens=max(0, sequence.num_output),
-                num_cached_tokens=group.num_cached_tokens,
-                arrival_s=group.arrival_s,
-                first_token_s=group.first_token_s,
-                last=group.num_open == 0,
+                num_cached_tokens=state.num_cached_tokens,
+                arrival_s=state.arrival_s,
+                first_token_s=state.first_token_s,
+                last=state.num_open == 0,
                 stop_reason=stop_reason,
                 error=error,
             )
         )
         self.renew(sequence, now)
-        if group.num_open == 0:
-            del self.groups[group.request.request_id]
-            self.held.pop(group.request.request_id, None)
-        self.settle(sequence)
+        if state.num_open == 0:
+            del self.request_states[state.request.request_id]
+            self.waiting_for_grammar.pop(state.request.request_id, None)
+        self.release_blocks(sequence)
 
     def expire(self, now: float) -> None:
         """Ends requests whose deadline has passed, whatever they wait for, and drops blocks whose scope's has."""
         while (deadline := self.next_deadline_s) is not None and deadline <= now:
-            if self.tree is not None and self.tree.ttl.queue:
-                self.tree.expire(now)
+            if self.prefix_cache is not None and self.prefix_cache.ttl.queue:
+                self.prefix_cache.expire(now)
             if not self._deadlines or self._deadlines[0][0] > now:
                 return
-            group = self.groups.get(heapq.heappop(self._deadlines)[2])
-            if group is None:
+            state = self.request_states.get(heapq.heappop(self._deadlines)[2])
+            if state is None:
                 continue
-            waited = now - group.arrival_s
+            waited = now - state.arrival_s
             message = (
                 f"the request was not complete after {waited:.1f} s, its deadline; try again when the server is "
                 "less busy, ask for fewer tokens, or raise --request-timeout-s"
             )
-            self.end_group(group, FinishReason.TIMEOUT, now, error=message)
+            self.end_request(state, FinishReason.TIMEOUT, now, error=message)
 
 
 def _wants_every_position(request: Request) -> bool:
-    """Whether its reply is made of what each position of the prompt computes, so that no hit will do (rule 5)."""
+    """Whether its reply is made of what each position of the prompt computes, so that no prefix hit will do."""
     return request.sampling.prompt_logprobs is not None or request.pooling is not None
 
 
-def table_of(sequence: Sequence) -> BlockTable:
+def table_of(sequence: SequenceRecord) -> BlockTable:
     """The block table of a running sequence."""
     if sequence.table is None:
         raise AssertionError("a sequence without blocks was treated as running")

@@ -1,5 +1,6 @@
-"""The scheduler: there is no prefill and no decode, only sequences whose computed positions must catch up with what is
-known plus what is drafted (rule 1). Pure: no I/O, no clock, no arrays, no random source; it takes `now`.
+"""The scheduler. It has no separate steps for prefill and decode (no phases): it plans positions of each sequence until those
+that are computed catch up with those that are known plus those that are drafted. Pure: no I/O, no clock, no arrays, no random
+source; it takes `now`.
 
 `plan` may be called again before the plan before it was committed; commits come in the order of plans.
 """
@@ -17,7 +18,7 @@ from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.policies import POLICIES
 from cloister.scheduler.request_table import RequestTable, table_of
-from cloister.scheduler.sequence import RequestState, Sequence, Status, introduce
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.scheduler.step import Step
 from cloister.types.events import Event, Progressed, Scheduled
@@ -65,10 +66,11 @@ class Scheduler:
         speculation: says how many tokens to draft; None drafts none.
 
     Attributes:
-        tree: the prefix cache, if there is one.
-        requests: records of those that have not ended, by id. They are the scheduler's to change, `held_until_s` aside.
-        held: those of them that came and are not queued before `release`.
-        answers: those of beam searches that were not taken yet, whole, as if they arrived: their output behind the prompt.
+        prefix_cache: the prefix cache, if there is one.
+        requests: states of the requests that have not ended, by id. Only the scheduler changes them, except for
+            `grammar_deadline_s`, which the engine may set.
+        waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
+        answers: finished answers of beam searches that nobody took yet, each as a new sequence with prompt and whole output.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Scheduler:
             num_usable -= quotas[0].num_most  # a sequence that runs alone must fit into what full shares leave
         self._requests = RequestTable(pool, self._policy, keys, quotas)
         self._policy.attach_cache(self._requests.count_cached)
-        self._draft_room = (
+        self._draft_allocator = (
             DraftAllocator(speculation, self._requests, self._policy, self.cost, config.max_num_seqs)
             if speculation is not None
             else None
@@ -104,9 +106,9 @@ class Scheduler:
         self._num_usable = num_usable * pool.block_size if max_held is None or num_usable < max_held else _UNBOUNDED
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
-        self.tree = self._requests.tree
-        self.requests: Mapping[str, RequestState] = self._requests.groups
-        self.held: Mapping[str, RequestState] = self._requests.held
+        self.prefix_cache = self._requests.prefix_cache
+        self.requests: Mapping[str, RequestState] = self._requests.request_states
+        self.waiting_for_grammar: Mapping[str, RequestState] = self._requests.waiting_for_grammar
         self.answers = self._requests.answers
         self._steps: deque[Step] = deque()
         self._next_plan = 0
@@ -140,50 +142,57 @@ class Scheduler:
     # Coming and going
 
     def add(
-        self, request: Request, now: float, *, seed: int = 0, refusal: str | None = None, hold_until_s: float | None = None
+        self,
+        request: Request,
+        now: float,
+        *,
+        seed: int = 0,
+        refusal: str | None = None,
+        grammar_deadline_s: float | None = None,
     ) -> None:
         """Takes a request. One that can never run ends at once as REJECTED, with the reason and the figure that would do.
 
         Args:
             seed: of the sampling noise, if the request brings none.
             refusal: why it can never run, where the caller knows that already.
-            hold_until_s: the caller holds it back for something outside, and will look again by then; None queues it at once.
+            grammar_deadline_s: its grammar is still being compiled: `release` queues it, and the caller looks again by then at
+                the latest; None queues it at once.
         """
-        group = self._requests.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
+        state = self._requests.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
-        group.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
+        state.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
         most = 0 if request.pooling is not None else request.sampling.max_tokens
         max_output = min(
-            self.config.max_model_len - group.num_prompt_tokens,
+            self.config.max_model_len - state.num_prompt_tokens,
             most if most is not None else self.config.max_model_len,
         )
         if request.sampling.beams is not None:
-            group.beams = Beams(request.sampling.beams, group.stop_token_ids, max_output)
-        sequence = self._requests.make_sequence(group, 0, list(request.token_ids), max_output)
-        if group.beams is not None:
-            group.beams.start({sequence.seq_id: 0.0})
+            state.beams = Beams(request.sampling.beams, state.stop_token_ids, max_output)
+        sequence = self._requests.make_sequence(state, 0, list(request.token_ids), max_output)
+        if state.beams is not None:
+            state.beams.start({sequence.seq_id: 0.0})
         limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
         refusal = refusal or find_refusal(request, limits)
-        if refusal is None and group.beams is not None:
-            refusal = group.beams.find_excess()
+        if refusal is None and state.beams is not None:
+            refusal = state.beams.find_excess()
         if refusal is not None:
-            self._requests.end_group(group, FinishReason.REJECTED, now, error=refusal)
-        elif hold_until_s is not None:
-            group.held_until_s = hold_until_s
-            self._requests.held[request.request_id] = group
+            self._requests.end_request(state, FinishReason.REJECTED, now, error=refusal)
+        elif grammar_deadline_s is not None:
+            state.grammar_deadline_s = grammar_deadline_s
+            self._requests.waiting_for_grammar[request.request_id] = state
         else:
             self._requests.wait(sequence)
 
-    def release(self, group: RequestState) -> None:
-        """Queues a request that was held back."""
-        del self._requests.held[group.request.request_id]
-        self._requests.wait(group.sequences[0])
+    def release(self, state: RequestState) -> None:
+        """Queues a request that waited for its grammar."""
+        del self._requests.waiting_for_grammar[state.request.request_id]
+        self._requests.wait(state.sequences[0])
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends a request that nobody waits for; does nothing if it has ended already."""
-        group = self._requests.groups.get(request_id)
-        if group is not None:
-            self._requests.end_group(group, FinishReason.ABORT, now)
+        state = self._requests.request_states.get(request_id)
+        if state is not None:
+            self._requests.end_request(state, FinishReason.ABORT, now)
 
     def fail(self, message: str, now: float) -> None:
         """Ends every request that a plan in flight names, and forgets those plans: the step could not be done."""
@@ -194,8 +203,8 @@ class Scheduler:
         for step in steps:
             for sequence in (*(part[0] for part in step.parts), *step.forked):
                 if sequence.status is not Status.ENDED:
-                    self._requests.end_group(sequence.group, FinishReason.ERROR, now, error=message)
-                self._requests.settle(sequence)
+                    self._requests.end_request(sequence.request_state, FinishReason.ERROR, now, error=message)
+                self._requests.release_blocks(sequence)
             self.pool.wipe_again(step.plan.wipes)
 
     # One step
@@ -225,8 +234,8 @@ class Scheduler:
             raise ValueError(f"plan {step.plan.plan_id} must be committed before plan {result.plan_id}")
         self._land(step)
         size = step.budget.size
-        if self._draft_room is not None and step.choices:
-            size = self._draft_room.settle(step, result)
+        if self._draft_allocator is not None and step.choices:
+            size = self._draft_allocator.release_rejected(step, result)
         block_size = self.pool.block_size
         for sequence, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
@@ -245,12 +254,12 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or not sequence.max_output:
                 self._after_step(sequence, now)
         for sequence in step.forked:
-            self._requests.settle(sequence)
+            self._requests.release_blocks(sequence)
         if step.parts:
             elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
-            if self._draft_room is not None:
-                self._draft_room.learn(step, size, result, elapsed_s)
+            if self._draft_allocator is not None:
+                self._draft_allocator.learn(step, size, result, elapsed_s)
         return self.take_events()
 
     def _land(self, step: Step) -> None:
@@ -267,7 +276,7 @@ class Scheduler:
     def _fill(self, step: Step) -> None:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
         step.may_admit = self._policy.may_admit(len(self._requests.running))
-        by_level: dict[int, tuple[list[Sequence], list[Sequence]]] = {}
+        by_level: dict[int, tuple[list[SequenceRecord], list[SequenceRecord]]] = {}
         level_of = self._policy.level
         for sequence in self._requests.running.values():
             num_wanted = sequence.num_wanted
@@ -285,7 +294,7 @@ class Scheduler:
                 self._extend_chunk(step, sequence)
         self._admit(step, before=None)
 
-    def _fill_decodes(self, step: Step, decodes: list[Sequence], prefills: list[Sequence]) -> None:
+    def _fill_decodes(self, step: Step, decodes: list[SequenceRecord], prefills: list[SequenceRecord]) -> None:
         """Plans one position for each sequence, and lets them bound the time of what follows.
 
         Args:
@@ -294,36 +303,36 @@ class Scheduler:
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
         choices: list[DraftDecision] = []
-        if not step.is_held_up:
+        if not step.yields_to_prefill:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
             plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
             is_burst = bool(prefills or self._requests.num_waiting) and self._are_of_burst(step, prefills)
             step.budget.bound_by_decodes(plain, BURST_FLOOR_S if is_burst else 0.0)
-            if self._draft_room is not None:
-                choices = self._draft_room.choose(step, decodes, plain)
+            if self._draft_allocator is not None:
+                choices = self._draft_allocator.choose(step, decodes, plain)
         for place, sequence in enumerate(decodes):
-            if step.is_held_up and not step.budget.admits(sequence.num_planned):
+            if step.yields_to_prefill and not step.budget.admits(sequence.num_planned):
                 return
             self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
 
-    def _are_of_burst(self, step: Step, prefills: list[Sequence]) -> bool:
+    def _are_of_burst(self, step: Step, prefills: list[SequenceRecord]) -> bool:
         """True if all that decode, of any level, have just begun and came together with prompts that are not computed yet.
 
         Nobody has read along for long then, and the prompts of one burst are computed in a few large chunks.
         """
-        pending = [sequence.group.arrival_s for sequence in prefills]
+        pending = [sequence.request_state.arrival_s for sequence in prefills]
         if (first := self._policy.peek()) is not None:
-            pending.append(first.group.arrival_s)
+            pending.append(first.request_state.arrival_s)
         if not pending:
             return False
         since_s, young_s = min(pending) - BURST_S, step.now - BURST_LASTS_S
         for sequence in self._requests.running.values():
-            group = sequence.group
-            if group.first_token_s is not None and (group.arrival_s < since_s or group.first_token_s < young_s):
+            state = sequence.request_state
+            if state.first_token_s is not None and (state.arrival_s < since_s or state.first_token_s < young_s):
                 return False
         return True
 
-    def _extend_chunk(self, step: Step, sequence: Sequence) -> None:
+    def _extend_chunk(self, step: Step, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
         num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
@@ -343,7 +352,7 @@ class Scheduler:
             if not self._make_room(step, sequence):
                 return
             keys = self._requests.match_keys(sequence)
-            hits = self.tree.match(keys) if self.tree is not None else []
+            hits = self.prefix_cache.match(keys) if self.prefix_cache is not None else []
             num_hit = len(hits) // self.pool.num_groups * self.pool.block_size
             if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
                 return
@@ -356,7 +365,7 @@ class Scheduler:
             self._start(step, sequence, num_hit)
             self._extend_chunk(step, sequence)
 
-    def _make_room(self, step: Step, sequence: Sequence) -> bool:
+    def _make_room(self, step: Step, sequence: SequenceRecord) -> bool:
         """Frees running slots for a waiting sequence, by displacing others if the policy says so."""
         num_taken = sum(s.num_slots for s in self._requests.running.values())
         while num_taken + sequence.num_slots > self.config.max_num_seqs:
@@ -367,12 +376,12 @@ class Scheduler:
             self._requests.preempt(victim, step.now)
         return True
 
-    def _reserve(self, step: Step, sequence: Sequence) -> bool:
+    def _reserve(self, step: Step, sequence: SequenceRecord) -> bool:
         """True if the pool can hold all that is known of the sequence, beside what running prompts still need."""
-        num_most = count_positions(sequence.group.num_prompt_tokens, sequence.max_output)
+        num_most = count_positions(sequence.request_state.num_prompt_tokens, sequence.max_output)
         needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
-        if sequence.group.beams is not None:
-            needed = self._searches.count_blocks(sequence.group)
+        if sequence.request_state.beams is not None:
+            needed = self._searches.count_blocks(sequence.request_state)
         while self._requests.running:
             missing = [table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values()]
             headroom = len(missing)  # an entry each, so that admission does not preempt a step later
@@ -384,33 +393,33 @@ class Scheduler:
             self._requests.preempt(victim, step.now)
         return self.pool.has_room([needed], 0)
 
-    def _start(self, step: Step, sequence: Sequence, num_hit: int) -> None:
+    def _start(self, step: Step, sequence: SequenceRecord, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
         self._requests.num_waiting -= 1
         sequence.num_planned = sequence.num_committed = num_hit
         self._requests.run(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
-        group = sequence.group
+        state = sequence.request_state
         self._requests.renew(sequence, step.now)
-        resumed = group.scheduled_s is not None
+        resumed = state.scheduled_s is not None
         if not resumed:
-            group.scheduled_s = step.now
-            group.num_cached_tokens = num_hit
+            state.scheduled_s = step.now
+            state.num_cached_tokens = num_hit
         self._requests.events.append(
             Scheduled(
-                request_id=group.request.request_id,
+                request_id=state.request.request_id,
                 now_s=step.now,
-                queue_s=step.now - group.arrival_s,
+                queue_s=step.now - state.arrival_s,
                 num_cached_tokens=num_hit,
-                num_prompt_tokens=group.num_prompt_tokens,
+                num_prompt_tokens=state.num_prompt_tokens,
                 resumed=resumed,
-                num_queried_tokens=group.num_prompt_tokens if self._requests.reads_prefixes(group.request) else 0,
+                num_queried_tokens=state.num_prompt_tokens if self._requests.reads_prefixes(state.request) else 0,
             )
         )
         step.plan.arrivals.append(introduce(sequence))
 
-    def _extend(self, step: Step, sequence: Sequence, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
+    def _extend(self, step: Step, sequence: SequenceRecord, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
         """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
         others for blocks."""
         num_left = step.budget.num_left - num_tokens
@@ -426,7 +435,7 @@ class Scheduler:
         is_decode = start == num_known - 1
         samples = int(end == num_known + num_drafts and sequence.max_output > 0)
         is_watched = choice.is_watched
-        if self._draft_room is not None and samples:  # the end of a prompt may be a single position
+        if self._draft_allocator is not None and samples:  # the end of a prompt may be a single position
             is_watched = is_watched or not is_decode or not sequence.num_output
         if sequence.is_unknown:
             sequence.is_unknown = False
@@ -455,11 +464,11 @@ class Scheduler:
         sequence.num_in_flight += 1
         if samples:
             sequence.num_pending += 1
-            if sequence.group.num_open > 1 and sequence.group.beams is None:
+            if sequence.request_state.num_open > 1 and sequence.request_state.beams is None:
                 self._fork(step, sequence)
         return True
 
-    def _grow(self, step: Step, sequence: Sequence, table: BlockTable, start: int, end: int) -> bool:
+    def _grow(self, step: Step, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; False if the blocks for it cannot be had in this step."""
         while True:
             try:
@@ -473,11 +482,11 @@ class Scheduler:
                 if victim is sequence or victim.num_in_flight:
                     return False  # its blocks come back when the plans that name it are committed
 
-    def _fork(self, step: Step, parent: Sequence) -> None:
+    def _fork(self, step: Step, parent: SequenceRecord) -> None:
         """Makes the request's other sequences from the one that has just computed the prompt."""
-        group = parent.group
-        for index in range(len(group.sequences), group.request.sampling.n):
-            child = self._requests.make_sequence(group, index, list(parent.token_ids), parent.max_output)
+        state = parent.request_state
+        for index in range(len(state.sequences), state.request.sampling.n):
+            child = self._requests.make_sequence(state, index, list(parent.token_ids), parent.max_output)
             child.table = table_of(parent).fork()
             child.num_planned = parent.num_planned
             child.num_committed = parent.num_planned
@@ -488,7 +497,7 @@ class Scheduler:
             step.forked.append(child)
             step.plan.forks.append(Fork(parent.seq_id, child.seq_id, index))
 
-    def _choose_victim(self, step: Step, behind: Sequence | None) -> Sequence | None:
+    def _choose_victim(self, step: Step, behind: SequenceRecord | None) -> SequenceRecord | None:
         """Returns the least urgent running sequence that is not in this step.
 
         Args:
@@ -498,7 +507,9 @@ class Scheduler:
         choices = [
             s
             for s in self._requests.running.values()
-            if s.seq_id not in planned and s.group.beams is None and (behind is None or self._policy.displaces(behind, s))
+            if s.seq_id not in planned
+            and s.request_state.beams is None
+            and (behind is None or self._policy.displaces(behind, s))
         ]
         return max(choices, key=lambda s: (self._policy.level(s), self._policy.rank(s)), default=None)
 
@@ -509,35 +520,35 @@ class Scheduler:
         if sequence is None or sequence.status is Status.ENDED:
             return
         sequence.num_pending -= 1
-        group = sequence.group
-        if group.beams is not None:
-            self._searches.take(sequence, group.beams, sample, now)
+        state = sequence.request_state
+        if state.beams is not None:
+            self._searches.collect(sequence, state.beams, sample, now)
             return
-        num_left = sequence.max_output + group.num_prompt_tokens - len(sequence.token_ids)
+        num_left = sequence.max_output + state.num_prompt_tokens - len(sequence.token_ids)
         token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
         sequence.token_ids += token_ids
         if sample.accepted and sequence.status is Status.RUNNING:
             self._requests.keep_blocks(sequence)  # their tokens were not known when its positions were committed
-        first = group.first_token_s is None
+        first = state.first_token_s is None
         if first:
-            group.first_token_s = now
+            state.first_token_s = now
         self._requests.events.append(
-            Progressed(group.request.request_id, sequence.seq_id, sequence.index, now, len(token_ids), first)
+            Progressed(state.request.request_id, sequence.seq_id, sequence.index, now, len(token_ids), first)
         )
         if stop is not None:
             self._requests.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
         elif len(token_ids) >= num_left:
             self._requests.end(sequence, FinishReason.LENGTH, now)
 
-    def _after_step(self, sequence: Sequence, now: float) -> None:
-        """Ends what only wanted its prompt computed, and settles who left while the step ran."""
+    def _after_step(self, sequence: SequenceRecord, now: float) -> None:
+        """Ends a request that needs only its prompt computed; releases blocks of a sequence that left while the step ran."""
         is_done = not sequence.max_output and sequence.num_committed >= len(sequence.token_ids)
         if sequence.status is Status.RUNNING and is_done:
-            is_whole = sequence.group.request.pooling is not None  # its vector is the answer
-            self._requests.end_group(sequence.group, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
-        self._requests.settle(sequence)
+            is_whole = sequence.request_state.request.pooling is not None  # its vector is the answer
+            self._requests.end_request(sequence.request_state, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
+        self._requests.release_blocks(sequence)
 
     def _fail_sequence(self, seq_id: int, message: str, now: float) -> None:
         sequence = self._requests.sequences.get(seq_id)
         if sequence is not None and sequence.status is not Status.ENDED:
-            self._requests.end_group(sequence.group, FinishReason.ERROR, now, error=message)
+            self._requests.end_request(sequence.request_state, FinishReason.ERROR, now, error=message)

@@ -31,7 +31,7 @@ class RequestState:
 
     Attributes:
         arrival_s, deadline_s: on the engine's clock.
-        held_until_s: of one that is held back (`Scheduler.held`): when whoever holds it looks again at the latest.
+        grammar_deadline_s: of one in `Scheduler.waiting_for_grammar`: when the engine looks at its grammar again at the latest.
         num_prompt_tokens: length of its prompt.
         order: rank of arrival, for first come first served.
         seed: of the sampling noise, the client's or a drawn one.
@@ -46,7 +46,7 @@ class RequestState:
         "beams",
         "deadline_s",
         "first_token_s",
-        "held_until_s",
+        "grammar_deadline_s",
         "num_cached_tokens",
         "num_open",
         "num_prompt_tokens",
@@ -69,13 +69,13 @@ class RequestState:
         self.seed = seed
         self.root = root
         self.owner = owner
-        self.held_until_s = 0.0
+        self.grammar_deadline_s = 0.0
         self.stop_token_ids: tuple[int, ...] = ()
         self.num_open = request.sampling.n
         self.num_cached_tokens = 0
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
-        self.sequences: list[Sequence] = []
+        self.sequences: list[SequenceRecord] = []
         self.beams: Beams | None = None
 
     @property
@@ -85,8 +85,8 @@ class RequestState:
         return num_sequences - len(self.sequences)
 
 
-class Sequence:
-    """One continuation of a request, as counts (rule 2).
+class SequenceRecord:
+    """One continuation of a request, as counts (plans hold no token ids).
 
     Attributes:
         token_ids: prompt and committed output.
@@ -97,13 +97,12 @@ class Sequence:
         num_drafts: positions that a plan in flight computes for drafts: nobody knows yet how many of them count.
         drafting: what `scheduler.speculation` keeps of it.
         keys: prefix keys of its full blocks, as far as they were needed.
-        num_kept: leading blocks that the prefix tree was offered.
+        num_kept: leading blocks that the prefix cache was offered.
         is_unknown: it runs, and no plan introduced it to the runner yet.
     """
 
     __slots__ = (
         "drafting",
-        "group",
         "index",
         "is_unknown",
         "keys",
@@ -114,15 +113,16 @@ class Sequence:
         "num_kept",
         "num_pending",
         "num_planned",
+        "request_state",
         "seq_id",
         "status",
         "table",
         "token_ids",
     )
 
-    def __init__(self, seq_id: int, group: RequestState, index: int, token_ids: list[int], max_output: int) -> None:
+    def __init__(self, seq_id: int, state: RequestState, index: int, token_ids: list[int], max_output: int) -> None:
         self.seq_id = seq_id
-        self.group = group
+        self.request_state = state
         self.index = index
         self.token_ids = token_ids
         self.max_output = max_output
@@ -141,17 +141,17 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Committed output tokens."""
-        return len(self.token_ids) - self.group.num_prompt_tokens
+        return len(self.token_ids) - self.request_state.num_prompt_tokens
 
     @property
     def num_wanted(self) -> int:
         """Positions to compute until everything known, and everything that plans in flight will sample, is computed."""
         if self.num_drafts:
             return 0
-        num_coming, group = len(self.token_ids), self.group
-        if group.beams is None:  # what follows beams is chosen when all of them are computed
+        num_coming, state = len(self.token_ids), self.request_state
+        if state.beams is None:  # what follows beams is chosen when all of them are computed
             num_coming += self.num_pending
-        if self.max_output and num_coming - group.num_prompt_tokens >= self.max_output:
+        if self.max_output and num_coming - state.num_prompt_tokens >= self.max_output:
             return 0  # the token that ends it is sampled or in flight; its own KV is never read
         return num_coming - self.num_planned
 
@@ -159,38 +159,38 @@ class Sequence:
     def max_drafts(self) -> int:
         """Drafts that may be verified in its next step: with the token behind them they end the answer at most.
 
-        None before its first token: others may fork from what the model says after the prompt.
+        0 until the first token is out (with n > 1 the other sequences fork there), and while drafts are pending.
         """
-        if self.num_pending or self.num_drafts or not self.num_output or self.group.beams is not None:
+        if self.num_pending or self.num_drafts or not self.num_output or self.request_state.beams is not None:
             return 0
         return max(0, self.max_output - self.num_output - 1)
 
     @property
     def max_chunk(self) -> int:
         """Positions that one step may compute of it."""
-        scored = self.group.request.sampling.prompt_logprobs is not None
+        scored = self.request_state.request.sampling.prompt_logprobs is not None
         return min(self.num_wanted, MAX_SCORED_ROWS) if scored else self.num_wanted
 
     @property
     def num_slots(self) -> int:
         """Running slots that it takes: its own, and those of the sequences that will fork from it."""
-        return 1 + (self.group.num_unforked if self.index == 0 else 0)
+        return 1 + (self.request_state.num_unforked if self.index == 0 else 0)
 
 
-def introduce(sequence: Sequence) -> NewSequence:
+def introduce(sequence: SequenceRecord) -> NewSequence:
     """Returns what the runner has to know of a sequence."""
-    group = sequence.group
-    sampling = group.request.sampling
-    if group.beams is not None:
-        sampling = msgspec.structs.replace(sampling, n=1, temperature=0.0, logprobs=group.beams.num_candidates)
+    state = sequence.request_state
+    sampling = state.request.sampling
+    if state.beams is not None:
+        sampling = msgspec.structs.replace(sampling, n=1, temperature=0.0, logprobs=state.beams.num_candidates)
     return NewSequence(
         seq_id=sequence.seq_id,
         token_ids=list(sequence.token_ids),
-        num_prompt_tokens=group.num_prompt_tokens,
+        num_prompt_tokens=state.num_prompt_tokens,
         sampling=sampling,
-        seed=group.seed,
+        seed=state.seed,
         index=sequence.index,
-        stop_token_ids=group.stop_token_ids,
-        adapter=group.request.adapter,
-        pooling=group.request.pooling,
+        stop_token_ids=state.stop_token_ids,
+        adapter=state.request.adapter,
+        pooling=state.request.pooling,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cloister.scheduler.budget import StepBudget
-from cloister.scheduler.sequence import Sequence
+from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import DraftDecision
 from cloister.types.step import StepPlan
 
@@ -14,20 +14,21 @@ LEVEL_SLACK = 1.1
 class Step:
     """A step while it is filled, and until it is committed."""
 
-    __slots__ = ("budget", "choices", "forked", "is_held_up", "may_admit", "now", "parts", "plan", "prefill_level")
+    __slots__ = ("budget", "choices", "forked", "may_admit", "now", "parts", "plan", "prefill_level", "yields_to_prefill")
 
     def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         self.plan = plan
         self.budget = budget
         self.now = now
-        self.parts: list[tuple[Sequence, int, int]] = []
+        self.parts: list[tuple[SequenceRecord, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
         self.choices: dict[int, DraftDecision] = {}
         """What sequences draft in this step, by id."""
-        self.forked: list[Sequence] = []
+        self.forked: list[SequenceRecord] = []
         self.prefill_level: int | None = None
         """The most urgent level that prefills in this step."""
-        self.is_held_up = False
+        self.yields_to_prefill = False
+        """What is planned now is less urgent than a prompt in this step, and may stretch the step by `LEVEL_SLACK` only."""
         self.may_admit = True
 
     @property
@@ -41,6 +42,6 @@ class Step:
 
     def enter(self, level: int) -> None:
         """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
-        if self.prefill_level is not None and level > self.prefill_level and not self.is_held_up:
-            self.is_held_up = True
+        if self.prefill_level is not None and level > self.prefill_level and not self.yields_to_prefill:
+            self.yields_to_prefill = True
             self.budget.bound_by_slack(LEVEL_SLACK)

@@ -1,6 +1,6 @@
 """One HTTP request from its head to its last byte, and what the engine did for it, for limits, request lines and traces.
 
-Counts and times come from the engine's events (rule 7). Nothing here is content: a route is its template, a model its
+Counts and times come from the engine's events. Nothing here is content: a route is its template, a model its
 served name.
 """
 

@@ -1,5 +1,5 @@
 """Jobs on the engine: one HTTP request as a request per prompt, run side by side, whose outputs come as one stream;
-what they count and how long they take, by the engine's events (rule 7)."""
+what they count and how long they take, by the engine's events (one source for every figure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration as frozen dataclasses, resolved once by a pure function that explains each value (rule 8).
+"""Configuration as frozen dataclasses, resolved once by a pure function that explains each value.
 
 No I/O, no environment. Flags, documentation and the config file's keys are generated from the fields of these classes.
 """

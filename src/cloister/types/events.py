@@ -1,4 +1,4 @@
-"""The event stream from which metrics, traces, benchmarks and usage counts derive (rule 7).
+"""The event stream from which metrics, traces, benchmarks and usage counts derive (one source for every figure).
 
 Times are of one monotonic clock, in seconds. Events carry counts and ids, never content.
 """
@@ -54,7 +54,7 @@ class Progressed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A sequence ended; the last one of a request carries `last=True`, exactly once per request (rule 4)."""
+    """A sequence ended; the last one of a request carries `last=True`, exactly once per request."""
 
     request_id: str
     seq_id: int

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
+
+COMPILE_TIMEOUT_S: Final = 5.0
+"""How long a grammar may take to compile. After that its requests fail with the reason, and the thread that compiles it is
+left to itself and replaced."""
 
 
 class GrammarKind(StrEnum):
@@ -31,5 +36,5 @@ class Grammar(msgspec.Struct, frozen=True, weakref=True):
     source: str = ""
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Grammar({self.kind.value})"

@@ -1,7 +1,7 @@
 """Log formatting as text or JSON, with fields from one list and no free text from elsewhere.
 
-Messages of this package hold no content (rule 12). Other packages know no such rule, and an exception's text may hold what a
-user sent, so of their records only the template goes out, and of an exception its kind and the places that it passed.
+Messages of this package hold nothing that a user sent. Other packages know no such rule, and an exception's text may hold what
+a user sent, so of their records only the template goes out, and of an exception its kind and the places that it passed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _as_text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-# Exceptions for operators: kind and place, never the text, which could repeat user input (rule 12).
+# Exceptions for operators: kind and place, never the text, which could repeat user input.
 
 
 def describe(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Named feature registries. A feature without a threat profile cannot be registered (rule 3)."""
+"""Named feature registries. A feature without a threat profile cannot be registered."""
 
 from __future__ import annotations
 

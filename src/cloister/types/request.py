@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ignore_eos: the model's EOS ids do not end the answer.
         logprobs: None for none, k for the chosen token's and the k most likely ones'. They are log-probabilities of
             the model's distribution before temperature, penalties and truncation.
-        prompt_logprobs: as `logprobs`, for every prompt token but the first; reads no prefix hits (rule 5).
+        prompt_logprobs: as `logprobs`, for every prompt token but the first; reads no prefix hits.
         grammar: the form that the answer must have; once it is complete and nothing can follow, the answer ends.
         beams: searches, and draws nothing; the answers come whole, the best one first.
     """
@@ -79,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.n if self.beams is None else max(self.n, self.beams.width)
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12): stop strings and biases are a user's words too."""
+        """Shows no content (nothing a user sent is logged): stop strings and biases are a user's words too."""
         return f"SamplingParams(n={self.n}, temperature={self.temperature}, max_tokens={self.max_tokens})"
 
 
@@ -104,7 +104,7 @@ class Embedding(msgspec.Struct, frozen=True):
     data: bytes
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12): texts can be guessed from their vectors."""
+        """Shows no content (nothing a user sent is logged): texts can be guessed from their vectors."""
         return f"Embedding(num_dimensions={len(self.data) // 4})"
 
 
@@ -119,7 +119,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         priority: class from the credential; smaller is more urgent.
         timeout_s: from arrival at the engine until its last token; the deadline of every state it waits in.
         adapter: digest of a LoRA adapter (`AdapterInfo`), or None.
-        pooling: the prompt becomes a vector and no token is sampled (`max_tokens` 0); reads no prefix hits (rule 5).
+        pooling: the prompt becomes a vector and no token is sampled (`max_tokens` 0); reads no prefix hits.
     """
 
     request_id: str
@@ -133,7 +133,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams | None = None
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Request(num_prompt_tokens={len(self.token_ids)})"
 
 
@@ -164,7 +164,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_texts: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"TokenLogprobs(num_top={len(self.top)})"
 
 
@@ -198,7 +198,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     embedding: Embedding | None = None
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"SequenceOutput(index={self.index}, num_tokens={len(self.token_ids)}, finish_reason={self.finish_reason})"
 
 
@@ -209,7 +209,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: prompt and answer together, in tokens.
         eos_token_ids: every id that ends an answer.
         defaults: sampling defaults of generation_config.json (temperature, top_p, top_k, repetition_penalty, ...).
-        fingerprint: `system_fingerprint` (rule 6): weights, format, instruction set, back end, layout.
+        fingerprint: `system_fingerprint`: weights, format, instruction set, back end, layout.
         hidden_size: numbers in an embedding.
         pooling: how it makes one, unless a request says otherwise.
         drafters: what may draft tokens for it, by name.

@@ -38,7 +38,7 @@ class Scope(msgspec.Struct, frozen=True):
 
     @property
     def seed(self) -> bytes:
-        """32 bytes that start every prefix-key chain of this scope (rule 5)."""
+        """32 bytes that start every prefix-key chain of this scope."""
         return hashlib.sha256(b"cloister/scope/1\0" + self.kind.encode() + b"\0" + self.salt).digest()
 
 

@@ -1,7 +1,7 @@
 """The interface of scheduler and executor: the plan of one step, and its result.
 
 A plan holds counts and blocks, never token ids of running sequences: the runner keeps those, so a plan can be made while
-the step before it still runs (rule 2).
+the step before it still runs (plans hold no token ids).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token_ids: prompt, and what was generated before a preemption.
         num_prompt_tokens: how many of them are prompt.
-        seed: key of the sampling noise, with `index` and the position (rule 6).
+        seed: key of the sampling noise, with `index` and the position (batch invariance).
         index: which of the request's n sequences.
         stop_token_ids: ids that end the sequence (EOS included unless ignored); barred until `min_tokens`.
     """
@@ -35,7 +35,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams | None = None
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"NewSequence(seq_id={self.seq_id}, num_tokens={len(self.token_ids)})"
 
 
@@ -120,7 +120,7 @@ class Sample(msgspec.Struct, frozen=True):
     accepted: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Sample(seq_id={self.seq_id}, num_tokens={len(self.token_ids)})"
 
 
@@ -139,7 +139,7 @@ class StepResult(msgspec.Struct, kw_only=True):
         embeddings: seq_id -> vector of a prompt that was to be pooled and is computed to its end.
         failures: seq_id -> what to tell the client; such a sequence has no sample.
         complete: sequences whose grammar lets nothing follow their sample.
-        elapsed_s: time the step took, for the budget and for every figure (rule 7).
+        elapsed_s: time the step took, for the budget and for every figure.
         draft_s: drafter -> what of that time it took.
     """
 
@@ -165,5 +165,5 @@ class Stop(msgspec.Struct, frozen=True):
     reason: str | int | None = None
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Stop(num_tokens={self.num_tokens})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.executor.drafters import Draft, DraftAsk, Drafter, DraftingPlace
+from cloister.executor.drafters import Draft, Drafter, DrafterContext, DraftRequest
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -39,7 +39,7 @@ def known(token_ids: Sequence[int], seq_id: int = 0, vocab_size: int = VOCAB) ->
 
 def ask_for(state: SequenceState, num_drafts: int, drafter: Drafter, parents: tuple[int, ...] | None = None) -> Draft:
     """Asks for one draft, and looks whether it is one: a tree of at most so many tokens, whose siblings differ."""
-    (draft,) = drafter.draft([DraftAsk(state, num_drafts, parents)])
+    (draft,) = drafter.draft([DraftRequest(state, num_drafts, parents)])
     assert len(draft.token_ids) <= num_drafts
     tree = parents_of(draft)
     assert len(tree) == len(draft.token_ids)
@@ -96,13 +96,15 @@ def answer_with(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int], 
     return Outcome(num_steps, num_drafted, num_accepted)
 
 
-def place_for(model_path: Path, *, files: str | None = None, vocab_size: int = VOCAB, max_num_seqs: int = 4) -> DraftingPlace:
-    """A place without what these drafters never ask for."""
+def context_for(
+    model_path: Path, *, files: str | None = None, vocab_size: int = VOCAB, max_num_seqs: int = 4
+) -> DrafterContext:
+    """A context without what these drafters never use."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("no model is asked for anything here")
 
-    return DraftingPlace(
+    return DrafterContext(
         model_path=model_path,
         vocab_size=vocab_size,
         hidden_size=8,
@@ -113,5 +115,5 @@ def place_for(model_path: Path, *, files: str | None = None, vocab_size: int = V
         files=files,
         open_model=refuse,  # type: ignore[arg-type]
         guesser=None,
-        draws=refuse,  # type: ignore[arg-type]
+        sampling_metadata=refuse,  # type: ignore[arg-type]
     )

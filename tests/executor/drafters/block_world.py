@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from cloister.backends.base import KVLayout
-from cloister.executor.drafters.base import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
+from cloister.executor.drafters.base import NOTHING, Draft, Drafter, DraftRequest, VerifyFeedback
 from cloister.executor.state import BatchState, SequenceState
 from tests.executor.drafters.small_models import BLOCK, VOCAB, arrive, ask, make_batch
 
@@ -68,12 +68,12 @@ class BlockWorld:
     def draft(self) -> None:
         """Drafts for some sequences, checks the drafts, and lets chance decide how much of them is accepted."""
         states = self.random.sample(self.live, self.random.randrange(1, len(self.live) + 1))
-        asks = [ask(state, self.random.randrange(1, MAX_DRAFTS), coupled=self.random.random() < 0.3) for state in states]
-        for each in asks:
+        requests = [ask(state, self.random.randrange(1, MAX_DRAFTS), coupled=self.random.random() < 0.3) for state in states]
+        for each in requests:
             self._grow(each.state, len(each.state.tokens) + each.num_drafts)
-        drafts = self.drafter.draft(asks)
+        drafts = self.drafter.draft(requests)
         seen = []
-        for each, draft in zip(asks, drafts, strict=True):
+        for each, draft in zip(requests, drafts, strict=True):
             self._check(each, draft)
             path = self._walk(draft)
             start = len(each.state.tokens) - 1
@@ -121,14 +121,14 @@ class BlockWorld:
         if self.cache:
             self._release([self.cache.pop(self.random.choice(list(self.cache)))])
 
-    def _check(self, each: DraftAsk, draft: Draft) -> None:
+    def _check(self, each: DraftRequest, draft: Draft) -> None:
         assert len(draft.token_ids) <= each.num_drafts
         batch = make_batch()
         lone = self._make(batch)
         lone.allocate(KVLayout(NUM_BLOCKS, BLOCK))
         state = arrive(batch, 0, each.state.tokens, range(NUM_BLOCKS))
         batch._columns[state.slot] = self.batch._columns[each.state.slot]
-        expected = lone.draft([DraftAsk(state, each.num_drafts, each.parents, each.is_coupled)])[0]
+        expected = lone.draft([DraftRequest(state, each.num_drafts, each.parents, each.is_coupled)])[0]
         assert draft.token_ids == expected.token_ids
         assert draft.parents == expected.parents
         if expected.probs is None:

@@ -1,4 +1,4 @@
-"""Small models that draft, without files, and a place to draft in."""
+"""Small models that draft, without files, and a context to draft in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from cloister.backends import BACKENDS, native
 from cloister.backends.base import KVLayout, Program
-from cloister.executor.drafters.base import DraftAsk, DraftingPlace
+from cloister.executor.drafters.base import DrafterContext, DraftRequest
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -38,8 +38,8 @@ class RandomModel:
         return self._backend.build(self._spec, self._weights, kv)
 
 
-def make_place(batch: BatchState, **fields: Any) -> DraftingPlace:
-    """A place whose sequences are those of `batch`; it opens no files."""
+def make_context(batch: BatchState, **fields: Any) -> DrafterContext:
+    """A context whose sequences are those of `batch`; it opens no files."""
 
     def refuse(name: str) -> RandomModel:
         raise AssertionError(f"{name} is not to be opened")
@@ -47,9 +47,9 @@ def make_place(batch: BatchState, **fields: Any) -> DraftingPlace:
     given: dict[str, Any] = {
         "model_path": Path("nowhere"), "vocab_size": VOCAB, "hidden_size": 48, "max_model_len": 4096, "max_num_seqs": 8,
         "block_size": BLOCK, "eos_token_ids": (1,), "files": None, "open_model": refuse, "guesser": None,
-        "draws": batch.sampling_metadata,
+        "sampling_metadata": batch.sampling_metadata,
     }  # fmt: skip
-    return DraftingPlace(**{**given, **fields})
+    return DrafterContext(**{**given, **fields})
 
 
 def make_batch() -> BatchState:
@@ -70,5 +70,5 @@ def arrive(
     return batch[seq_id]
 
 
-def ask(state: SequenceState, num_drafts: int, *, coupled: bool = True) -> DraftAsk:
-    return DraftAsk(state, num_drafts, None, coupled)
+def ask(state: SequenceState, num_drafts: int, *, coupled: bool = True) -> DraftRequest:
+    return DraftRequest(state, num_drafts, None, coupled)

@@ -14,13 +14,13 @@ from cloister.executor.drafters.draft_model import DraftKV, DraftModelDrafter
 from cloister.executor.drafters.spec_infer import SpecInferDrafter
 from cloister.executor.state import BatchState
 from tests.executor.drafters.block_world import BlockWorld
-from tests.executor.drafters.small_models import RandomModel, make_place
+from tests.executor.drafters.small_models import RandomModel, make_context
 
 MODELS: list[DraftModel] = [RandomModel(0), RandomModel(1)]
 MAKERS: dict[str, Callable[[BatchState], Drafter]] = {
-    "chain": lambda batch: DraftModelDrafter(make_place(batch), MODELS[:1]),
-    "tree": lambda batch: SpecInferDrafter(make_place(batch), MODELS[:1]),
-    "tree of two models": lambda batch: SpecInferDrafter(make_place(batch), MODELS),
+    "chain": lambda batch: DraftModelDrafter(make_context(batch), MODELS[:1]),
+    "tree": lambda batch: SpecInferDrafter(make_context(batch), MODELS[:1]),
+    "tree of two models": lambda batch: SpecInferDrafter(make_context(batch), MODELS),
 }
 
 

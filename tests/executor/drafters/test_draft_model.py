@@ -10,12 +10,12 @@ import pytest
 
 from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, StepOutput, Wants
 from cloister.executor.acceptance import distribution
-from cloister.executor.drafters.base import NOTHING, Draft, DraftAsk, Drafter, VerifyFeedback
+from cloister.executor.drafters.base import NOTHING, Draft, Drafter, DraftRequest, VerifyFeedback
 from cloister.executor.drafters.draft_model import FEW, MAX_CAUGHT_UP, MAX_FOLLOWED, DraftModelDrafter, PagedDrafter
 from cloister.executor.drafters.spec_infer import SpecInferDrafter
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.state import BatchState, SequenceState
-from tests.executor.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_place
+from tests.executor.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_context
 
 NUM_BLOCKS = 512
 MODEL = RandomModel(0)
@@ -25,7 +25,7 @@ PROMPT = list(np.random.default_rng(3).integers(2, VOCAB, 21))
 
 
 def open_drafter(batch: BatchState, kind: type[PagedDrafter] = DraftModelDrafter, models: int = 1) -> PagedDrafter:
-    drafter = kind(make_place(batch), [RandomModel(seed) for seed in range(models)])
+    drafter = kind(make_context(batch), [RandomModel(seed) for seed in range(models)])
     drafter.allocate(KVLayout(NUM_BLOCKS, BLOCK))
     return drafter
 
@@ -90,7 +90,7 @@ def test_tokens_drawn_apart_follow_their_distribution() -> None:
     state = arrive(batch, 0, PROMPT, range(20), temperature=0.5, top_k=4)
     for seed in range(count):
         batch._columns["seed"][state.slot] = seed
-        draft = drafter.draft([DraftAsk(state, 2, (-1, -1), is_coupled=False)])[0]
+        draft = drafter.draft([DraftRequest(state, 2, (-1, -1), is_coupled=False)])[0]
         tokens.append(draft.token_ids)
     assert draft.probs is not None
     first = draft.probs[0]
@@ -108,9 +108,9 @@ def test_what_was_drawn_behind_a_rejected_draft_is_drawn_anew(make: type[PagedDr
     for seed in range(40):
         state = arrive(batch, seed, PROMPT, range(20))
         batch._columns["seed"][state.slot] = seed
-        first, second = drafter.draft([DraftAsk(state, 2, (-1, 0), is_coupled=False)])[0].token_ids
+        first, second = drafter.draft([DraftRequest(state, 2, (-1, 0), is_coupled=False)])[0].token_ids
         state.tokens.append(first)
-        num_same += drafter.draft([DraftAsk(state, 1, (-1,), is_coupled=False)])[0].token_ids[0] == second
+        num_same += drafter.draft([DraftRequest(state, 1, (-1,), is_coupled=False)])[0].token_ids[0] == second
     assert num_same < 20
 
 
@@ -156,11 +156,11 @@ def test_several_models_take_turns_at_the_children_of_a_node() -> None:
     state = arrive(batch, 0, PROMPT, range(20), temperature=0.0)
     alone = []
     for seed in range(2):
-        drafter = DraftModelDrafter(make_place(batch), [RandomModel(seed)])
+        drafter = DraftModelDrafter(make_context(batch), [RandomModel(seed)])
         drafter.allocate(KVLayout(NUM_BLOCKS, BLOCK))
         alone.append(drafter.draft([ask(state, 1)])[0].token_ids[0])
     assert alone[0] != alone[1]
-    (draft,) = merged.draft([DraftAsk(state, 3, (-1, -1, 1))])
+    (draft,) = merged.draft([DraftRequest(state, 3, (-1, -1, 1))])
     assert draft.token_ids[:2] == alone
 
 
@@ -169,13 +169,13 @@ def test_a_tree_leaves_out_what_cannot_be_drawn_and_what_follows_an_end() -> Non
     drafter = open_drafter(batch, SpecInferDrafter)
     state = arrive(batch, 0, PROMPT, range(20), temperature=1.0, top_k=2)
     shape = (-1, -1, -1, 2, 0, 1, 5)
-    draft = drafter.draft([DraftAsk(state, 7, shape, is_coupled=False)])[0]
+    draft = drafter.draft([DraftRequest(state, 7, shape, is_coupled=False)])[0]
     assert draft.parents == [-1, -1, 0, 1, 3]
     assert draft.probs is not None
     assert draft.probs.shape == (5, VOCAB)
     assert all(draft.probs[place, token] > 0 for place, token in enumerate(draft.token_ids))
     ending = arrive(batch, 1, PROMPT, range(20, 40), temperature=1.0, top_k=2, stops=(draft.token_ids[0],))
-    cut = drafter.draft([DraftAsk(ending, 7, shape, is_coupled=False)])[0]
+    cut = drafter.draft([DraftRequest(ending, 7, shape, is_coupled=False)])[0]
     assert (cut.token_ids, cut.parents) == ([*draft.token_ids[:2], *draft.token_ids[3:]], [-1, -1, 1, 2])
 
 
@@ -268,7 +268,7 @@ def test_prompts_are_followed_up_to_a_bound() -> None:
 
 def test_nothing_is_drafted_beyond_the_positions_that_the_small_model_learned() -> None:
     batch = make_batch()
-    drafter = DraftModelDrafter(make_place(batch), [RandomModel(0, max_positions=24)])
+    drafter = DraftModelDrafter(make_context(batch), [RandomModel(0, max_positions=24)])
     drafter.allocate(KVLayout(NUM_BLOCKS, BLOCK))
     state = arrive(batch, 0, PROMPT, range(20), temperature=0.0)
     assert len(drafter.draft([ask(state, 8)])[0].token_ids) == 24 - len(PROMPT) + 1
@@ -283,7 +283,7 @@ def test_a_model_that_computes_no_number_ends_the_draft() -> None:
     drafter = open_drafter(batch)
     weights = RandomModel(0)
     weights._weights.read("norm.weight")[:] = np.nan
-    broken = [DraftModelDrafter(make_place(batch), [weights]), SpecInferDrafter(make_place(batch), [weights])]
+    broken = [DraftModelDrafter(make_context(batch), [weights]), SpecInferDrafter(make_context(batch), [weights])]
     state = arrive(batch, 0, PROMPT, range(20), seed=4)
     assert drafter.draft([ask(state, 3)])[0].token_ids
     for each in broken:
@@ -293,7 +293,7 @@ def test_a_model_that_computes_no_number_ends_the_draft() -> None:
 
 def test_what_is_printed_of_drafting_has_no_tokens() -> None:
     batch = make_batch()
-    drafter = SpecInferDrafter(make_place(batch), [RandomModel(0)])
+    drafter = SpecInferDrafter(make_context(batch), [RandomModel(0)])
     drafter.allocate(KVLayout(NUM_BLOCKS, BLOCK))
     state = arrive(batch, 0, [271] * 8, range(20), temperature=0.0)
     ((_, stretch),) = drafter._begin([ask(state, 3)])

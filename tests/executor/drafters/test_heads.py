@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cloister.executor.drafters import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, VerifyFeedback
+from cloister.executor.drafters import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest, VerifyFeedback
 from cloister.executor.drafters.base import FloatArray
 from cloister.executor.drafters.guessing import NumpyGuesser
 from cloister.executor.drafters.heads import CARD, TENSORS, HeadsCard, heads_directory, write_heads
 from cloister.executor.state import SequenceState
 from cloister.types.errors import CloisterError, ConfigError, ModelError
-from tests.executor.drafters.answering import Sequences, parents_of, place_for
+from tests.executor.drafters.answering import Sequences, context_for, parents_of
 
 HIDDEN, VOCAB, HEADS = 8, 300, 3
 SHAPE = [-1, 0, -1, 1, 0, 2]
@@ -58,9 +58,9 @@ def make_card(kind: str, **fields: Any) -> HeadsCard:
     return HeadsCard(**{**given, **fields})
 
 
-def make_place(path: Path, **fields: Any) -> DraftingPlace:
+def make_context(path: Path, **fields: Any) -> DrafterContext:
     return replace(
-        place_for(path), **{"guesser": lambda heads: NumpyGuesser(heads, project), "fingerprint": "ab" * 32, **fields}
+        context_for(path), **{"guesser": lambda heads: NumpyGuesser(heads, project), "fingerprint": "ab" * 32, **fields}
     )
 
 
@@ -73,7 +73,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(model: Path) -> Callable[[str], Drafter]:
-    return lambda kind: DRAFTERS.get(kind)(make_place(model))
+    return lambda kind: DRAFTERS.get(kind)(make_context(model))
 
 
 def show(drafter: Drafter, state: SequenceState, hidden: FloatArray) -> None:
@@ -107,7 +107,7 @@ def test_a_tree_has_each_heads_best_guesses_in_order_of_rank(make: Callable[[str
     drafter, state, (hidden,) = make("medusa"), Sequences().arrive([5, 6]), hidden_states(1)
     show(drafter, state, hidden)
     ranked = (-expect("medusa", hidden)).argsort(1)
-    (draft,) = drafter.draft([DraftAsk(state, 6)])
+    (draft,) = drafter.draft([DraftRequest(state, 6)])
     assert draft.parents == SHAPE
     depth_and_rank = [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (1, 0)]
     assert draft.token_ids == [ranked[depth, rank] for depth, rank in depth_and_rank]
@@ -117,15 +117,15 @@ def test_a_tree_has_each_heads_best_guesses_in_order_of_rank(make: Callable[[str
 def test_a_chain_has_each_heads_best_guess(make: Callable[[str], Drafter]) -> None:
     drafter, state, (hidden,) = make("blockwise"), Sequences().arrive([5, 6]), hidden_states(1)
     show(drafter, state, hidden)
-    assert drafter.draft([DraftAsk(state, 9)]) == [Draft(expect("blockwise", hidden).argmax(1).tolist())]
-    assert drafter.draft([DraftAsk(state, 2)])[0].token_ids == expect("blockwise", hidden).argmax(1).tolist()[:2]
+    assert drafter.draft([DraftRequest(state, 9)]) == [Draft(expect("blockwise", hidden).argmax(1).tolist())]
+    assert drafter.draft([DraftRequest(state, 2)])[0].token_ids == expect("blockwise", hidden).argmax(1).tolist()[:2]
 
 
 @pytest.mark.parametrize("parents", [(-1,), (-1, 0), (-1, -1, -1), (-1, 0, 1), (-1, 0, 1, 2, 3)])
 def test_any_other_tree_is_filled_as_deep_as_there_are_heads(make: Callable[[str], Drafter], parents: tuple[int, ...]) -> None:
     drafter, state, (hidden,) = make("medusa"), Sequences().arrive([5, 6]), hidden_states(1)
     show(drafter, state, hidden)
-    (draft,) = drafter.draft([DraftAsk(state, len(parents), parents)])
+    (draft,) = drafter.draft([DraftRequest(state, len(parents), parents)])
     assert tuple(parents_of(draft)) == parents[: len(draft.token_ids)]
     assert len(draft.token_ids) == min(len(parents), HEADS)
     assert draft.token_ids[0] == expect("medusa", hidden)[0].argmax()
@@ -137,9 +137,9 @@ def test_a_sequence_drafts_the_same_alone_and_among_others(make: Callable[[str],
     states = [sequences.arrive([5, 6 + number], number) for number in range(9)]
     for state, row in zip(states, hidden, strict=True):
         show(drafter, state, row)
-    asks = [DraftAsk(state, 1 + number % 5) for number, state in enumerate(states)]
-    together = drafter.draft(asks)
-    assert together == [drafter.draft([ask])[0] for ask in asks]
+    requests = [DraftRequest(state, 1 + number % 5) for number, state in enumerate(states)]
+    together = drafter.draft(requests)
+    assert together == [drafter.draft([request])[0] for request in requests]
     assert len({tuple(draft.token_ids) for draft in together}) > 5
 
 
@@ -147,14 +147,14 @@ def test_a_sequence_drafts_the_same_alone_and_among_others(make: Callable[[str],
 def test_only_the_state_of_the_last_token_is_drafted_from(make: Callable[[str], Drafter], kind: str) -> None:
     drafter, sequences, hidden = make(kind), Sequences(), hidden_states(2)
     state, other = sequences.arrive([5, 6]), sequences.arrive([5, 6], 1)
-    assert drafter.draft([DraftAsk(state, 3)]) == [NOTHING]
+    assert drafter.draft([DraftRequest(state, 3)]) == [NOTHING]
     show(drafter, state, hidden[0])
-    first = drafter.draft([DraftAsk(state, 3)])
+    first = drafter.draft([DraftRequest(state, 3)])
     state.append(7)  # by a step that nobody showed
-    assert drafter.draft([DraftAsk(state, 3), DraftAsk(other, 3)]) == [NOTHING, NOTHING]
+    assert drafter.draft([DraftRequest(state, 3), DraftRequest(other, 3)]) == [NOTHING, NOTHING]
     path_row = np.stack([hidden[1], hidden[0], hidden[1]])
     drafter.observe([VerifyFeedback(state, 1, Draft([7, 8]), (0,), np.zeros(3, np.int32), path_row)])
-    assert drafter.draft([DraftAsk(state, 3)]) == first
+    assert drafter.draft([DraftRequest(state, 3)]) == first
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,26 +165,26 @@ def test_what_is_kept_of_a_sequence_is_overwritten_when_it_leaves(make: Callable
     drafter.fork(0, 1)
     row = drafter._last._kept[0][1]  # type: ignore[attr-defined]
     assert row.any()
-    drafts = drafter.draft([DraftAsk(state, 3), DraftAsk(child, 3)])
+    drafts = drafter.draft([DraftRequest(state, 3), DraftRequest(child, 3)])
     assert drafts[0] == drafts[1] != NOTHING
     drafter.forget(0)
     drafter.forget(0)
     assert not row.any()
-    assert drafter.draft([DraftAsk(state, 3), DraftAsk(child, 3)]) == [NOTHING, drafts[1]]
+    assert drafter.draft([DraftRequest(state, 3), DraftRequest(child, 3)]) == [NOTHING, drafts[1]]
 
 
 def test_a_chain_ends_where_the_answer_would(model: Path) -> None:
     sequences, (hidden,) = Sequences(), hidden_states(1)
     chain = expect("blockwise", hidden).argmax(1).tolist()
-    drafter = DRAFTERS.get("blockwise")(make_place(model, eos_token_ids=(chain[1],)))
+    drafter = DRAFTERS.get("blockwise")(make_context(model, eos_token_ids=(chain[1],)))
     state = sequences.arrive([5, 6])
     show(drafter, state, hidden)
-    assert drafter.draft([DraftAsk(state, 3)])[0].token_ids == chain[:2]
+    assert drafter.draft([DraftRequest(state, 3)])[0].token_ids == chain[:2]
 
 
-def refusal(kind: str, place: DraftingPlace) -> CloisterError:
+def refusal(kind: str, context: DrafterContext) -> CloisterError:
     with pytest.raises(CloisterError) as caught:
-        DRAFTERS.get(kind)(place)
+        DRAFTERS.get(kind)(context)
     return caught.value
 
 
@@ -196,17 +196,17 @@ def test_heads_of_another_model_are_refused(model: Path, kind: str) -> None:
         ({"fingerprint": "cd" * 32}, "another model"),
         ({"guesser": None}, "lends no head"),
     ):
-        error = refusal(kind, make_place(model, **fields))
+        error = refusal(kind, make_context(model, **fields))
         assert isinstance(error, ConfigError)
         assert words in error.message
     named = str(heads_directory(model, kind))
-    assert DRAFTERS.get(kind)(make_place(model, fingerprint="cd" * 32, files=named)).max_drafts  # who names them knows
-    assert "hidden size" in refusal(kind, make_place(model, hidden_size=16, files=named)).message
+    assert DRAFTERS.get(kind)(make_context(model, fingerprint="cd" * 32, files=named)).max_drafts  # who names them knows
+    assert "hidden size" in refusal(kind, make_context(model, hidden_size=16, files=named)).message
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_heads_the_error_says_how_to_train_them(tmp_path: Path, kind: str) -> None:
-    assert f"cloister train {kind}" in refusal(kind, make_place(tmp_path)).message
+    assert f"cloister train {kind}" in refusal(kind, make_context(tmp_path)).message
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,19 +223,19 @@ def test_damaged_heads_are_refused(model: Path, kind: str) -> None:
         cases = [*cases, *((make_card(kind, parents=tree), tensors) for tree in ([], [0], [-1, 5], [-1, 0, 1, 2]))]
     for wrong_card, wrong_tensors in cases:
         write_heads(directory, wrong_card, wrong_tensors)
-        assert isinstance(refusal(kind, make_place(model)), ModelError)
+        assert isinstance(refusal(kind, make_context(model)), ModelError)
     write_heads(directory, card, tensors)
-    DRAFTERS.get(kind)(make_place(model))
+    DRAFTERS.get(kind)(make_context(model))
     whole = (directory / TENSORS).read_bytes()
     (directory / TENSORS).write_bytes(whole[:-10])
-    assert "cut short" in refusal(kind, make_place(model)).message
+    assert "cut short" in refusal(kind, make_context(model)).message
     (directory / CARD).write_text("{}")
-    assert "damaged" in refusal(kind, make_place(model)).message
+    assert "damaged" in refusal(kind, make_context(model)).message
 
 
 def test_heads_of_one_kind_are_not_taken_for_the_other(model: Path) -> None:
     files = str(heads_directory(model, "medusa"))
-    assert "medusa heads" in refusal("blockwise", make_place(model, files=files)).message
+    assert "medusa heads" in refusal("blockwise", make_context(model, files=files)).message
 
 
 def test_a_gguf_files_heads_lie_beside_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from cloister.executor.drafters.draft_model import MAX_FOLLOWED
 from cloister.executor.drafters.long_spec import NUM_SINKS, LongSpecDrafter
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.errors import ConfigError
-from tests.executor.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_place
+from tests.executor.drafters.small_models import BLOCK, VOCAB, RandomModel, arrive, ask, make_batch, make_context
 
 CAPACITY = 64
 KEPT = (CAPACITY - NUM_SINKS) // 2
@@ -42,7 +42,7 @@ class WatchedModel(RandomModel):
 
 def open_drafter(batch: BatchState, **fields: Any) -> tuple[LongSpecDrafter, WatchedModel]:
     model = WatchedModel(0, max_positions=CAPACITY)
-    drafter = LongSpecDrafter(make_place(batch, **fields), model)
+    drafter = LongSpecDrafter(make_context(batch, **fields), model)
     drafter.allocate(KVLayout(10_000, BLOCK))
     return drafter, model
 
@@ -81,8 +81,8 @@ def test_drafts_are_what_the_small_model_says_of_the_first_and_the_newest_tokens
     ]
     firsts: list[set[int]] = [set() for _ in states]
     for _ in range(40):
-        asks = [ask(state, random.randrange(1, 9), coupled=random.random() < 0.3) for state in states]
-        for each, draft in zip(asks, drafter.draft(asks), strict=True):
+        requests = [ask(state, random.randrange(1, 9), coupled=random.random() < 0.3) for state in states]
+        for each, draft in zip(requests, drafter.draft(requests), strict=True):
             tokens = each.state.tokens.tolist()
             first = drafter._caches[each.state.seq_id].first
             firsts[each.state.seq_id].add(first)
@@ -157,6 +157,6 @@ def test_what_a_sequence_leaves_is_overwritten() -> None:
 
 def test_a_small_model_of_few_positions_is_an_error() -> None:
     with pytest.raises(ConfigError, match="30 positions"):
-        LongSpecDrafter(make_place(make_batch()), RandomModel(0, max_positions=30))
+        LongSpecDrafter(make_context(make_batch()), RandomModel(0, max_positions=30))
     with pytest.raises(ConfigError, match="cloister train draft"):
-        DRAFTERS.get("long_spec")(make_place(make_batch()))
+        DRAFTERS.get("long_spec")(make_context(make_batch()))

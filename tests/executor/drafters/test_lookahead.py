@@ -24,7 +24,7 @@ from cloister.executor.drafters.lookahead import (
     NgramPool,
 )
 from cloister.executor.state import SequenceState
-from tests.executor.drafters.answering import Sequences, ask_for, known, parents_of, place_for, walk
+from tests.executor.drafters.answering import Sequences, ask_for, context_for, known, parents_of, walk
 
 Model = Callable[[int, int], int]
 """From a token and its position to the next token."""
@@ -168,6 +168,6 @@ def test_another_sequence_under_the_same_number_gets_none_of_the_firsts_ngrams()
 
 @pytest.mark.parametrize("num_seqs", [1, 3])
 def test_it_is_registered_and_counts_what_it_keeps(tmp_path: Path, num_seqs: int) -> None:
-    drafter, pool = DRAFTERS.get("lookahead")(place_for(tmp_path, max_num_seqs=num_seqs)), NgramPool()
+    drafter, pool = DRAFTERS.get("lookahead")(context_for(tmp_path, max_num_seqs=num_seqs)), NgramPool()
     assert sum(4 * len(values) for values in (pool._owners, pool._counts, pool._following)) == NUM_BYTES
     assert num_seqs * NUM_BYTES < drafter.fixed_bytes < num_seqs * NUM_BYTES * 1.1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cloister.executor.drafters import DRAFTERS
 from cloister.executor.drafters.ngram import MATCH_RATES, MAX_DRAFTS, NgramDrafter
 from cloister.executor.drafters.occurrences import MAX_LENGTH, NUM_KEPT, NUM_TRIED, ORDERS, Occurrences
-from tests.executor.drafters.answering import answer_with, ask_for, known, parents_of, place_for, walk
+from tests.executor.drafters.answering import answer_with, ask_for, context_for, known, parents_of, walk
 
 Pieces = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=90), min_size=1, max_size=6)
 
@@ -117,7 +117,7 @@ def test_another_sequence_under_the_same_number_gets_no_draft_of_the_first() -> 
 
 
 def test_it_is_registered_and_counts_what_it_keeps(tmp_path: Path) -> None:
-    drafter = DRAFTERS.get("ngram")(place_for(tmp_path))
+    drafter = DRAFTERS.get("ngram")(context_for(tmp_path))
     tokens = array("i", range(5000))
     occurrences = Occurrences()
     occurrences.find(tokens)

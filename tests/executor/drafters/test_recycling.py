@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.executor.drafters import DRAFTERS, Draft, DraftAsk, VerifyFeedback
+from cloister.executor.drafters import DRAFTERS, Draft, DraftRequest, VerifyFeedback
 from cloister.executor.drafters.recycling import (
     MAX_DRAFTS,
     NUM_BYTES,
@@ -23,7 +23,7 @@ from cloister.executor.drafters.recycling import (
 )
 from cloister.executor.drafters.token_trees import grow_shape
 from cloister.executor.state import SequenceState
-from tests.executor.drafters.answering import Sequences, ask_for, known, parents_of, place_for, walk
+from tests.executor.drafters.answering import Sequences, ask_for, context_for, known, parents_of, walk
 
 
 def saw(
@@ -121,7 +121,7 @@ def test_a_fork_goes_on_with_the_rows_of_its_parent_and_does_not_change_them() -
 def test_sequences_do_not_draft_from_each_other() -> None:
     drafter = RecyclingDrafter(4)
     mine, yours = known([1, 2, 3, 1]), known([9, 8, 7, 1], seq_id=1)
-    first, second = drafter.draft([DraftAsk(mine, 8), DraftAsk(yours, 8)])
+    first, second = drafter.draft([DraftRequest(mine, 8), DraftRequest(yours, 8)])
     assert 2 in first.token_ids
     assert second.token_ids == []
 
@@ -139,7 +139,7 @@ def test_a_departed_sequence_leaves_nothing_and_may_come_back() -> None:
 
 
 def test_it_is_registered_and_counts_what_it_keeps(tmp_path: Path) -> None:
-    drafter = DRAFTERS.get("recycling")(place_for(tmp_path, max_num_seqs=3))
+    drafter = DRAFTERS.get("recycling")(context_for(tmp_path, max_num_seqs=3))
     adjacency = Adjacency()
     assert drafter.fixed_bytes == 3 * NUM_BYTES == 3 * (adjacency._owners.nbytes + adjacency._rows.nbytes)
     assert drafter.num_top == WIDTH

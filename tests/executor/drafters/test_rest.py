@@ -19,7 +19,7 @@ from cloister.models import locate
 from cloister.models.generation import digest_tokenizer
 from cloister.text import Tokenizer
 from cloister.types.errors import CloisterError, ConfigError
-from tests.executor.drafters.answering import VOCAB, answer_with, ask_for, known, parents_of, place_for, walk
+from tests.executor.drafters.answering import VOCAB, answer_with, ask_for, context_for, known, parents_of, walk
 
 Documents = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=40), min_size=1, max_size=8)
 
@@ -175,7 +175,7 @@ def test_a_text_without_tokens_makes_no_datastore(tmp_path: Path) -> None:
 
 def test_the_embedded_model_brings_a_datastore_of_its_own_tokens() -> None:
     path = locate("cloister-5m")
-    drafter = DRAFTERS.get("rest")(place_for(path, vocab_size=4096))
+    drafter = DRAFTERS.get("rest")(context_for(path, vocab_size=4096))
     assert drafter.fixed_bytes < 3e6
     tokenizer = Tokenizer(path)
     prompt = tokenizer.encode("What is the Python module json?\n")
@@ -185,7 +185,7 @@ def test_the_embedded_model_brings_a_datastore_of_its_own_tokens() -> None:
 
 def test_a_model_without_a_datastore_is_told_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cloister datastore build"):
-        DRAFTERS.get("rest")(place_for(tmp_path))
+        DRAFTERS.get("rest")(context_for(tmp_path))
     with pytest.raises(CloisterError, match=r"tokenizer\.json"):
         digest_tokenizer(tmp_path)
 

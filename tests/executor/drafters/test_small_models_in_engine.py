@@ -19,7 +19,7 @@ def speculating(*names: str, most: int, **settings: Any) -> EngineCore:
     turns = Turns((), most)
     turns._names = names
     turns._limits = {name: core._runner._drafting._drafters[name] for name in names}
-    core._scheduler._draft_room._speculation = turns
+    core._scheduler._draft_allocator._speculation = turns
     made: EngineCore = core
     return made
 

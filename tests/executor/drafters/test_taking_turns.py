@@ -12,13 +12,13 @@ from cloister.executor.drafters import DRAFTERS
 from cloister.launch import build_engine, resolve_settings
 from cloister.models import locate
 from cloister.scheduler.budget import StepCost, StepSize
-from cloister.scheduler.sequence import Sequence as Running
+from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import DraftDecision
 from cloister.text import Tokenizer
 from cloister.types.request import Request, SamplingParams
 from cloister.types.step import Sample
 from tests.equality import Report, ask, differing
-from tests.executor.drafters.answering import place_for
+from tests.executor.drafters.answering import context_for
 
 MODEL = "cloister-5m"
 NAMES = ("ngram", "lookahead", "recycling", "rest")
@@ -39,10 +39,10 @@ class Turns:
     """Another drafter in every step, and another number of drafts (protocol `Speculation`)."""
 
     def __init__(self, names: Sequence[str], most: int) -> None:
-        self._limits = {name: DRAFTERS.get(name)(place_for(locate(MODEL))) for name in names}
+        self._limits = {name: DRAFTERS.get(name)(context_for(locate(MODEL))) for name in names}
         self._names, self._most, self._num_steps = names, most, 0
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
+    def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         self._num_steps += 1
         choices = []
         for number, sequence in enumerate(sequences):
@@ -55,7 +55,7 @@ class Turns:
             )
         return [choice if choice.num_drafts > 0 else DraftDecision() for choice in choices]
 
-    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None: ...
+    def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None: ...
 
     def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None: ...
 
@@ -88,7 +88,7 @@ def plain() -> Report:
 
 def test_any_turn_of_drafters_leaves_answers_as_they_are(plain: Report) -> None:
     core = open_engine(",".join(NAMES), kv_memory_mb=64)
-    core._scheduler._draft_room._speculation = Turns(NAMES, 24)
+    core._scheduler._draft_allocator._speculation = Turns(NAMES, 24)
     found = ask(core, make_requests())
     assert differing(found, plain) == []
     assert found.num_accepted > 100
@@ -97,7 +97,7 @@ def test_any_turn_of_drafters_leaves_answers_as_they_are(plain: Report) -> None:
 
 def test_preempted_sequences_draft_as_if_nothing_had_been(plain: Report) -> None:
     core = open_engine(",".join(NAMES), kv_memory_mb=0.8, prefix_cache=False)
-    core._scheduler._draft_room._speculation = Turns(NAMES, 8)
+    core._scheduler._draft_allocator._speculation = Turns(NAMES, 8)
     found = ask(core, make_requests())
     assert found.num_preempted > 0
     assert differing(found, plain) == []
@@ -106,7 +106,7 @@ def test_preempted_sequences_draft_as_if_nothing_had_been(plain: Report) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_each_of_them_saves_steps(name: str, plain: Report) -> None:
     core = open_engine(name, kv_memory_mb=64)
-    core._scheduler._draft_room._speculation = Turns([name], 16)
+    core._scheduler._draft_allocator._speculation = Turns([name], 16)
     found = ask(core, make_requests())
     assert differing(found, plain) == []
     assert found.num_accepted > 30

@@ -73,7 +73,7 @@ class NativeAdapters:
 _HEAD_ACTIVATIONS: Final = {"silu": 0, "relu": 3}  # cpp/kernels.hpp
 
 
-class HeadShelf:
+class DraftHeadStore:
     """The draft heads of one program; the kernels hold pointers into their arrays."""
 
     def __init__(self, program: _native.Program, packer: Packer) -> None:
@@ -140,7 +140,7 @@ class NativeProgram(Program):
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
-        self._adapters, self._heads = NativeAdapters(self._program, packer), HeadShelf(self._program, packer)
+        self._adapters, self._heads = NativeAdapters(self._program, packer), DraftHeadStore(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
         self._blocks = [kv.blocks_of(number) for number in range(len(spec.layers))]

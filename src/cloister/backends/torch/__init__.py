@@ -1,4 +1,4 @@
-"""The torch back end: the oracle on a CPU, and CUDA. It is registered without importing torch."""
+"""The torch back end: the reference on CPUs, and CUDA. It is registered without importing torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Low-rank adapters in torch: what a step's rows add to the products that their adapters change.
 
 The rows of one adapter are gathered, padded to whole tiles and multiplied by A and then by B, so that a row's bits do not
-depend on how many others have its adapter (rule 6); rows without one are not touched.
+depend on how many others have its adapter (batch invariance); rows without one are not touched.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class TorchBackend:
         num_threads: threads for arithmetic on a CPU.
         device: "cpu" or "cuda".
         dtype: "float32" or "bfloat16".
-        numerics: "exact" keeps rule 6; "fast" lets cuBLAS and FlashInfer compute on CUDA.
+        numerics: "exact" keeps batch invariance; "fast" lets cuBLAS and FlashInfer compute on CUDA.
 
     Raises:
         ConfigError: an argument is not one of those, there is no CUDA device, or a library is missing.

@@ -2,8 +2,9 @@
 
 A tile holds the absolute positions [32 t, 32 t + 32), and all of it is computed whenever one of its positions is asked for,
 filled up behind the last known token; what stands before it is read from the cache. So every product and every attention has
-the same shape for a position whatever the company, the chunks and the hits, and a row's bits are the same too (rule 6), at one
-number of threads. Mixtures of experts are an exception: how many of a tile's rows an expert gets depends on what fills it up.
+the same shape for a position whatever the company, the chunks and the hits, and a row's bits are the same too (batch
+invariance), at one number of threads. Mixtures of experts are an exception: how many of a tile's rows an expert gets depends on
+what fills it up.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Mixture:
     """A mixture of experts (`backends.spec.MoeSpec`), and beside it a feed-forward that all tokens share.
 
     An expert multiplies the rows that chose it in tiles of fixed size, and a row adds its experts up in the order of their
-    numbers: its bits do not depend on what others chose (rule 6).
+    numbers: its bits do not depend on what others chose (batch invariance).
 
     Attributes:
         linears, num_operations: as in `Mlp`; operations are those of one row.

@@ -1,7 +1,7 @@
 """Multi-head latent attention in absorbed form (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
 
 Every position is computed so, in prefill too: expanding the latents of a prompt into keys and values is quicker there, but sums
-in another order, and a row's bits would depend on how its prompt was cut (rule 6).
+in another order, and a row's bits would depend on how its prompt was cut (batch invariance).
 """
 
 from __future__ import annotations

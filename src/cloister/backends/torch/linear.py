@@ -1,4 +1,4 @@
-"""Matrix products whose rows have the same bits in any company (rule 6): fixed tiles of rows, fixed panels of columns.
+"""Matrix products whose rows have the same bits in any batch (batch invariance): fixed tiles of rows, fixed panels of columns.
 
 A product of 32 rows is the reference. Libraries pick other kernels for other row counts, and some of them sum in another
 order: torch's float32 product of one row differs from that of two. So every product runs on tiles of a fixed number of

@@ -3,7 +3,7 @@
 A unit is a run of query rows of one sequence; a row is one (token, head of the group), so the heads that share a KV head
 stand together (GQA). Units of equal padded size are computed as a batch, split by split: split s holds the keys at the
 absolute positions [256 s, 256 (s + 1)). A row therefore meets the same keys in the same order and the same shapes,
-whatever chunk, block size or company it came in (rule 6). No L x L buffer is ever made (Dao et al. 2022).
+whatever chunk, block size or company it came in (batch invariance). No L x L buffer is ever made (Dao et al. 2022).
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _hidden(begin: int, end: int, positions: npt.NDArray[np.int32], window: int 
     return hidden
 
 
-# Threads for arithmetic. Torch's own are not used: they cut a product differently for each number of threads (rule 6).
+# Threads for arithmetic. Torch's own are not used: they cut a product differently for each number of threads.
 #
 # Work is cut into tasks of fixed shape, each computed by one thread; who computes which task changes no bit.
 

@@ -1,15 +1,15 @@
 """What drafts tokens for the model to verify: one drafter a file, found by name."""
 
 from cloister.executor.drafters import blockwise, draft_model, long_spec, lookahead, medusa, ngram, recycling, rest, spec_infer
-from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, VerifyFeedback
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest, VerifyFeedback
 
 __all__ = [
     "DRAFTERS",
     "NOTHING",
     "Draft",
-    "DraftAsk",
+    "DraftRequest",
     "Drafter",
-    "DraftingPlace",
+    "DrafterContext",
     "VerifyFeedback",
     "blockwise",
     "draft_model",

@@ -50,7 +50,7 @@ class Draft(msgspec.Struct, frozen=True):
         return depths
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Draft(num_tokens={len(self.token_ids)})"
 
 
@@ -58,7 +58,7 @@ NOTHING = Draft([])
 
 
 @dataclass(frozen=True, slots=True)
-class DraftAsk:
+class DraftRequest:
     """One sequence that wants a draft. Its block table has room for the drafts behind its last token.
 
     Attributes:
@@ -131,7 +131,7 @@ class Drafter:
             kv: blocks of the model's; a drafter with `kv_block_bytes` keeps as many of its own, under the same numbers.
         """
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Returns a draft for each, of at most `num_drafts` tokens; `NOTHING` where it has no idea worth verifying."""
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ class DraftModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftingPlace:
+class DrafterContext:
     """What a drafter is made for.
 
     Attributes:
@@ -201,7 +201,7 @@ class DraftingPlace:
             `model_path`.
         open_model: reads a small model: an embedded model's name or a directory.
         guesser: readies draft heads, once the model's program is there; None where the back end cannot.
-        draws: how the next token of each sequence is chosen from a row, [num_states] of `SAMPLING_METADATA`; its
+        sampling_metadata: how the next token of each sequence is chosen from a row, [num_states] of `SAMPLING_METADATA`; its
             `position` is that of the next token, so a draft at depth d (from 0) adds d.
         fingerprint: SHA-256 of the model's files (hex), which what was trained for it names too; empty checks nothing.
     """
@@ -216,7 +216,7 @@ class DraftingPlace:
     files: str | None
     open_model: Callable[[str], DraftModel]
     guesser: Callable[[DraftHeads], Guesser] | None
-    draws: Callable[[list[SequenceState], list[int]], SamplingMetadata]
+    sampling_metadata: Callable[[list[SequenceState], list[int]], SamplingMetadata]
     fingerprint: str = ""
 
 
@@ -227,7 +227,7 @@ class DrafterFactory(Protocol):
         CloisterError: what it needs is not there; the message says what to do.
     """
 
-    def __call__(self, place: DraftingPlace) -> Drafter: ...
+    def __call__(self, context: DrafterContext) -> Drafter: ...
 
 
 DRAFTERS: Registry[DrafterFactory] = Registry("drafter")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
-from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, FloatArray
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest, FloatArray
 from cloister.executor.drafters.heads import HeadDrafter, open_heads, take_tensor
 from cloister.executor.drafters.medusa import THREAT
 from cloister.types.errors import ModelError
@@ -36,25 +36,25 @@ class Blockwise(HeadDrafter):
     A chain ends with a token that would end the answer.
     """
 
-    def __init__(self, heads: DraftHeads, place: DraftingPlace) -> None:
-        super().__init__(heads, place)
-        self._eos_token_ids = frozenset(place.eos_token_ids)
+    def __init__(self, heads: DraftHeads, context: DrafterContext) -> None:
+        super().__init__(heads, context)
+        self._eos_token_ids = frozenset(context.eos_token_ids)
         self.max_drafts = heads.num_heads
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        drafts = [NOTHING] * len(asks)
-        places, hidden = self._last.gather(list(asks))
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = [NOTHING] * len(requests)
+        places, hidden = self._last.gather(list(requests))
         if not places:
             return drafts
-        length = min(self.max_drafts, max(asks[place].num_drafts for place in places))
+        length = min(self.max_drafts, max(requests[place].num_drafts for place in places))
         chains = self._guess(hidden, length, 1)[:, :, 0].T.tolist()
         for place, chain in zip(places, chains, strict=True):
-            drafts[place] = self._cut(chain[: asks[place].num_drafts], asks[place])
+            drafts[place] = self._cut(chain[: requests[place].num_drafts], requests[place])
         return drafts
 
-    def _cut(self, chain: list[int], ask: DraftAsk) -> Draft:
+    def _cut(self, chain: list[int], request: DraftRequest) -> Draft:
         """Ends a chain with the token that ends the answer: what would follow is never kept."""
-        if not ask.state.sampling.ignore_eos:
+        if not request.state.sampling.ignore_eos:
             for place, token in enumerate(chain):
                 if token in self._eos_token_ids:
                     return Draft(chain[: place + 1])
@@ -62,7 +62,7 @@ class Blockwise(HeadDrafter):
 
 
 @DRAFTERS.register("blockwise", THREAT)
-def make_blockwise(place: DraftingPlace) -> Drafter:
+def make_blockwise(context: DrafterContext) -> Drafter:
     """Reads the heads of a model (`DrafterFactory` says what it raises)."""
-    card, tensors = open_heads(place, "blockwise")
-    return Blockwise(read_heads(tensors, card.num_heads, card.hidden_size), place)
+    card, tensors = open_heads(context, "blockwise")
+    return Blockwise(read_heads(tensors, card.num_heads, card.hidden_size), context)

@@ -40,7 +40,7 @@ class Stretch:
         return self.start + len(self.tokens)
 
     def __repr__(self) -> str:
-        """Says nothing of content (rule 12)."""
+        """Shows no content (nothing a user sent is logged)."""
         return f"Stretch(start={self.start}, num_tokens={len(self.tokens)}, num_drafts={self.num_drafts})"
 
 
@@ -74,7 +74,7 @@ class ChainGrower:
     """Drafts chains with one program.
 
     Args:
-        draws: how the next token of each sequence is chosen (`DraftingPlace.draws`).
+        draws: how the next token of each sequence is chosen (`DrafterContext.sampling_metadata`).
     """
 
     def __init__(

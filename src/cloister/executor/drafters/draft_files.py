@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from cloister.executor.drafters.base import DraftingPlace, DraftModel
+from cloister.executor.drafters.base import DrafterContext, DraftModel
 from cloister.executor.drafters.heads import heads_directory
 from cloister.models import embedded_names, locate
 from cloister.types.errors import ConfigError
@@ -17,22 +17,22 @@ TRAINED: Final = "draft_model"
 """Where `cloister train draft` puts a draft, beside what else was trained for the model."""
 
 
-def draft_names(place: DraftingPlace) -> list[str]:
+def draft_names(context: DrafterContext) -> list[str]:
     """Returns the names of the small models: those that the settings list, else the trained one, else the embedded one.
 
     Raises:
         ConfigError: there is none; the message says what to do.
     """
-    if place.files is not None:
-        names = [name.strip() for name in place.files.split(",")]
+    if context.files is not None:
+        names = [name.strip() for name in context.files.split(",")]
         if not all(names):
             raise ConfigError("a draft model has an empty name; give one name, or several with a comma between two")
         return names
-    trained = heads_directory(place.model_path, TRAINED)
+    trained = heads_directory(context.model_path, TRAINED)
     if (trained / "config.json").is_file():
         return [str(trained)]
     for model, draft in EMBEDDED.items():
-        if model in embedded_names() and place.model_path == locate(model):
+        if model in embedded_names() and context.model_path == locate(model):
             return [draft]
     raise ConfigError(
         "this model has no draft model; train one with `cloister train draft`, or name a smaller model with the same tokens",
@@ -40,32 +40,32 @@ def draft_names(place: DraftingPlace) -> list[str]:
     )
 
 
-def open_drafts(place: DraftingPlace) -> list[DraftModel]:
+def open_drafts(context: DrafterContext) -> list[DraftModel]:
     """Opens the small models.
 
     Raises:
         ConfigError: there is none, or one has another vocabulary.
         ModelError: one cannot be read.
     """
-    return [_open(place, name) for name in draft_names(place)]
+    return [_open(context, name) for name in draft_names(context)]
 
 
-def open_draft(place: DraftingPlace) -> DraftModel:
+def open_draft(context: DrafterContext) -> DraftModel:
     """Opens the small model of a drafter that takes one (errors as of `open_drafts`)."""
-    names = draft_names(place)
+    names = draft_names(context)
     if len(names) > 1:
         raise ConfigError(f"{len(names)} draft models are named where this drafter takes one; `spec_infer` takes several")
-    return _open(place, names[0])
+    return _open(context, names[0])
 
 
-def _open(place: DraftingPlace, name: str) -> DraftModel:
-    model = place.open_model(name)
-    if model.vocab_size != place.vocab_size:
+def _open(context: DrafterContext, name: str) -> DraftModel:
+    model = context.open_model(name)
+    if model.vocab_size != context.vocab_size:
         raise ConfigError(
-            f"the draft model {name} has {model.vocab_size} tokens and the model {place.vocab_size}; "
+            f"the draft model {name} has {model.vocab_size} tokens and the model {context.vocab_size}; "
             "name one that was made with the same tokenizer"
         )
-    own, other = _vocabulary(place.model_path), _vocabulary(locate(name))
+    own, other = _vocabulary(context.model_path), _vocabulary(locate(name))
     if own is not None and other is not None and own != other:
         raise ConfigError(
             f"the tokens of the draft model {name} do not mean what the model's mean; name one that was made with its tokenizer"

@@ -16,10 +16,10 @@ from cloister.executor.drafters.base import (
     DRAFTERS,
     NOTHING,
     Draft,
-    DraftAsk,
     Drafter,
-    DraftingPlace,
+    DrafterContext,
     DraftModel,
+    DraftRequest,
     VerifyFeedback,
 )
 from cloister.executor.drafters.chain import ChainGrower, Stretch
@@ -118,21 +118,21 @@ class PagedDrafter(Drafter):
 
     has_probs = True
 
-    def __init__(self, place: DraftingPlace, models: Sequence[DraftModel]) -> None:
-        self._place = place
+    def __init__(self, context: DrafterContext, models: Sequence[DraftModel]) -> None:
+        self._context = context
         self._models = tuple(models)
         self._max_positions = min(model.max_positions for model in models)
-        self.kv_block_bytes = sum(model.kv_block_bytes(place.block_size) for model in models)
+        self.kv_block_bytes = sum(model.kv_block_bytes(context.block_size) for model in models)
         self.fixed_bytes = sum(model.weights_bytes for model in models)
         self._programs: tuple[Program, ...] = ()
         self._growers: tuple[ChainGrower, ...] = ()
-        self._kv = DraftKV(KVLayout(0, place.block_size))
+        self._kv = DraftKV(KVLayout(0, context.block_size))
         self._drafted: dict[int, tuple[int, IntArray]] = {}
 
     def allocate(self, kv: KVLayout) -> None:
         """Builds the small models, with KV for as many blocks as the model has."""
         self._programs = tuple(model.build(kv) for model in self._models)
-        vocab_size, draws = self._place.vocab_size, self._place.draws
+        vocab_size, draws = self._context.vocab_size, self._context.sampling_metadata
         self._growers = tuple(ChainGrower(program, vocab_size, kv.block_size, draws) for program in self._programs)
         self._kv = DraftKV(kv)
 
@@ -183,16 +183,16 @@ class PagedDrafter(Drafter):
         for program in self._programs:
             program.wipe_buffers()
 
-    def _begin(self, asks: Sequence[DraftAsk]) -> list[tuple[int, Stretch]]:
-        """Returns (place among `asks`, stretch) of those that can be drafted for; moves on those that are too far behind."""
+    def _begin(self, requests: Sequence[DraftRequest]) -> list[tuple[int, Stretch]]:
+        """Returns (place in `requests`, stretch) of those that can be drafted for; moves on those that are too far behind."""
         self._drop_drafted()
         ready: list[tuple[int, Stretch]] = []
         behind: list[Stretch] = []
         num_left = MAX_FOLLOWED
-        for place, ask in enumerate(asks):
-            state = ask.state
+        for place, request in enumerate(requests):
+            state = request.state
             num_known = len(state.tokens)
-            count = min(ask.num_drafts, self.max_drafts, self._max_positions - num_known + 1)
+            count = min(request.num_drafts, self.max_drafts, self._max_positions - num_known + 1)
             if count < 1:
                 continue
             start = min(self._kv.reach(state.seq_id, state.first_group_blocks), num_known - 1)
@@ -202,7 +202,7 @@ class PagedDrafter(Drafter):
             if stretch.end < num_known:
                 behind.append(stretch)
             else:
-                stretch.num_drafts, stretch.is_coupled = count, ask.is_coupled
+                stretch.num_drafts, stretch.is_coupled = count, request.is_coupled
                 ready.append((place, stretch))
         self._compute(behind)
         return ready
@@ -237,10 +237,10 @@ class PagedDrafter(Drafter):
 class DraftModelDrafter(PagedDrafter):
     """Drafts chains with one small model whose KV goes along with the model's."""
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Returns a chain for each; `NOTHING` while the small model catches up, or beyond the positions that it learned."""
-        drafts = [NOTHING] * len(asks)
-        ready = self._begin(asks)
+        drafts = [NOTHING] * len(requests)
+        ready = self._begin(requests)
         if ready:
             grown = self._growers[0].grow([stretch for _, stretch in ready])
             for (place, stretch), draft in zip(ready, grown, strict=True):
@@ -258,6 +258,6 @@ def common_length(drafted: Sequence[int], known: array[int]) -> int:
 
 
 @DRAFTERS.register("draft_model", DRAFT_MODEL_THREAT)
-def make_draft_model(place: DraftingPlace) -> Drafter:
+def make_draft_model(context: DrafterContext) -> Drafter:
     """Opens the small model (errors as of `open_draft`)."""
-    return DraftModelDrafter(place, [open_draft(place)])
+    return DraftModelDrafter(context, [open_draft(context)])

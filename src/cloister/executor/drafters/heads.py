@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cloister.backends.base import KVLayout
 from cloister.backends.draft_heads import DraftHeads
-from cloister.executor.drafters.base import DraftAsk, Drafter, DraftingPlace, FloatArray, Guesser, IntArray, VerifyFeedback
+from cloister.executor.drafters.base import Drafter, DrafterContext, DraftRequest, FloatArray, Guesser, IntArray, VerifyFeedback
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.types.errors import ConfigError, ModelError
 
@@ -81,30 +81,30 @@ def read_card(directory: Path) -> HeadsCard:
     return card
 
 
-def open_heads(place: DraftingPlace, kind: str) -> tuple[HeadsCard, dict[str, FloatArray]]:
+def open_heads(context: DrafterContext, kind: str) -> tuple[HeadsCard, dict[str, FloatArray]]:
     """Reads the heads of a kind for a model; a place's `files` may name heads of a sibling of the model, of equal shape.
 
     Raises:
         ConfigError: there are none, or they were trained for another model.
         ModelError: the files are damaged.
     """
-    directory = Path(place.files).expanduser() if place.files else heads_directory(place.model_path, kind)
+    directory = Path(context.files).expanduser() if context.files else heads_directory(context.model_path, kind)
     if not (directory / CARD).is_file():
         raise ConfigError(
-            f"{directory} holds no {kind} heads; train them with `cloister train {kind} --model {place.model_path.name} "
+            f"{directory} holds no {kind} heads; train them with `cloister train {kind} --model {context.model_path.name} "
             "--text FILES`, or choose another drafter",
             param="speculate",
         )
     card = read_card(directory)
     if card.kind != kind:
         raise ConfigError(f"{directory} holds {card.kind} heads, not {kind} heads; name their directory", param="speculate")
-    if (card.hidden_size, card.vocab_size) != (place.hidden_size, place.vocab_size):
+    if (card.hidden_size, card.vocab_size) != (context.hidden_size, context.vocab_size):
         raise ConfigError(
             f"the {kind} heads in {directory} are for a hidden size of {card.hidden_size} and {card.vocab_size} tokens and the "
-            f"model has {place.hidden_size} and {place.vocab_size}; train heads for it with `cloister train {kind}`",
+            f"model has {context.hidden_size} and {context.vocab_size}; train heads for it with `cloister train {kind}`",
             param="speculate",
         )
-    if not place.files and place.fingerprint and card.fingerprint != place.fingerprint:
+    if not context.files and context.fingerprint and card.fingerprint != context.fingerprint:
         raise ConfigError(
             f"the {kind} heads in {directory} were trained for another model of the same shape; train them for this one with "
             f"`cloister train {kind}`, or name their directory if it is a sibling that they shall serve too",
@@ -140,13 +140,13 @@ class LastHidden:
         row[:] = seen.hidden[seen.last_row]
         self._kept[seen.state.seq_id] = (len(seen.state.tokens), row)
 
-    def gather(self, asks: list[DraftAsk]) -> tuple[list[int], FloatArray]:
-        """Returns which of the asks it has a row for, and their rows [num_found, hidden]."""
+    def gather(self, requests: list[DraftRequest]) -> tuple[list[int], FloatArray]:
+        """Returns the places of the requests that it has a row for, and their rows [num_found, hidden]."""
         places: list[int] = []
         rows: list[FloatArray] = []
-        for place, ask in enumerate(asks):
-            kept = self._kept.get(ask.state.seq_id)
-            if kept is not None and kept[0] == len(ask.state.tokens) and ask.num_drafts > 0:
+        for place, request in enumerate(requests):
+            kept = self._kept.get(request.state.seq_id)
+            if kept is not None and kept[0] == len(request.state.tokens) and request.num_drafts > 0:
                 places.append(place)
                 rows.append(kept[1])
         return places, np.array(rows, np.float32)
@@ -175,12 +175,12 @@ class HeadDrafter(Drafter):
 
     wants_hidden = True
 
-    def __init__(self, heads: DraftHeads, place: DraftingPlace) -> None:
-        if place.guesser is None:
+    def __init__(self, heads: DraftHeads, context: DrafterContext) -> None:
+        if context.guesser is None:
             raise ConfigError("this back end lends no head to drafters; choose one without heads", param="speculate")
         self.num_heads, self.fixed_bytes = heads.num_heads, heads.num_bytes
         self._heads: DraftHeads | None = heads
-        self._make_guesser = place.guesser
+        self._make_guesser = context.guesser
         self._guesser: Guesser | None = None
         self._last = LastHidden()
 

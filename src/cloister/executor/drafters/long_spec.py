@@ -19,10 +19,10 @@ from cloister.executor.drafters.base import (
     DRAFTERS,
     NOTHING,
     Draft,
-    DraftAsk,
     Drafter,
-    DraftingPlace,
+    DrafterContext,
     DraftModel,
+    DraftRequest,
     VerifyFeedback,
 )
 from cloister.executor.drafters.chain import ChainGrower, Stretch
@@ -80,17 +80,17 @@ class LongSpecDrafter(Drafter):
 
     has_probs = True
 
-    def __init__(self, place: DraftingPlace, model: DraftModel, capacity: int = CAPACITY) -> None:
-        self._place = place
+    def __init__(self, context: DrafterContext, model: DraftModel, capacity: int = CAPACITY) -> None:
+        self._context = context
         self._model = model
         self._capacity = min(capacity, model.max_positions)
         self._num_kept = min((self._capacity - NUM_SINKS) // 2, MAX_FOLLOWED - NUM_SINKS)
         if self._num_kept <= self.max_drafts:
             raise ConfigError(f"the draft model has {model.max_positions} positions; name one with more")
-        self._blocks_each = -(-self._capacity // place.block_size)
-        self._num_blocks = self._blocks_each * place.max_num_seqs
-        self.cache_bytes = self._blocks_each * model.kv_block_bytes(place.block_size)
-        self.fixed_bytes = model.weights_bytes + place.max_num_seqs * self.cache_bytes
+        self._blocks_each = -(-self._capacity // context.block_size)
+        self._num_blocks = self._blocks_each * context.max_num_seqs
+        self.cache_bytes = self._blocks_each * model.kv_block_bytes(context.block_size)
+        self.fixed_bytes = model.weights_bytes + context.max_num_seqs * self.cache_bytes
         self._program: Program | None = None
         self._grower: ChainGrower | None = None
         self._caches: dict[int, _Cache] = {}
@@ -99,21 +99,21 @@ class LongSpecDrafter(Drafter):
     def allocate(self, kv: KVLayout) -> None:
         """Builds the small model with caches for as many sequences as may run at once, whatever the model's KV is."""
         self._program = self._model.build(KVLayout(self._num_blocks, kv.block_size))
-        self._grower = ChainGrower(self._program, self._place.vocab_size, kv.block_size, self._place.draws)
+        self._grower = ChainGrower(self._program, self._context.vocab_size, kv.block_size, self._context.sampling_metadata)
         self._free = list(range(self._num_blocks))
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Returns a chain for each."""
         for cache in self._caches.values():
             cache.drop_drafted()
-        drafts = [NOTHING] * len(asks)
+        drafts = [NOTHING] * len(requests)
         ready: list[tuple[int, _Cache, Stretch]] = []
         num_left = MAX_FOLLOWED
-        for place, ask in enumerate(asks):
-            own = self._cache(ask)
+        for place, request in enumerate(requests):
+            own = self._cache(request)
             if own is None:
                 continue
-            stretch = self._stretch(own, ask)
+            stretch = self._stretch(own, request)
             if len(stretch.tokens) > FEW:  # it is new, or based anew; others wait if many are
                 if len(stretch.tokens) > num_left:
                     continue
@@ -150,30 +150,30 @@ class LongSpecDrafter(Drafter):
         if self._program is not None:
             self._program.wipe_buffers()
 
-    def _cache(self, ask: DraftAsk) -> _Cache | None:
+    def _cache(self, request: DraftRequest) -> _Cache | None:
         """Returns a sequence's cache with room for its drafts; None if more sequences run than were said to."""
-        num_known, cache = len(ask.state.tokens), self._caches.get(ask.state.seq_id)
+        num_known, cache = len(request.state.tokens), self._caches.get(request.state.seq_id)
         if cache is None:
             if len(self._free) < self._blocks_each:
                 return None
             blocks = array("i", self._free[-self._blocks_each :])
             del self._free[-self._blocks_each :]
-            cache = self._caches[ask.state.seq_id] = _Cache(blocks, max(NUM_SINKS, num_known - self._num_kept))
+            cache = self._caches[request.state.seq_id] = _Cache(blocks, max(NUM_SINKS, num_known - self._num_kept))
         if NUM_SINKS + num_known - cache.first + self.max_drafts > self._capacity:
             cache.first = num_known - self._num_kept
             cache.num_filled = min(cache.num_filled, NUM_SINKS)
         return cache
 
-    def _stretch(self, cache: _Cache, ask: DraftAsk) -> Stretch:
+    def _stretch(self, cache: _Cache, request: DraftRequest) -> Stretch:
         """Returns what the cache lacks of the known tokens, the last one in any case."""
-        known = ask.state.tokens
+        known = request.state.tokens
         start = min(cache.num_filled, NUM_SINKS + len(known) - cache.first - 1)
         tokens = known[start:NUM_SINKS] if start < NUM_SINKS else array("i")
         tokens += known[cache.first + max(start - NUM_SINKS, 0) :]
-        return Stretch(ask.state, cache.blocks, start, tokens, min(ask.num_drafts, self.max_drafts), ask.is_coupled)
+        return Stretch(request.state, cache.blocks, start, tokens, min(request.num_drafts, self.max_drafts), request.is_coupled)
 
 
 @DRAFTERS.register("long_spec", LONG_SPEC_THREAT)
-def make_long_spec(place: DraftingPlace) -> Drafter:
+def make_long_spec(context: DrafterContext) -> Drafter:
     """Opens the small model (errors as of `open_draft`)."""
-    return LongSpecDrafter(place, open_draft(place))
+    return LongSpecDrafter(context, open_draft(context))

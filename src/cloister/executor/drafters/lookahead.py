@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from cloister.executor.arrays import overwrite
-from cloister.executor.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, IntArray, VerifyFeedback
+from cloister.executor.drafters.base import DRAFTERS, Draft, Drafter, DrafterContext, DraftRequest, IntArray, VerifyFeedback
 from cloister.executor.drafters.token_trees import Trie, fill_shape
 from cloister.executor.state import SequenceState
 from cloister.types.threat import Requirement, ThreatProfile
@@ -154,8 +154,8 @@ class LookaheadDrafter(Drafter):
         self.fixed_bytes = max_num_seqs * (NUM_BYTES + 4 * MAX_COLUMNS * (NUM_LEVELS + 1))
         self._windows: dict[int, _Window] = {}
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._draft(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft(request) for request in requests]
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         for each in seen:
@@ -181,14 +181,14 @@ class LookaheadDrafter(Drafter):
             window = self._windows[state.seq_id] = _Window(NgramPool())
         return window
 
-    def _draft(self, ask: DraftAsk) -> Draft:
-        tokens, window = ask.state.tokens, self._of(ask.state)
+    def _draft(self, request: DraftRequest) -> Draft:
+        tokens, window = request.state.tokens, self._of(request.state)
         window.read(tokens)
-        drafts = _find(window.pool, tokens[-1], ask.num_drafts)
-        if ask.parents is not None:
-            return fill_shape(drafts, ask.parents[: ask.num_drafts])
+        drafts = _find(window.pool, tokens[-1], request.num_drafts)
+        if request.parents is not None:
+            return fill_shape(drafts, request.parents[: request.num_drafts])
         tree = _Tree(drafts)
-        num_columns = min(MAX_COLUMNS, (ask.num_drafts - len(tree.token_ids)) // NUM_LEVELS)
+        num_columns = min(MAX_COLUMNS, (request.num_drafts - len(tree.token_ids)) // NUM_LEVELS)
         while len(window.columns) < num_columns:
             window.columns.append(array("i", (_guess(tokens, len(window.columns)),)))
         window.places = tree.add_window(window.columns[:num_columns])
@@ -241,6 +241,6 @@ def _guess(tokens: array[int], column: int) -> int:
 
 
 @DRAFTERS.register("lookahead", THREAT)
-def make_lookahead_drafter(place: DraftingPlace) -> Drafter:
+def make_lookahead_drafter(context: DrafterContext) -> Drafter:
     """Makes the drafter (`DrafterFactory`); it needs nothing."""
-    return LookaheadDrafter(place.max_num_seqs)
+    return LookaheadDrafter(context.max_num_seqs)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
-from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, FloatArray
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest, FloatArray
 from cloister.executor.drafters.heads import HeadDrafter, open_heads, take_tensor
 from cloister.executor.drafters.token_trees import rank_places
 from cloister.types.errors import ModelError
@@ -75,28 +75,28 @@ class Medusa(HeadDrafter):
         shape: parents of that tree.
     """
 
-    def __init__(self, heads: DraftHeads, shape: Sequence[int], place: DraftingPlace) -> None:
-        super().__init__(heads, place)
+    def __init__(self, heads: DraftHeads, shape: Sequence[int], context: DrafterContext) -> None:
+        super().__init__(heads, context)
         self.shape = tuple(shape)
         self.max_drafts = len(self.shape)
         self._branches = {self.shape[:size]: Branches.of(self.shape[:size]) for size in range(1, len(self.shape) + 1)}
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        drafts = [NOTHING] * len(asks)
-        places, hidden = self._last.gather(list(asks))
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = [NOTHING] * len(requests)
+        places, hidden = self._last.gather(list(requests))
         if not places:
             return drafts
-        trees = [self._tree(asks[place]) for place in places]
+        trees = [self._tree(requests[place]) for place in places]
         depth, width = max(len(tree.widths) for tree in trees), max(max(tree.widths) for tree in trees)
         best = self._guess(hidden, depth, width)
         for row, (place, tree) in enumerate(zip(places, trees, strict=True)):
             drafts[place] = Draft(best[tree.depths, row, tree.ranks].tolist(), tree.parents)
         return drafts
 
-    def _tree(self, ask: DraftAsk) -> Branches:
-        """Returns the tree that an ask wants, less the nodes that lie deeper than there are heads."""
+    def _tree(self, request: DraftRequest) -> Branches:
+        """Returns the tree that a request is for, less the nodes that lie deeper than there are heads."""
         assert self.shape is not None
-        parents = (self.shape if ask.parents is None else ask.parents)[: ask.num_drafts]
+        parents = (self.shape if request.parents is None else request.parents)[: request.num_drafts]
         known = self._branches.get(parents)
         if known is not None:
             return known
@@ -106,14 +106,14 @@ class Medusa(HeadDrafter):
 
 
 @DRAFTERS.register("medusa", THREAT)
-def make_medusa(place: DraftingPlace) -> Drafter:
+def make_medusa(context: DrafterContext) -> Drafter:
     """Reads the heads of a model (`DrafterFactory` says what it raises)."""
-    card, tensors = open_heads(place, "medusa")
+    card, tensors = open_heads(context, "medusa")
     heads = read_heads(tensors, card.num_heads, card.hidden_size)
     tree = Branches.of(card.parents) if _is_tree(card.parents) else None
     if tree is None or len(tree.widths) > heads.num_heads or max(tree.widths) > card.vocab_size:
         raise ModelError("heads.json has no tree that these heads can fill; train these heads again")
-    return Medusa(heads, card.parents, place)
+    return Medusa(heads, card.parents, context)
 
 
 def _is_tree(parents: Sequence[int]) -> bool:

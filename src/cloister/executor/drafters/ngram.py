@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Final
 
-from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest
 from cloister.executor.drafters.occurrences import BYTES_PER_TOKEN, Occurrences
 from cloister.executor.drafters.token_trees import Trie, fill_shape
 from cloister.types.threat import Requirement, ThreatProfile
@@ -57,27 +57,29 @@ class NgramDrafter(Drafter):
         self.kv_block_bytes = BYTES_PER_TOKEN * block_size
         self._occurrences: dict[int, Occurrences] = {}
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._draft(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft(request) for request in requests]
 
     def forget(self, seq_id: int) -> None:
         if (occurrences := self._occurrences.pop(seq_id, None)) is not None:
             occurrences.wipe()
 
-    def _draft(self, ask: DraftAsk) -> Draft:
-        tokens = ask.state.tokens
-        occurrences = self._occurrences.get(ask.state.seq_id)
+    def _draft(self, request: DraftRequest) -> Draft:
+        tokens = request.state.tokens
+        occurrences = self._occurrences.get(request.state.seq_id)
         if occurrences is None:
-            occurrences = self._occurrences[ask.state.seq_id] = Occurrences()
+            occurrences = self._occurrences[request.state.seq_id] = Occurrences()
         matches = occurrences.find(tokens)
-        if not matches or ask.num_drafts < 1:
+        if not matches or request.num_drafts < 1:
             return NOTHING
         if len(matches) > 1:
-            draft = _merge(tokens, matches).best(MAX_DRAFTS if ask.parents is not None else ask.num_drafts, LEAST_WEIGHT)
+            draft = _merge(tokens, matches).best(
+                MAX_DRAFTS if request.parents is not None else request.num_drafts, LEAST_WEIGHT
+            )
         else:
             num_matched, end = matches[0]
-            draft = Draft(copy_from(tokens, end, min(len(_chances_at(num_matched)), ask.num_drafts)))
-        return draft if ask.parents is None else fill_shape(draft, ask.parents[: ask.num_drafts])
+            draft = Draft(copy_from(tokens, end, min(len(_chances_at(num_matched)), request.num_drafts)))
+        return draft if request.parents is None else fill_shape(draft, request.parents[: request.num_drafts])
 
 
 def _chances_at(num_matched: int) -> list[float]:
@@ -104,6 +106,6 @@ def copy_from(tokens: array[int], start: int, count: int) -> list[int]:
 
 
 @DRAFTERS.register("ngram", THREAT)
-def make_ngram_drafter(place: DraftingPlace) -> Drafter:
+def make_ngram_drafter(context: DrafterContext) -> Drafter:
     """Makes the drafter (`DrafterFactory`); it needs nothing."""
-    return NgramDrafter(place.block_size)
+    return NgramDrafter(context.block_size)

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from cloister.executor.drafters.base import DRAFTERS, Draft, DraftAsk, Drafter, DraftingPlace, IntArray, VerifyFeedback
+from cloister.executor.drafters.base import DRAFTERS, Draft, Drafter, DrafterContext, DraftRequest, IntArray, VerifyFeedback
 from cloister.executor.drafters.token_trees import grow_shape, rank_places
 from cloister.executor.state import SequenceState
 from cloister.types.threat import Requirement, ThreatProfile
@@ -118,8 +118,8 @@ class RecyclingDrafter(Drafter):
         self.fixed_bytes = NUM_BYTES * max_num_seqs
         self._adjacencies: dict[int, Adjacency] = {}
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._draft(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft(request) for request in requests]
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         for each in seen:
@@ -142,10 +142,10 @@ class RecyclingDrafter(Drafter):
             adjacency.read_text(state.tokens)
         return adjacency
 
-    def _draft(self, ask: DraftAsk) -> Draft:
-        shape = (self.shape if ask.parents is None else ask.parents)[: ask.num_drafts]
-        adjacency = self._of(ask.state)
-        rows = {-1: adjacency.row(ask.state.tokens[-1])}
+    def _draft(self, request: DraftRequest) -> Draft:
+        shape = (self.shape if request.parents is None else request.parents)[: request.num_drafts]
+        adjacency = self._of(request.state)
+        rows = {-1: adjacency.row(request.state.tokens[-1])}
         kept = {-1: -1}  # places of the shape that have a token, numbered anew
         token_ids: list[int] = []
         parents: list[int] = []
@@ -173,6 +173,6 @@ class RecyclingDrafter(Drafter):
 
 
 @DRAFTERS.register("recycling", THREAT)
-def make_recycling_drafter(place: DraftingPlace) -> Drafter:
+def make_recycling_drafter(context: DrafterContext) -> Drafter:
     """Makes the drafter (`DrafterFactory`); it needs nothing."""
-    return RecyclingDrafter(place.max_num_seqs)
+    return RecyclingDrafter(context.max_num_seqs)

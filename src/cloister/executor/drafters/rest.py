@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest
 from cloister.executor.drafters.datastore import BUILD, HEADER, Continuations, Datastore
 from cloister.executor.drafters.token_trees import fill_shape
 from cloister.models.generation import digest_tokenizer
@@ -48,16 +48,16 @@ class RestDrafter(Drafter):
         self._datastore = datastore
         self.fixed_bytes = datastore.num_bytes
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
-        return [self._draft(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft(request) for request in requests]
 
-    def _draft(self, ask: DraftAsk) -> Draft:
-        length, start, end = self._find_longest(ask.state.tokens)
-        if not length or ask.num_drafts < 1:
+    def _draft(self, request: DraftRequest) -> Draft:
+        length, start, end = self._find_longest(request.state.tokens)
+        if not length or request.num_drafts < 1:
             return NOTHING
-        if ask.parents is not None:
-            return fill_shape(self._grow(length, start, end, MAX_DRAFTS), ask.parents[: ask.num_drafts])
-        return self._grow(length, start, end, min(ask.num_drafts, MAX_DRAFTS))
+        if request.parents is not None:
+            return fill_shape(self._grow(length, start, end, MAX_DRAFTS), request.parents[: request.num_drafts])
+        return self._grow(length, start, end, min(request.num_drafts, MAX_DRAFTS))
 
     def _find_longest(self, tokens: array[int]) -> tuple[int, int, int]:
         """Returns (length, start, end): the longest suffix of the known tokens that is in the datastore, and where.
@@ -117,9 +117,9 @@ def _children(rows: Continuations, step: int, length: int, node: _Node) -> list[
 
 
 @DRAFTERS.register("rest", THREAT)
-def make_rest_drafter(place: DraftingPlace) -> Drafter:
+def make_rest_drafter(context: DrafterContext) -> Drafter:
     """Makes the drafter (`DrafterFactory`) with the datastore that the settings name, or the one beside the model."""
-    if place.files is None and not (place.model_path / "drafters" / "rest" / HEADER).is_file():
+    if context.files is None and not (context.model_path / "drafters" / "rest" / HEADER).is_file():
         raise ConfigError(f"this model brings no datastore to draft from; {BUILD}, and name it", param="datastore")
-    path = place.model_path / "drafters" / "rest" if place.files is None else Path(place.files).expanduser()
-    return RestDrafter(Datastore(path, digest_tokenizer(place.model_path), place.vocab_size))
+    path = context.model_path / "drafters" / "rest" if context.files is None else Path(context.files).expanduser()
+    return RestDrafter(Datastore(path, digest_tokenizer(context.model_path), context.vocab_size))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from cloister.backends.base import KVLayout
-from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, DraftAsk, Drafter, DraftingPlace, DraftModel
+from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftModel, DraftRequest
 from cloister.executor.drafters.branches import DraftTree, TreeGrower, kept_chain
 from cloister.executor.drafters.draft_files import open_drafts
 from cloister.executor.drafters.draft_model import DRAFT_MODEL_THREAT, PagedDrafter
@@ -24,8 +24,8 @@ class SpecInferDrafter(PagedDrafter):
         models: take turns at the children of a node, the most trusted one first.
     """
 
-    def __init__(self, place: DraftingPlace, models: Sequence[DraftModel]) -> None:
-        super().__init__(place, models)
+    def __init__(self, context: DrafterContext, models: Sequence[DraftModel]) -> None:
+        super().__init__(context, models)
         self.shape = grow_shape(RATES, MAX_NODES)
         self.max_drafts = len(self.shape)
         self._grower: TreeGrower | None = None
@@ -33,14 +33,14 @@ class SpecInferDrafter(PagedDrafter):
     def allocate(self, kv: KVLayout) -> None:
         """Builds the small models, with KV for as many blocks as the model has."""
         super().allocate(kv)
-        self._grower = TreeGrower(self._programs, self._place.vocab_size, kv.block_size, self._place.draws)
+        self._grower = TreeGrower(self._programs, self._context.vocab_size, kv.block_size, self._context.sampling_metadata)
 
-    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Returns a tree for each; `NOTHING` while the small models catch up, or beyond the positions that they learned."""
-        drafts = [NOTHING] * len(asks)
-        ready = self._begin(asks)
+        drafts = [NOTHING] * len(requests)
+        ready = self._begin(requests)
         if ready and self._grower is not None:
-            shapes = [(asks[place].parents or self.shape or ())[: stretch.num_drafts] for place, stretch in ready]
+            shapes = [(requests[place].parents or self.shape or ())[: stretch.num_drafts] for place, stretch in ready]
             trees = self._grower.grow([stretch for _, stretch in ready], shapes)
             for (place, stretch), tree in zip(ready, trees, strict=True):
                 # several models do not all compute the deepest level, and what counts is what each of them computed
@@ -68,6 +68,6 @@ def _pruned(tree: DraftTree) -> Draft:
 
 
 @DRAFTERS.register("spec_infer", DRAFT_MODEL_THREAT)
-def make_spec_infer(place: DraftingPlace) -> Drafter:
+def make_spec_infer(context: DrafterContext) -> Drafter:
     """Opens the small models (errors as of `open_drafts`)."""
-    return SpecInferDrafter(place, open_drafts(place))
+    return SpecInferDrafter(context, open_drafts(context))

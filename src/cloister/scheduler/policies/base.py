@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from cloister.scheduler.sequence import Sequence, Status
+from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -37,35 +37,35 @@ class SchedulingPolicy:
         pop: removes and returns what `peek` returned.
     """
 
-    push: Callable[[Sequence], None]
-    peek: Callable[[], Sequence | None]
-    pop: Callable[[], Sequence]
+    push: Callable[[SequenceRecord], None]
+    peek: Callable[[], SequenceRecord | None]
+    pop: Callable[[], SequenceRecord]
 
-    def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
+    def attach_cache(self, num_cached: Callable[[SequenceRecord], int]) -> None:
         """Called once, before the first sequence: what says how many tokens of a waiting sequence the prefix cache holds."""
 
     def may_admit(self, num_running: int) -> bool:
         """Asked once a step: may sequences join the `num_running` that run?"""
         return True
 
-    def level(self, sequence: Sequence) -> int:
+    def level(self, sequence: SequenceRecord) -> int:
         return 0
 
-    def rank(self, sequence: Sequence) -> Any:
+    def rank(self, sequence: SequenceRecord) -> Any:
         """Sort key inside a level; the last one is preempted first."""
-        return sequence.group.order
+        return sequence.request_state.order
 
-    def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
+    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         """True if `victim` may lose its place so that `candidate` can start."""
         return False
 
-    def charge(self, sequence: Sequence, num_prefill: int, num_decode: int) -> None:
+    def charge(self, sequence: SequenceRecord, num_prefill: int, num_decode: int) -> None:
         """Counts committed work against whom it was done for."""
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: SequenceRecord) -> None:
         """A sequence starts to run: popped from the queue, or forked."""
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: SequenceRecord) -> None:
         """A running sequence ended or was preempted."""
 
 
@@ -76,24 +76,24 @@ MIN_SWEEP = 64
 class OrderedQueue:
     """Waiting sequences by a key that never changes while they wait. Those that ended are swept out, with their tokens."""
 
-    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+    def __init__(self, key: Callable[[SequenceRecord], Any]) -> None:
         self._key = key
-        self._heap: list[tuple[Any, int, Sequence]] = []
+        self._heap: list[tuple[Any, int, SequenceRecord]] = []
         self._sweep_at = MIN_SWEEP
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: SequenceRecord) -> None:
         heapq.heappush(self._heap, (self._key(sequence), sequence.seq_id, sequence))
         if len(self._heap) >= self._sweep_at:
             self._heap = [entry for entry in self._heap if entry[2].status is Status.WAITING]
             heapq.heapify(self._heap)
             self._sweep_at = max(MIN_SWEEP, 2 * len(self._heap))
 
-    def peek(self) -> Sequence | None:
+    def peek(self) -> SequenceRecord | None:
         while self._heap and self._heap[0][2].status is not Status.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def pop(self) -> Sequence:
+    def pop(self) -> SequenceRecord:
         return heapq.heappop(self._heap)[2]
 
 

@@ -14,7 +14,7 @@ import itertools
 from collections import deque
 
 from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, PRIORITY_THREAT, SchedulingPolicy
-from cloister.scheduler.sequence import Sequence, Status
+from cloister.scheduler.sequence import SequenceRecord, Status
 
 DECODE_WEIGHT = 2.0
 """Work of a decoded token in prefill tokens (VTC, section 4.1)."""
@@ -36,7 +36,7 @@ class _Tenant:
         self.counter = counter
         self.starts: dict[int, float] = {}
         self.num_uncomputed: dict[int, int] = {}
-        self.queue: deque[Sequence] = deque()
+        self.queue: deque[SequenceRecord] = deque()
         self.backlog = 0
         self.sweep_at = MIN_SWEEP
 
@@ -56,7 +56,7 @@ class _Tenant:
             return self.backlog - self.num_uncomputed[next(iter(self.starts))]
         return self.backlog - (len(self.queue[0].token_ids) if self.queue else 0)
 
-    def enqueue(self, sequence: Sequence, *, first: bool) -> None:
+    def enqueue(self, sequence: SequenceRecord, *, first: bool) -> None:
         (self.queue.appendleft if first else self.queue.append)(sequence)
         self.backlog += len(sequence.token_ids)
         if len(self.queue) >= self.sweep_at:
@@ -67,7 +67,7 @@ class _Tenant:
     def dequeue(self) -> None:
         self.backlog -= len(self.queue.popleft().token_ids)
 
-    def head(self) -> Sequence | None:
+    def head(self) -> SequenceRecord | None:
         """Returns its first waiting sequence, and drops those before it that ended."""
         while self.queue and self.queue[0].status is not Status.WAITING:
             self.dequeue()
@@ -90,17 +90,17 @@ class Fair(SchedulingPolicy):
         self._floor = 0.0
         self._ahead: tuple[float, tuple[float, float]] | None = None
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: SequenceRecord) -> None:
         tenant = self._tenant(sequence)
         self._ahead = None
-        was_preempted = sequence.num_output > 0 or sequence.group.scheduled_s is not None
+        was_preempted = sequence.num_output > 0 or sequence.request_state.scheduled_s is not None
         tenant.enqueue(sequence, first=was_preempted)
 
-    def peek(self) -> Sequence | None:
+    def peek(self) -> SequenceRecord | None:
         waiting = [tenant for tenant in self._tenants.values() if tenant.head() is not None]
         return min(waiting, key=lambda tenant: (not self._lags(tenant), tenant.counter)).head() if waiting else None
 
-    def pop(self) -> Sequence:
+    def pop(self) -> SequenceRecord:
         sequence = self.peek()
         if sequence is None:
             raise IndexError("nobody waits")
@@ -108,13 +108,13 @@ class Fair(SchedulingPolicy):
         self._ahead = None
         return sequence
 
-    def level(self, sequence: Sequence) -> int:
+    def level(self, sequence: SequenceRecord) -> int:
         return 0 if self._lags(self._tenant_of(sequence)) else 1
 
-    def rank(self, sequence: Sequence) -> tuple[float, int]:
-        return self._tenant_of(sequence).counter, sequence.group.order
+    def rank(self, sequence: SequenceRecord) -> tuple[float, int]:
+        return self._tenant_of(sequence).counter, sequence.request_state.order
 
-    def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
+    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         if self.level(candidate) >= self.level(victim):
             return False
         # It must still lag when its own start and the victim's second one are paid for: else two tenants with long
@@ -125,7 +125,7 @@ class Fair(SchedulingPolicy):
             ahead = max(ahead, self._committed(loser) - self._committed(winner))
         return ahead > self._quantum + len(candidate.token_ids) + victim.num_planned
 
-    def charge(self, sequence: Sequence, num_prefill: int, num_decode: int) -> None:
+    def charge(self, sequence: SequenceRecord, num_prefill: int, num_decode: int) -> None:
         tenant = self._tenant_of(sequence)
         tenant.counter += num_prefill + DECODE_WEIGHT * num_decode
         num_computed = min(num_prefill, tenant.num_uncomputed[sequence.seq_id])
@@ -133,14 +133,14 @@ class Fair(SchedulingPolicy):
         tenant.backlog -= num_computed
         self._ahead = None
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: SequenceRecord) -> None:
         tenant = self._tenant_of(sequence)
         tenant.starts[sequence.seq_id] = tenant.counter
         tenant.num_uncomputed[sequence.seq_id] = len(sequence.token_ids) - sequence.num_planned
         tenant.backlog += tenant.num_uncomputed[sequence.seq_id]
         self._ahead = None
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: SequenceRecord) -> None:
         tenant = self._tenant_of(sequence)
         self._survey()  # while it still counts: who comes when all are gone must not gain from its work
         del tenant.starts[sequence.seq_id]
@@ -149,8 +149,8 @@ class Fair(SchedulingPolicy):
         if not tenant.is_active:
             self._forget_idle()
 
-    def _tenant(self, sequence: Sequence) -> _Tenant:
-        name = sequence.group.request.tenant
+    def _tenant(self, sequence: SequenceRecord) -> _Tenant:
+        name = sequence.request_state.request.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(0.0)
@@ -164,8 +164,8 @@ class Fair(SchedulingPolicy):
         crowds = [t.crowd_start for t in self._tenants.values() if len(t.starts) > 1]
         return min(self._floor, max(self._floor - self._burst, min(crowds, default=self._floor)))
 
-    def _tenant_of(self, sequence: Sequence) -> _Tenant:
-        return self._tenants[sequence.group.request.tenant]
+    def _tenant_of(self, sequence: SequenceRecord) -> _Tenant:
+        return self._tenants[sequence.request_state.request.tenant]
 
     def _committed(self, tenant: _Tenant) -> float:
         """Returns its counter with the prompts it has asked for behind its oldest one, up to `burst` of them.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cloister.scheduler.policies.base import BATCHING_THREAT, POLICIES, OrderedQueue, SchedulingPolicy
-from cloister.scheduler.sequence import Sequence
+from cloister.scheduler.sequence import SequenceRecord
 
 
-def order_of_arrival(sequence: Sequence) -> int:
-    return sequence.group.order
+def order_of_arrival(sequence: SequenceRecord) -> int:
+    return sequence.request_state.order
 
 
 @POLICIES.register("fcfs", BATCHING_THREAT)

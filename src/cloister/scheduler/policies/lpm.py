@@ -13,7 +13,7 @@ from itertools import islice
 from cloister.kv.prefix_cache import PREFIX_CACHE_THREAT
 from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES
 from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
-from cloister.scheduler.sequence import Sequence, Status
+from cloister.scheduler.sequence import SequenceRecord, Status
 
 WINDOW = 64
 """Waiting sequences that are looked up in the cache, the oldest ones: each costs a look at every block of its prompt."""
@@ -28,36 +28,36 @@ class LongestPrefixMatch(FirstComeFirstServed):
     def __init__(self) -> None:
         super().__init__()
         self.push, self.peek, self.pop = self._push, self._peek, self._pop
-        self._waiting: list[Sequence] = []
+        self._waiting: list[SequenceRecord] = []
         self._sweep_at = MIN_SWEEP
         self._passes: dict[int, int] = {}
-        self._chosen: Sequence | None = None
-        self._num_cached: Callable[[Sequence], int] = lambda sequence: 0
+        self._chosen: SequenceRecord | None = None
+        self._num_cached: Callable[[SequenceRecord], int] = lambda sequence: 0
 
-    def attach_cache(self, num_cached: Callable[[Sequence], int]) -> None:
+    def attach_cache(self, num_cached: Callable[[SequenceRecord], int]) -> None:
         self._num_cached = num_cached
 
     def may_admit(self, num_running: int) -> bool:
         self._chosen = None  # the cache may have changed since the last step
         return True
 
-    def _push(self, sequence: Sequence) -> None:
+    def _push(self, sequence: SequenceRecord) -> None:
         if len(self._waiting) >= self._sweep_at:
             self._sweep()
             self._sweep_at = max(MIN_SWEEP, 2 * len(self._waiting))
         insort(self._waiting, sequence, key=order_of_arrival)
         self._chosen = None
 
-    def _peek(self) -> Sequence | None:
+    def _peek(self) -> SequenceRecord | None:
         if self._chosen is None or self._chosen.status is not Status.WAITING:
             if any(s.status is not Status.WAITING for s in islice(self._waiting, WINDOW)):
                 self._sweep()
             window = self._waiting[:WINDOW]
             overdue = next((s for s in window if self._passes.get(s.seq_id, 0) >= MAX_PASSES), None)
-            self._chosen = overdue or max(window, key=lambda s: (self._num_cached(s), -s.group.order), default=None)
+            self._chosen = overdue or max(window, key=lambda s: (self._num_cached(s), -s.request_state.order), default=None)
         return self._chosen
 
-    def _pop(self) -> Sequence:
+    def _pop(self) -> SequenceRecord:
         chosen = self._peek()
         if chosen is None:
             raise IndexError("nobody waits")

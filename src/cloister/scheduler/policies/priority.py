@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from cloister.scheduler.policies.base import POLICIES, PRIORITY_THREAT, OrderedQueue
 from cloister.scheduler.policies.fcfs import FirstComeFirstServed
-from cloister.scheduler.sequence import Sequence
+from cloister.scheduler.sequence import SequenceRecord
 
 
-def urgency(sequence: Sequence) -> tuple[int, float, int]:
+def urgency(sequence: SequenceRecord) -> tuple[int, float, int]:
     """Sort key: class, then earliest deadline (EDF, Liu and Layland 1973), then arrival."""
-    group = sequence.group
-    return group.request.priority, group.deadline_s, group.order
+    state = sequence.request_state
+    return state.request.priority, state.deadline_s, state.order
 
 
 @POLICIES.register("priority", PRIORITY_THREAT)
@@ -21,11 +21,11 @@ class Priority(FirstComeFirstServed):
         queue = OrderedQueue(urgency)
         self.push, self.peek, self.pop = queue.push, queue.peek, queue.pop
 
-    def level(self, sequence: Sequence) -> int:
-        return sequence.group.request.priority
+    def level(self, sequence: SequenceRecord) -> int:
+        return sequence.request_state.request.priority
 
-    def rank(self, sequence: Sequence) -> tuple[float, int]:
-        return sequence.group.deadline_s, sequence.group.order
+    def rank(self, sequence: SequenceRecord) -> tuple[float, int]:
+        return sequence.request_state.deadline_s, sequence.request_state.order
 
-    def displaces(self, candidate: Sequence, victim: Sequence) -> bool:
-        return candidate.group.request.priority < victim.group.request.priority
+    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+        return candidate.request_state.request.priority < victim.request_state.request.priority

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cloister.scheduler.policies.base import BATCHING_THREAT, POLICIES, OrderedQueue
 from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
-from cloister.scheduler.sequence import Sequence
+from cloister.scheduler.sequence import SequenceRecord
 
 
 @POLICIES.register("static", BATCHING_THREAT)
@@ -23,13 +23,13 @@ class Static(FirstComeFirstServed):
             self._last_of_batch = self._newest
         return True
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: SequenceRecord) -> None:
         self._last_of_batch = -1
 
-    def _push(self, sequence: Sequence) -> None:
-        self._newest = max(self._newest, sequence.group.order)
+    def _push(self, sequence: SequenceRecord) -> None:
+        self._newest = max(self._newest, sequence.request_state.order)
         self._queue.push(sequence)
 
-    def _peek(self) -> Sequence | None:
+    def _peek(self) -> SequenceRecord | None:
         head = self._queue.peek()
-        return head if head is not None and head.group.order <= self._last_of_batch else None
+        return head if head is not None and head.request_state.order <= self._last_of_batch else None

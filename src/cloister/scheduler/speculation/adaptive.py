@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.scheduler.budget import StepCost, StepSize
-from cloister.scheduler.sequence import Sequence as Running
+from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation.acceptance_rates import AcceptanceRates
 from cloister.scheduler.speculation.allocation import Allocation, Proposal
 from cloister.scheduler.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits
@@ -47,11 +47,12 @@ SHARED_DECAY: Final = 0.99
 MARGIN: Final = 1.02
 """Drafts must be expected to bring this ratio, else noise would decide."""
 DOUBTED: Final = 0.8
-"""Of a drafter's cost that is believed each time when a sequence cannot pay for a trial with all that it saves."""
+"""Factor on the assumed cost of drafters, and of steps that verify, each time a sequence cannot pay for a trial with all the
+time that it may save up."""
 FIRST_DRAFT: Final = 0.5
-"""Steps' time that a drafter's first calls are believed to take at most."""
+"""Most that a drafter's first calls are assumed to take, as a share of a step without drafts."""
 FIRST_SIZE: Final = 2
-"""Drafts that are asked for while nobody knows what the drafter takes."""
+"""Drafts that a drafter is asked for at most until its time was measured."""
 TRIAL_SIZE: Final = 4
 """Drafts of a trial of another drafter at least, if a sequence can pay for them; else one."""
 TRIAL_GAP: Final = 8
@@ -137,7 +138,7 @@ class AdaptiveSpeculation:
 
     # What a step drafts
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
+    def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         """Returns a choice for each sequence (`Speculation.choose`); most of the time those that stand."""
         self._num_steps += 1
         num = len(sequences)
@@ -152,7 +153,9 @@ class AdaptiveSpeculation:
                 return decisions
         return self._decide(sequences, cost, size, num_left) if num else []
 
-    def _decide(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
+    def _decide(
+        self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int
+    ) -> list[DraftDecision]:
         num = len(sequences)
         all_stats = [self._stats(sequence) for sequence in sequences]
         self._cost, self._num_sequences = cost, num
@@ -201,7 +204,7 @@ class AdaptiveSpeculation:
             self._num_quick -= 1
             self._next_decision = self._num_steps + least
 
-    def _propose(self, stats: SequenceStats, sequence: Running, attention: AttentionCost, most: int) -> Proposal | None:
+    def _propose(self, stats: SequenceStats, sequence: SequenceRecord, attention: AttentionCost, most: int) -> Proposal | None:
         """Returns what the drafter that promises most would draft for one sequence."""
         row_s = _row_s(sequence, attention)
         most = stats.bound(most, self._plain_s / self._num_sequences, self._draft_row_s)
@@ -273,7 +276,7 @@ class AdaptiveSpeculation:
     # Trials of what is expected to lose
 
     def _try(
-        self, sequences: Sequence[Running], all_stats: list[SequenceStats], num_left: int, attention: AttentionCost
+        self, sequences: Sequence[SequenceRecord], all_stats: list[SequenceStats], num_left: int, attention: AttentionCost
     ) -> None:
         """Puts drafters on trial for some sequences that saved enough for that."""
         if self._num_steps < self._next_trial:
@@ -287,7 +290,7 @@ class AdaptiveSpeculation:
         if self._num_asked > num_asked or self._next_decision == self._num_steps + 1:
             self._next_trial = self._num_steps + max(TRIAL_GAP, 4 * self._news_interval)
 
-    def _try_one(self, sequence: Running, stats: SequenceStats, num_left: int, attention: AttentionCost) -> int:
+    def _try_one(self, sequence: SequenceRecord, stats: SequenceStats, num_left: int, attention: AttentionCost) -> int:
         """Puts the drafter on trial that was not heard of for longest, or more drafts of the one that is asked, in turns;
         returns how many drafts more are asked for."""
         now, row_s, step_row_s = stats.decision, _row_s(sequence, attention), self._draft_row_s
@@ -330,7 +333,7 @@ class AdaptiveSpeculation:
 
     # What a step says
 
-    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
+    def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None:
         """Takes in which drafts were accepted (`Speculation.learn`)."""
         stats = sequence.drafting
         if not isinstance(stats, SequenceStats) or choice.drafter not in stats.rates:
@@ -371,7 +374,7 @@ class AdaptiveSpeculation:
 
     # What is kept
 
-    def _stats(self, sequence: Running) -> SequenceStats:
+    def _stats(self, sequence: SequenceRecord) -> SequenceStats:
         stats = sequence.drafting
         if not isinstance(stats, SequenceStats):
             rates = {}
@@ -394,6 +397,6 @@ class AdaptiveSpeculation:
         return [stats.decision for stats in all_stats]
 
 
-def _row_s(sequence: Running, attention: AttentionCost) -> float:
+def _row_s(sequence: SequenceRecord, attention: AttentionCost) -> float:
     """Returns what the attention of a draft costs beyond that of an average one."""
     return attention.key_s * (sequence.num_planned - attention.context)

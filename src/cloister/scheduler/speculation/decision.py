@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from cloister.scheduler.budget import StepCost, StepSize
-from cloister.scheduler.sequence import Sequence as Running
+from cloister.scheduler.sequence import SequenceRecord
 from cloister.types.step import Sample
 
 
@@ -53,7 +53,7 @@ class DrafterLimits:
 class Speculation(Protocol):
     """Says how many tokens to draft."""
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
+    def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         """Returns a choice for each sequence that decodes in a step.
 
         Args:
@@ -63,7 +63,7 @@ class Speculation(Protocol):
         """
         ...
 
-    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
+    def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None:
         """Takes in what became of a choice."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cloister.scheduler.budget import StepCost, StepSize
-from cloister.scheduler.sequence import Sequence as Running
+from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits
 from cloister.types.step import Sample
 
@@ -25,7 +25,7 @@ class FixedSpeculation:
             for num in range(self._num_drafts + 1)
         ]
 
-    def choose(self, sequences: Sequence[Running], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
+    def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
         """Returns that many drafts for each sequence; the last ones go short where the step is full."""
         choices = []
         for _ in sequences:
@@ -34,7 +34,7 @@ class FixedSpeculation:
             choices.append(self._choices[num])
         return choices
 
-    def learn(self, sequence: Running, choice: DraftDecision, sample: Sample) -> None:
+    def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None:
         """Nothing to learn."""
 
     def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:

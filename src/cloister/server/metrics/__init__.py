@@ -1,7 +1,7 @@
 """Prometheus metrics. No label comes from a request.
 
 `Metrics` shows every figure; `ReleasedCounts` the few sums that a strict profile lets out. Both read the engine's events
-(rule 7) and the statuses of replies. `RecordedMetrics` remembers the
+(one source for every figure) and the statuses of replies. `RecordedMetrics` remembers the
 last day. `EngineGauges` says what is known without a request,
 and `TenantFigures` what each tenant did, for operators.
 """

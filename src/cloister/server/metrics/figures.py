@@ -1,4 +1,4 @@
-"""All metrics, from the engine's events (rule 7) and reply statuses. Names follow vLLM's."""
+"""All metrics, from the engine's events (one source for every figure) and reply statuses. Names follow vLLM's."""
 
 from __future__ import annotations
 

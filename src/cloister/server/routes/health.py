@@ -1,4 +1,4 @@
-"""How the server is: `/health` (rule 11, without a key), `/ping`, `/version`, `/load`, `/metrics` and what belongs to them."""
+"""How the server is: `/health` (progress; without a key), `/ping`, `/version`, `/load`, `/metrics` and what belongs to them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a model computes from a prompt, as byte patterns: K and V rows as stored in blocks, and logits.
 
-A row has the same bits whatever its company (rule 6), so a copy of the model in another process computes what the node
+A row has the same bits in any batch (batch invariance), so a copy of the model in another process computes what the node
 computed, if its number formats, kernels and block size are the same. A search during a request shows whether they are.
 """
 

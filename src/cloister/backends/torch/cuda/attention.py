@@ -80,7 +80,7 @@ def shape_of(heads: Heads) -> AttentionShape:
 
 
 def choose_tiles(heads: Heads, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Returns the tiles whose rows have the same bits, measured on the device (rule 6, as `tiles.TileBook` for products).
+    """Returns the tiles whose rows have the same bits, measured on the device (as `tiles.TileBook` for products).
 
     The small tile is given up where a tensor core that takes more rows at once rounds otherwise, and the large one where it
     does not fit or where there is no tensor core for the type (float32).

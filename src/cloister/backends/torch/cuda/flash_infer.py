@@ -1,6 +1,6 @@
 """Attention by FlashInfer (Ye et al. 2025), for steps that prefill under `numerics = "fast"`.
 
-It cuts work by what else is in the batch, so it cannot promise rule 6; captured decode steps keep our kernels.
+It cuts work by what else is in the batch, so it cannot promise batch invariance; captured decode steps keep our kernels.
 """
 
 from __future__ import annotations

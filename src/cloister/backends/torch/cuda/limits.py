@@ -1,4 +1,4 @@
-"""What of a spec the kernels on a device compute; the oracle on a CPU computes all of it."""
+"""What of a spec the kernels on a device compute; the reference on a CPU computes all of it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class MatrixReader:
     """Reads weights onto a device, one at a time.
 
     Attributes:
-        is_exact: products keep rule 6.
+        is_exact: products keep batch invariance.
     """
 
     weights: Weights
@@ -120,7 +120,7 @@ class MatrixReader:
         return SideBySide([self._make(one, offsets[i] if offsets else None) for i, one in enumerate(read)])
 
     def bias(self, name: str) -> Tensor:
-        """A bias, rounded to the program's type as the oracle rounds it, and kept in float32."""
+        """A bias, rounded to the program's type as the reference rounds it, and kept in float32."""
         return to_torch(tensors.dequantized(self.weights.read(name))).to(self.device, self.dtype).float()
 
     def plain(self, weight: Tensor, bias: Tensor | None) -> Matrix:

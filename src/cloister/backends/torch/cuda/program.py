@@ -40,7 +40,7 @@ class CudaProgram(Program):
     for Triton's interpreter.
 
     Args:
-        is_exact: rows keep their bits in any company (rule 6); otherwise cuBLAS multiplies plain weights, and FlashInfer
+        is_exact: rows keep their bits in any batch; otherwise cuBLAS multiplies plain weights, and FlashInfer
             attends in steps that prefill.
     """
 
@@ -198,7 +198,7 @@ def _bring(wants: Wants, outputs: GraphOutputs, rows: IntArray) -> StepOutput:
 
 
 def angle_table(spec: RopeSpec, num_positions: int) -> Tensor:
-    """Returns [num_positions, 2, head_dim / 2] float32, cosines then sines, with the bits of the oracle's."""
+    """Returns [num_positions, 2, head_dim / 2] float32, cosines then sines, with the bits of the reference's."""
     table = RopeTable(spec, torch.device("cpu")).at(torch.arange(num_positions), num_positions)
     return table.squeeze(2).transpose(0, 1).contiguous()
 

@@ -1,4 +1,4 @@
-"""Which tiles a product may use so that each row's bits never change, measured when a program is built (rule 6).
+"""Which tiles a product may use so that each row's bits never change, measured when a program is built (batch invariance).
 
 Every tile sums K in the same order, but a device has several instructions for a block of a product (a tensor core of Hopper
 takes 64 rows at once, or 16), and nothing promises that they round alike. So the first tile of each list is the reference,

@@ -1,4 +1,4 @@
-"""Drafts take room that nobody needs: whoever waits, computes a prompt or is less urgent is served as if there were none."""
+"""Drafts take blocks and tokens that nobody needs: others who wait, prefill or are less urgent are served as without drafts."""
 
 import pytest
 
