@@ -101,3 +101,49 @@ def figure(pattern: str, refusal: pytest.ExceptionInfo[MemoryBudgetError]) -> in
     found = re.search(pattern, refusal.value.message)
     assert found, refusal.value.message
     return int(found[1])
+
+
+LAYERED = replace(NEED, kv_layer_bytes=(MIB // 32,) * 8)
+SIX_OF_EIGHT = [(None, frozenset({0, 4})), (512, frozenset({1, 2, 3, 5, 6, 7}))]
+
+
+def windowed(available_mib: float, windows, *, max_num_seqs: int = 4, kv_memory_mb: float | None = None) -> MemoryBudget:
+    return budget_memory(
+        LAYERED,
+        available_bytes=int(available_mib * MIB),
+        block_size=16,
+        max_model_len=32768,
+        max_num_seqs=max_num_seqs,
+        kv_memory_mb=kv_memory_mb,
+        windows=windows,
+        max_batched_tokens=1024,
+    )
+
+
+def test_layers_with_a_window_get_what_sequences_see_and_the_ends_of_cached_prefixes() -> None:
+    found = windowed(8192, SIX_OF_EIGHT)
+    full, window = found.groups
+    assert full.num_blocks == 4 * 32768 // 16
+    assert window.num_blocks == 4 * (512 // 16 + 1) + 1024 // 16 + 1 + full.num_blocks // 8
+    assert dict(found.items)["KV cache"] == (2 * full.num_blocks + 6 * window.num_blocks) * (MIB // 32)
+    assert dict(windowed(8192, []).items)["KV cache"] > 2.5 * dict(found.items)["KV cache"]
+
+
+def test_memory_that_windows_save_holds_more_positions() -> None:
+    plain, found = windowed(2000, [], max_num_seqs=64), windowed(2000, SIX_OF_EIGHT, max_num_seqs=64)
+    assert found.groups[0].num_blocks > 1.3 * plain.groups[0].num_blocks
+    assert dict(found.items)["KV cache"] <= dict(plain.items)["KV cache"] + 8 * MIB
+
+
+def test_a_cache_of_windows_alone_takes_the_memory_that_it_was_given() -> None:
+    found = windowed(4096, [(512, frozenset(range(8)))], kv_memory_mb=400)
+    assert 398 * MIB < dict(found.items)["KV cache"] <= 400 * MIB
+    assert found.groups[0].num_blocks == 400 * 4
+
+
+def test_where_windows_leave_too_little_the_figure_that_would_do_is_said() -> None:
+    with pytest.raises(MemoryBudgetError) as refused:
+        windowed(4096, SIX_OF_EIGHT, kv_memory_mb=50)
+    needed = int(re.search(r"--kv-memory-mb (\d+)", str(refused.value)).group(1))
+    assert needed < 32768 // 16 // 4, "less than what a cache of all positions in all layers takes"
+    assert windowed(4096, SIX_OF_EIGHT, kv_memory_mb=needed).groups[0].num_blocks >= 32768 // 16

@@ -14,6 +14,8 @@ from cloister.types.step import MAX_SCORED_ROWS
 MIB: Final = 2**20
 OVERHEAD_BYTES: Final = 384 * MIB
 """Interpreter and libraries of an engine process (225 MiB resident with torch 2.13, CPU build), and allocator slack."""
+WINDOWS_PER_PREFIX: Final = 8
+"""A cached prefix is taken to be so many windows long: of each, layers with a window keep the last one, which its next hit reads."""
 DEFAULT_SHARE: Final = 0.5
 """Part of what weights and activations leave free that the KV cache takes when nobody said how much."""
 
@@ -104,8 +106,8 @@ def budget_memory(
 class _GroupSizes:
     """How many blocks each group of layers gets.
 
-    Positions of layers that see all of them need a block for every `block_size`; of layers with a window no more than what
-    sequences see, and what one step computes, is ever in use.
+    Positions of layers that see all of them need a block for every `block_size`. Of layers with a window no more is in use than
+    what sequences see and one step computes; the prefix cache keeps the windows at the ends of prefixes beside it.
     """
 
     def __init__(
@@ -128,15 +130,19 @@ class _GroupSizes:
 
     def groups(self, num_blocks: int) -> tuple[KVGroup, ...]:
         """Returns the groups of a cache for `num_blocks * block_size` positions."""
-        return tuple(replace(group, num_blocks=min(num_blocks, group.num_blocks)) for group, _ in self._groups)
+        return tuple(replace(group, num_blocks=self._count(group, num_blocks)) for group, _ in self._groups)
 
     def num_bytes(self, num_blocks: int) -> int:
         """Returns what they take."""
-        return sum(min(num_blocks, group.num_blocks) * size_bytes for group, size_bytes in self._groups)
+        return sum(self._count(group, num_blocks) * size_bytes for group, size_bytes in self._groups)
+
+    @staticmethod
+    def _count(group: KVGroup, num_blocks: int) -> int:
+        return min(num_blocks, group.num_blocks + num_blocks // WINDOWS_PER_PREFIX)
 
     def count_blocks(self, num_bytes: int) -> int:
         """Returns the most `num_blocks` that so many bytes pay for."""
-        low, high = 0, 1 + num_bytes // max(1, min(size_bytes for _, size_bytes in self._groups))
+        low, high = 0, 1 + WINDOWS_PER_PREFIX * num_bytes // max(1, min(size_bytes for _, size_bytes in self._groups))
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.num_bytes(middle) <= num_bytes else (low, middle)
