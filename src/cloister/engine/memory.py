@@ -15,7 +15,7 @@ MIB: Final = 2**20
 OVERHEAD_BYTES: Final = 384 * MIB
 """Interpreter and libraries of an engine process (225 MiB resident with torch 2.13, CPU build), and allocator slack."""
 WINDOWS_PER_PREFIX: Final = 8
-"""A cached prefix is taken to be so many windows long: of each, layers with a window keep the last one, which its next hit reads."""
+"""A cached prefix is taken to be so many windows long; layers with a window keep the last one of each, which a hit reads."""
 DEFAULT_SHARE: Final = 0.5
 """Part of what weights and activations leave free that the KV cache takes when nobody said how much."""
 
