@@ -1,10 +1,12 @@
 """Operators of a program beside their roofs: the arithmetic on spans, and a real program."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from cloister.backends.base import Capability
+from cloister.backends import BACKENDS
+from cloister.backends.base import LOGITS, Capability, KVGroup, KVLayout
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.bench.chips import Chip
@@ -13,6 +15,7 @@ from cloister.bench.roofline import put_under_roof
 from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.cli import main
 from cloister.types.errors import ConfigError
+from tests.driving import RandomWeights, make_spec
 from tests.history_program import HistoryProgram
 
 CHIP = Chip("toy", {"float32": 1e9}, 1e9, None, None, "made up")
@@ -142,3 +145,15 @@ def test_what_cannot_be_measured_is_refused_with_advice(capsys, arguments, advic
         main(["bench", "kernels", *arguments, "--chip", "t4"])
     assert caught.value.code == 1
     assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_step_of_a_model_with_windows_names_blocks_of_every_group():
+    spec = make_spec(hidden=32, intermediate=48, heads=(4, 2), head_dim=8, num_layers=2, vocab=64, window=6)
+    layers = (replace(spec.layers[0], attention=replace(spec.layers[0].attention, window=None)), spec.layers[1])
+    spec = replace(spec, layers=layers)
+    groups = (KVGroup(12, frozenset({0})), KVGroup(4, frozenset({1}), window=6))
+    backend = BACKENDS.get("torch")(num_threads=1, device="cpu", dtype="float32")
+    program = backend.build(spec, RandomWeights(spec), KVLayout.of_groups(groups, 4))
+    for work in (Work.decode(23, 2), Work.prefill(20, 1)):
+        output = program.step(make_batch(work, 64, 4, [12, 4]), LOGITS)
+        assert output.logits.shape == (work.num_seqs, 64)

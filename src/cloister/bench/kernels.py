@@ -47,16 +47,27 @@ class KernelTable:
 
 
 def measure_kernels(
-    program: Program, spec: DecoderSpec, work: Work, chip: Chip, numbers: Numbers, *, block_size: int, num_repeats: int
+    program: Program,
+    spec: DecoderSpec,
+    work: Work,
+    chip: Chip,
+    numbers: Numbers,
+    *,
+    block_size: int,
+    num_repeats: int,
+    group_blocks: Sequence[int] = (),
 ) -> KernelTable:
     """Runs one step some times on made-up tokens and returns the median time of each operator beside its roof.
+
+    Args:
+        group_blocks: see `make_batch`.
 
     Raises:
         ConfigError: the program cannot record.
     """
     if Capability.RECORDING not in program.capabilities:
         raise ConfigError("this back end does not say where its time goes; choose another one", param="backend")
-    batch = make_batch(work, spec.vocab_size, block_size)
+    batch = make_batch(work, spec.vocab_size, block_size, group_blocks)
     program.step(batch, LOGITS)
     times: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(num_repeats):
@@ -73,8 +84,16 @@ def measure_kernels(
     return KernelTable(work, tuple(_rate(name, seconds, work, operators, chip) for name, seconds in medians.items()))
 
 
-def make_batch(work: Work, vocab_size: int, block_size: int) -> ForwardBatch:
-    """Returns a step of random tokens; each sequence has blocks of its own, counted from 0, with whatever they hold."""
+def make_batch(work: Work, vocab_size: int, block_size: int, group_blocks: Sequence[int] = ()) -> ForwardBatch:
+    """Returns a step of random tokens; each sequence has blocks of its own, counted from 0, with whatever they hold.
+
+    Args:
+        group_blocks: blocks of each group of layers (`KVLayout.groups`), where there are several. If a group has fewer than the
+            step's positions need, tables name them again: what lies behind a window is not read.
+    """
+    entries = np.arange(num_blocks(work, block_size), dtype=np.int32)
+    firsts = np.cumsum([0, *group_blocks])[:-1]
+    groups = [first + entries % count for first, count in zip(firsts, group_blocks, strict=True)] or [entries]
     starts = np.arange(work.num_seqs + 1, dtype=np.int32) * work.num_queries
     positions = np.arange(work.context - work.num_queries, work.context, dtype=np.int32)
     return ForwardBatch(
@@ -82,7 +101,7 @@ def make_batch(work: Work, vocab_size: int, block_size: int) -> ForwardBatch:
         positions=np.tile(positions, work.num_seqs),
         query_starts=starts,
         context_lens=np.full(work.num_seqs, work.context, np.int32),
-        block_tables=np.arange(num_blocks(work, block_size), dtype=np.int32).reshape(work.num_seqs, -1),
+        block_tables=np.stack(groups, axis=1).astype(np.int32).reshape(work.num_seqs, -1),
         logit_rows=starts[1:] - np.int32(1),
     )
 

@@ -84,9 +84,9 @@ def program_of(engine: object) -> Program:
     return program
 
 
-def num_blocks_of(engine: object) -> int:
-    """Returns the KV blocks that an engine core holds."""
-    return int(attrgetter("_scheduler.pool.num_total")(engine))
+def group_blocks_of(engine: object) -> list[int]:
+    """Returns the KV blocks that an engine core holds, of each group of layers; the first has the most."""
+    return [group.num_blocks for group in attrgetter("_scheduler.pool.groups")(engine)]
 
 
 def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[ProfiledStep]:

@@ -56,7 +56,7 @@ def kernels(
 ) -> None:
     """Measure each operator of one prefill and one decode step, beside its roof."""
     from cloister.bench.kernels import measure_kernels, num_blocks
-    from cloister.bench.profile import program_of
+    from cloister.bench.profile import group_blocks_of, program_of
     from cloister.bench.roofline_operators import Work
 
     config, engine = open_engine(settings)
@@ -67,7 +67,17 @@ def kernels(
     spec, program = read_model_spec(engine.model.path), program_of(engine)
     roof, numbers = open_chip(chip, config.num_threads), _numbers(config, spec)
     tables = [
-        measure_kernels(program, spec, work, roof, numbers, block_size=config.block_size, num_repeats=repeats) for work in works
+        measure_kernels(
+            program,
+            spec,
+            work,
+            roof,
+            numbers,
+            block_size=config.block_size,
+            num_repeats=repeats,
+            group_blocks=group_blocks_of(engine),
+        )
+        for work in works
     ]
     if as_json:
         print_json({"model": engine.model.name, "chip": asdict(roof), "steps": [asdict(table) for table in tables]})
@@ -134,9 +144,9 @@ def _make_request(name: str, tokens: list[int], num_new: int) -> Request:
 
 
 def _check_room(engine: EngineCore, num_positions: int, num_blocks: int) -> None:
-    from cloister.bench.profile import num_blocks_of
+    from cloister.bench.profile import group_blocks_of
 
-    longest, held = engine.model.max_model_len, num_blocks_of(engine)
+    longest, held = engine.model.max_model_len, group_blocks_of(engine)[0]
     if num_positions > longest:
         raise ConfigError(f"the model holds {longest} positions, not {num_positions}; measure shorter prompts", param="prompt")
     if num_blocks > held:
