@@ -103,3 +103,20 @@ def test_one_owner_does_not_keep_the_others_from_reading(monkeypatch: pytest.Mon
         assert (await reader.read(b"", b"ann")).text == "x"
 
     asyncio.run(live())
+
+
+def test_a_process_that_is_ended_in_the_middle_of_its_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = reading._exchange
+
+    async def exchange_and_pause(*arguments: object, **options: object) -> bytes:
+        said = await exchange(*arguments, **options)
+        await asyncio.sleep(0.5)  # the pipe fills up until nobody reads it any more
+        return said
+
+    async def run() -> None:
+        reader = PdfReader(PdfLimits(num_chars=1000), is_strict=True)
+        await asyncio.wait_for(reader.read(json.dumps({"say": "a" * 2**20, "times": 64}).encode()), 20)
+
+    monkeypatch.setattr(reading, "_exchange", exchange_and_pause)
+    with pytest.raises(InvalidRequestError, match="too much time or memory"):
+        asyncio.run(run())

@@ -97,7 +97,8 @@ class PdfReader:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
-                await process.wait()
+                # reads what is left: a pipe that nobody reads keeps asyncio from seeing that the process ended
+                await process.communicate()
         return self._check(said)
 
     def _check(self, said: bytes) -> PdfAnswer:
