@@ -73,11 +73,11 @@ def changed(spec: DecoderSpec, *, attention: Mapping[str, Any] = {}, layer: Mapp
     return replace(spec, layers=layers, **rest)
 
 
-def with_rope(spec: DecoderSpec, size: int) -> RopeSpec:
+def with_rope(spec: DecoderSpec, size: int, *, interleaved: bool = False) -> RopeSpec:
     """A rotation of the first `size` values of a head."""
     rope = spec.layers[0].attention.rope
     assert rope is not None
-    return RopeSpec(rope.inv_freq[: size // 2])
+    return RopeSpec(rope.inv_freq[: size // 2], interleaved=interleaved)
 
 
 MIXTURE = MoeSpec(num_experts=8, num_chosen=3, expert=MlpSpec(44))
@@ -86,6 +86,18 @@ LAYER_NORMS: Mapping[str, Any] = {"norm": "layer", "norm_bias": True}
 BIASES = {"qkv_bias": True, "output_bias": True}
 PARTS: Mapping[str, DecoderSpec] = {
     "partial rotation": changed(SMALL, attention={"rope": with_rope(SMALL, 10)}),
+    "interleaved rotation, norms on q and k": changed(
+        SMALL, attention={"rope": with_rope(SMALL, 24, interleaved=True), "qk_norm": True}
+    ),
+    "partial interleaved rotation, biases, q and k normed as projections": changed(
+        SMALL,
+        attention={
+            "rope": with_rope(SMALL, 10, interleaved=True),
+            "qk_norm": True,
+            "qk_norm_over": "projection",
+            **BIASES,
+        },
+    ),
     "no rotation": changed(SMALL, attention={"rope": None}),
     "not gated, gelu": changed(SMALL, layer={"mlp": MlpSpec(116, "gelu", gated=False)}),
     "not gated, relu, biases": changed(SMALL, attention=BIASES, layer={"mlp": MlpSpec(116, "relu", bias=True, gated=False)}),
@@ -113,6 +125,32 @@ PARTS: Mapping[str, DecoderSpec] = {
         SMALL, layer={"mlp": replace(MIXTURE, shared=MlpSpec(70), shared_gate=True, renormalize=False)}
     ),
     "experts that are not gated": changed(SMALL, layer={"mlp": replace(MIXTURE, expert=MlpSpec(52, "relu", gated=False))}),
+    "sigmoid experts": changed(SMALL, layer={"mlp": replace(MIXTURE, scoring="sigmoid")}),
+    "sigmoid experts chosen with a bias, weights as they are, scaled": changed(
+        SMALL, layer={"mlp": replace(MIXTURE, scoring="sigmoid", correction_bias=True, renormalize=False, routed_scale=1.75)}
+    ),
+    "softmax experts chosen with a bias": changed(SMALL, layer={"mlp": replace(MIXTURE, correction_bias=True)}),
+    "softmax experts of the best groups, scaled": changed(
+        SMALL,
+        layer={"mlp": replace(MIXTURE, num_groups=4, num_chosen_groups=2, renormalize=False, routed_scale=16.0)},
+    ),
+    "21 sigmoid experts of the best groups of 7, chosen with a bias, and a shared one": changed(
+        SMALL,
+        layer={
+            "mlp": MoeSpec(
+                21,
+                4,
+                MlpSpec(44),
+                shared=MlpSpec(70),
+                scoring="sigmoid",
+                correction_bias=True,
+                num_groups=3,
+                num_chosen_groups=2,
+                num_group_scores=3,
+                routed_scale=2.5,
+            )
+        },
+    ),
     "33 experts, in parallel, post norms": changed(
         SMALL, layer={"mlp": replace(MIXTURE, num_experts=33, num_chosen=5), "parallel": True, "post_norm": True}
     ),

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from tests.model_factory import make_model
-from tests.models.test_families import VARIANTS
+from tests.models import test_cohere2, test_families, test_glm, test_minimax
 from tests.native import KERNELS
 from tests.reference import compare
+
+OF_ONE_FAMILY = {"cohere2": test_cohere2, "glm4_moe": test_glm, "minimax_m2": test_minimax}
+VARIANTS = {
+    **test_families.VARIANTS,
+    **{
+        f"{family}, {name}": (family, config)
+        for family, tests in OF_ONE_FAMILY.items()
+        for name, config in tests.VARIANTS.items()
+    },
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -52,14 +52,26 @@ class Norm:
 class FeedForward:
     def __init__(self, *, up: Matrix, down: Matrix, activation: int, gated: bool) -> None: ...
 
+class Routing:
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        num_chosen: int,
+        renormalize: bool,
+        sigmoid: bool,
+        correction: _Floats | None,
+        groups: tuple[int, int, int],
+        scale: float,
+    ) -> None: ...
+
 class Mixture:
     def __init__(
         self,
         *,
         router: Matrix,
         experts: list[FeedForward],
-        num_chosen: int,
-        renormalize: bool,
+        routing: Routing,
         shared: FeedForward | None,
         shared_gate: bool,
     ) -> None: ...

@@ -8,6 +8,7 @@ from cloister.backends.native.limits import check_computable
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
 from cloister.backends.native.packing import LAYOUT, PackedKind, Packer, buffer_bytes
 from cloister.backends.native.program import KV_KINDS, NativeProgram
+from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec
 from cloister.types.errors import ConfigError
@@ -108,7 +109,7 @@ class NativeBackend:
         packer = Packer(self._pool, self._dense)
         if self._store is None or identity is None:
             return pack_model(spec, weights, packer)
-        identity = f"{identity} {self._dense.name}"
+        identity = f"{identity} {self._dense.name}{describe_orders(spec)}"
         model = self._store.load(identity)
         if model is None or not model.fits(spec):
             model = pack_model(spec, weights, packer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec
 from cloister.types.errors import ConfigError
 
 
@@ -24,14 +24,5 @@ def check_computable(spec: DecoderSpec) -> None:
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
-    attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, LatentAttentionSpec):
+    if isinstance(layer.attention, LatentAttentionSpec):
         yield "latent attention"
-    elif attention.rope is not None and attention.rope.interleaved:
-        yield "interleaved rotation"
-    if isinstance(mlp, MoeSpec) and _chooses_otherwise(mlp):
-        yield "sigmoid, grouped or scaled routing of experts"
-
-
-def _chooses_otherwise(mlp: MoeSpec) -> bool:
-    return mlp.scoring != "softmax" or mlp.correction_bias or mlp.num_groups > 1 or mlp.routed_scale != 1.0

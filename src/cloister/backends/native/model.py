@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 
 from cloister.backends.base import Weights
 from cloister.backends.native.packing import PANEL, PackedKind, PackedMatrix, Packer, packed_bytes
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from cloister.backends.native.rotation import read_rows, row_orders
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
@@ -99,6 +101,9 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
             yield f"{name}.bias", _padded(size, _LANES)
     if spec.head_bias and spec.tied_embeddings:
         yield "head.bias", _padded(spec.vocab_size, PANEL)
+    for number, layer in enumerate(spec.layers):
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.correction_bias:
+            yield f"layers.{number}.router.e_score_correction_bias", _padded(layer.mlp.num_experts, _LANES)
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
@@ -140,15 +145,16 @@ def _form_row(weights: Weights, name: str, exact: bool) -> Tensor:
 
 def pack_model(spec: DecoderSpec, weights: Weights, packer: Packer) -> PackedModel:
     """Packs a model tensor by tensor, so that beside the packed model only one packed matrix's tensors are in memory."""
+    read = partial(read_rows, weights, orders=row_orders(spec))
     return PackedModel(
-        matrices={parts.name: _pack_matrix(parts, weights, packer) for parts in matrices_of(spec)},
-        vectors={name: _vector(weights.read(name), length) for name, length in vectors_of(spec)},
+        matrices={parts.name: _pack_matrix(parts, read, packer) for parts in matrices_of(spec)},
+        vectors={name: _vector(read(name), length) for name, length in vectors_of(spec)},
     )
 
 
-def _pack_matrix(parts: MatrixParts, weights: Weights, packer: Packer) -> PackedMatrix:
-    tensors = [weights.read(f"{name}.weight") for name in parts.sources]
-    biases = [_row(weights.read(f"{name}.bias")) if parts.biased else None for name in parts.sources]
+def _pack_matrix(parts: MatrixParts, read: Callable[[str], Tensor], packer: Packer) -> PackedMatrix:
+    tensors = [read(f"{name}.weight") for name in parts.sources]
+    biases = [_row(read(f"{name}.bias")) if parts.biased else None for name in parts.sources]
     if parts.exact:
         return packer.join_exactly([_row(tensor) for tensor in tensors])
     if parts.interleaved:

@@ -321,6 +321,7 @@ def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     if isinstance(mlp, MlpSpec):
         return 6 * mlp.intermediate_size + beside + early
     routing = _input_bytes(hidden, True) + 4 * _padded(mlp.num_experts + mlp.shared_gate) + 12 * mlp.num_chosen + 4
+    routing += 4 * mlp.num_groups if mlp.num_groups > 1 else 0
     pair = _input_bytes(hidden, is_wide) + 6 * _padded(mlp.expert.intermediate_size) + 4 * _padded(hidden)
     shared = _shared(mlp)
     early += _input_bytes(hidden, is_wide) if shared else 0  # where the shared one is in another number format

@@ -28,6 +28,7 @@ from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import PackedMatrix, Packer
+from cloister.backends.native.rotation import row_orders
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.types.errors import ModelError
@@ -39,10 +40,14 @@ _SITES: Final = ("q", "k", "v", "o", "gate", "up", "down")  # cpp/lora.hpp
 
 
 class NativeAdapters:
-    """The adapters of one program, by slot; the kernels hold pointers into their arrays."""
+    """The adapters of one program, by slot; the kernels hold pointers into their arrays.
 
-    def __init__(self, program: _native.Program, packer: Packer) -> None:
-        self._program, self._packer = program, packer
+    Args:
+        orders: as `rotation.row_orders` returns.
+    """
+
+    def __init__(self, program: _native.Program, packer: Packer, orders: Mapping[str, IntArray]) -> None:
+        self._program, self._packer, self._orders = program, packer, orders
         self._held: dict[int, list[PackedMatrix]] = {}
 
     def load(self, slot: int, adapter: AdapterWeights) -> None:
@@ -55,7 +60,9 @@ class NativeAdapters:
         updates = []
         for product, pair in adapter.updates.items():
             _, layer, name = product.split(".")
-            a, b = (self._packer.join([matrix], [None]) for matrix in pair)
+            order = self._orders.get(f"{product}.weight")
+            outputs = pair[1] if order is None else pair[1][order]
+            a, b = (self._packer.join([matrix], [None]) for matrix in (pair[0], outputs))
             held += (a, b)
             updates.append((int(layer), _SITES.index(name), a.bind(), b.bind()))
         self._program.load_adapter(slot, updates)
@@ -140,7 +147,8 @@ class NativeProgram(Program):
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
-        self._adapters, self._heads = NativeAdapters(self._program, packer), DraftHeadStore(self._program, packer)
+        self._adapters = NativeAdapters(self._program, packer, row_orders(spec))
+        self._heads = DraftHeadStore(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
         self._blocks = [kv.blocks_of(number) for number in range(len(spec.layers))]
@@ -226,8 +234,15 @@ class NativeProgram(Program):
         return _native.Mixture(
             router=self._model.matrices[f"{prefix}router"].bind(),
             experts=[self._feed_forward(mlp.expert, each) for each in prefixes],
-            num_chosen=mlp.num_chosen,
-            renormalize=mlp.renormalize,
+            routing=_native.Routing(
+                num_experts=mlp.num_experts,
+                num_chosen=mlp.num_chosen,
+                renormalize=mlp.renormalize,
+                sigmoid=mlp.scoring == "sigmoid",
+                correction=self._model.vectors.get(f"{prefix}router.e_score_correction_bias"),
+                groups=(mlp.num_groups, mlp.num_chosen_groups, mlp.num_group_scores),
+                scale=mlp.routed_scale,
+            ),
             shared=self._feed_forward(mlp.shared, f"{prefix}shared.") if mlp.shared else None,
             shared_gate=mlp.shared_gate,
         )

@@ -82,6 +82,16 @@ struct Draw {
     bool truncates() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
+// How a token chooses the experts of a mixture (backends/spec.py, MoeSpec): scores are a softmax over all experts or a sigmoid of
+// each, the highest of score + correction take the token, and their scores are its weights. Of equal ones the lower number wins.
+struct Routing {
+    int num_experts = 0, num_chosen = 1;
+    bool renormalize = true, sigmoid = false;
+    const float* correction = nullptr;  // [num_experts], or null
+    int num_groups = 1, num_chosen_groups = 1, num_group_scores = 1;  // of groups, the best by the sum of their highest are chosen from
+    float scale = 1;  // of the weights
+};
+
 constexpr int draw_group = 256;  // neighbouring tokens that are drawn together first
 inline int num_draw_groups(int length) { return (length + draw_group - 1) / draw_group; }
 
@@ -100,8 +110,9 @@ struct Kernels {
     void (*add_scaled)(const float* from, float scale, int length, float* to);
     // Multiplies by `scale`, then bends to softcap * tanh(x / softcap) unless that is 0.
     void (*bend)(float* values, int length, float scale, float softcap);
-    // Turns one token's router outputs into scores, and finds the `count` highest: their experts and weights, the highest first.
-    void (*choose)(float* scores, int num_experts, int count, bool renormalize, int32_t* experts, float* weights);
+    // Turns one token's router outputs into scores and chooses experts: their numbers and weights, the first choice first.
+    // `group_scores` [num_groups] is written to.
+    void (*choose)(float* scores, float* group_scores, const Routing& routing, int32_t* experts, float* weights);
     // Writes one row of inputs as `rows.form` says: rounds to bfloat16, or to int8 with scales and sums. Zeros fill the last chunk.
     void (*put_row)(const float* row, int length, Rows& rows, int index);
     void (*put_wide_row)(const uint16_t* row, int length, Rows& rows, int index);

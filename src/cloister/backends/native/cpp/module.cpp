@@ -128,8 +128,12 @@ void check_feed_forward(const FeedForward& mlp, int hidden) {
 
 void check_mixture(const Mixture& mixture, int hidden) {
     const char* unlike = "the experts of a layer are not of one shape and number format";
-    int num_experts = int(mixture.experts.size());
-    require(num_experts > 0 && mixture.num_chosen > 0 && mixture.num_chosen <= num_experts, "a mixture chooses more experts than it has");
+    const Routing& routing = mixture.routing;
+    int num_experts = routing.num_experts;
+    require(num_experts > 0 && routing.num_chosen > 0 && routing.num_chosen <= num_experts, "a mixture chooses more experts than it has");
+    require(routing.num_groups > 0 && num_experts % routing.num_groups == 0 && routing.num_chosen_groups > 0 && routing.num_chosen_groups <= routing.num_groups &&
+            routing.num_chosen <= routing.num_chosen_groups * (num_experts / routing.num_groups) && routing.num_group_scores > 0 &&
+            routing.num_group_scores <= num_experts / routing.num_groups, "a mixture has no such groups of experts");
     require(mixture.router.kind == Kind::f32 && mixture.router.inputs == hidden && mixture.router.outputs == num_experts + mixture.shared_gate,
             "a router does not have the size of its mixture");
     const FeedForward& first = mixture.experts[0];
@@ -262,10 +266,18 @@ NB_MODULE(_native, m) {
         new (self) FeedForward{up, down, Activation(activation), gated};
     }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"));
 
-    nb::class_<Mixture>(m, "Mixture").def("__init__", [](Mixture* self, const Matrix& router, const std::vector<FeedForward>& experts, int num_chosen,
-                                                         bool renormalize, const FeedForward* shared, bool shared_gate) {
-        new (self) Mixture{router, experts, num_chosen, renormalize, shared_gate, shared ? std::optional(*shared) : std::nullopt};
-    }, nb::arg("router"), nb::arg("experts"), nb::arg("num_chosen"), nb::arg("renormalize"), nb::arg("shared").none(), nb::arg("shared_gate"));
+    nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_experts, int num_chosen, bool renormalize, bool sigmoid, nb::object correction,
+                                                         std::tuple<int, int, int> groups, float scale) {
+        auto [num_groups, num_chosen_groups, num_group_scores] = groups;
+        const float* biases = kept<float>(correction, size_t(std::max(num_experts, 0)), "a router has fewer correction biases than experts");
+        new (self) Routing{num_experts, num_chosen, renormalize, sigmoid, biases, num_groups, num_chosen_groups, num_group_scores, scale};
+    }, nb::arg("num_experts"), nb::arg("num_chosen"), nb::arg("renormalize"), nb::arg("sigmoid"), nb::arg("correction").none(), nb::arg("groups"), nb::arg("scale"));
+
+    nb::class_<Mixture>(m, "Mixture").def("__init__", [](Mixture* self, const Matrix& router, const std::vector<FeedForward>& experts, const Routing& routing,
+                                                         const FeedForward* shared, bool shared_gate) {
+        require(int(experts.size()) == routing.num_experts, "a mixture has other experts than it routes to");
+        new (self) Mixture{router, experts, routing, shared_gate, shared ? std::optional(*shared) : std::nullopt};
+    }, nb::arg("router"), nb::arg("experts"), nb::arg("routing"), nb::arg("shared").none(), nb::arg("shared_gate"));
 
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, const std::string& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps) {

@@ -31,8 +31,8 @@ struct FeedForward {
 struct Mixture {
     Matrix router;
     std::vector<FeedForward> experts;
-    int num_chosen = 1;
-    bool renormalize = true, shared_gate = false;
+    Routing routing;
+    bool shared_gate = false;
     std::optional<FeedForward> shared;
 };
 
