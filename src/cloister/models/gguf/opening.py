@@ -72,7 +72,7 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
     for name in shapes:
         source = source_of(architecture, name)
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        stored = f"{source.name.format(*numbers)}.{name.rpartition('.')[2]}"
+        stored = source.name.format(*numbers) + ("" if source.is_tensor else f".{name.rpartition('.')[2]}")
         if stored not in file.tensors:
             raise ModelError(f"{file.path.name} lacks the tensor {stored!r} that its metadata asks for; download it again")
         left.discard(stored)
