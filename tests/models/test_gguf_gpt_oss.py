@@ -111,6 +111,17 @@ def test_blocks_of_any_scale_have_the_bits_of_the_reference() -> None:
     assert np.isnan(kind.unpack(np.full((1, 17), 255, np.uint8))[1]).all()
 
 
+def test_a_message_of_harmony_may_be_followed_by_another(tmp_path: Path) -> None:
+    file = make_gguf(tmp_path / "tiny")
+    content = file.read_bytes()
+    place = content.index(b"tokenizer.ggml.eos_token_id") + len(b"tokenizer.ggml.eos_token_id") + 4
+    content = content[:place] + (2).to_bytes(4, "little") + content[place + 4 :]
+    file.write_bytes(content)
+    assert load(file).info.eos_token_ids == (2, 0, 1)  # the file's own, <|endoftext|> and <|end|>
+    file.write_bytes(content.replace(b"<|system|>", b"<|return|>").replace(b"<|user|>", b"<|call|>"))
+    assert load(file).info.eos_token_ids == (2, 0, 3)
+
+
 def test_a_file_without_biases_of_experts_is_refused_by_name(tmp_path: Path) -> None:
     file = make_gguf(tmp_path / "tiny")
     file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_up_exps.blas"))
