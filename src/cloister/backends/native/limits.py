@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
 
@@ -26,3 +26,9 @@ def check_computable(spec: DecoderSpec) -> None:
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     if isinstance(layer.attention, LatentAttentionSpec):
         yield "latent attention"
+    if isinstance(layer.attention, AttentionSpec) and layer.attention.sinks:
+        yield "attention sinks"
+    if isinstance(layer.mlp, MoeSpec) and (layer.mlp.router_bias or layer.mlp.expert.bias):
+        yield "biases of experts"
+    if (layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp).clipped is not None:
+        yield "clipped SwiGLU"
