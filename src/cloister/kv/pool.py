@@ -92,7 +92,7 @@ class BlockPool:
 
     def has_room(self, num_missing: Iterable[int], num_spare: int) -> bool:
         """Whether sequences can grow by so many table entries each, and `num_spare` blocks are left in every group."""
-        if self.num_groups == 1:
+        if self.num_groups == 1 and self.groups[0].max_held is None:
             return self.count_available(0) >= sum(num_missing) + num_spare
         missing = list(num_missing)
         return all(

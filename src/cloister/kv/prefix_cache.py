@@ -95,7 +95,7 @@ class PrefixCache:
             if node is None:
                 if self._full is not None:
                     break
-                runs = [0]
+                runs = [0] * len(runs)
                 continue
             if len(runs) == 1 and self._full is not None:
                 longest = i + 1
