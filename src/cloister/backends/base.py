@@ -97,6 +97,7 @@ class ForwardBatch:
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
+        token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
     """
 
     token_ids: IntArray
@@ -107,6 +108,7 @@ class ForwardBatch:
     logit_rows: IntArray
     parents: IntArray | None = None
     adapters: IntArray | None = None
+    token_types: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,10 @@ class Capability(Flag):
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
         ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
+        ENCODER: reads in both directions (`backends.encoder_spec`): a step computes the sequences whose last token is one of
+            `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
+            sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
+            chosen.
     """
 
     GREEDY = auto()
@@ -183,6 +189,7 @@ class Capability(Flag):
     ADAPTERS = auto()
     RECORDING = auto()
     ASYNCHRONOUS = auto()
+    ENCODER = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):

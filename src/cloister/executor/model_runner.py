@@ -12,7 +12,7 @@ from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
 from cloister.executor.grammar import Grammars
 from cloister.executor.inputs import ScheduledSequence, forward_batch, schedule_sequence
-from cloister.executor.pooling import NOT_OFFERED, pool_parts
+from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
@@ -50,6 +50,7 @@ class ModelRunner:
         self._program = program
         self._num_groups = max(1, len(groups))
         self._num_drafter_blocks = groups[0].num_blocks if len(groups) > 1 else None
+        self._is_encoder = Capability.ENCODER in program.capabilities
         self._can_pool = Capability.HIDDEN in program.capabilities
         self._block_size = block_size
         self._clock = clock or WallClock()
@@ -121,6 +122,10 @@ class ModelRunner:
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
+        if self._is_encoder and live:
+            for part in live:
+                part.state.failure = NO_TEXT
+            live = []
         return partial(self._finish, plan, parts, self._generator.start(live, plan.forks, result), result, started_s)
 
     def _finish(
@@ -160,7 +165,15 @@ class ModelRunner:
             for part in parts:
                 part.state.failure = NOT_OFFERED
             return {}
-        return pool_parts(self._program, parts, forward_batch(parts, self._block_size, self._num_groups)) if parts else {}
+        if not self._is_encoder:
+            for part in parts:
+                if part.state.pool is not None and part.state.pool.params.kind in ("cls", "classify"):
+                    part.state.failure = OF_ENCODERS
+            parts = [part for part in parts if part.state.failure is None]
+        if not parts:
+            return {}
+        pool = encode_parts if self._is_encoder else pool_parts
+        return pool(self._program, parts, forward_batch(parts, self._block_size, self._num_groups))
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
         """Says whose grammar is complete, and starts to work out what may follow the tokens of the others."""

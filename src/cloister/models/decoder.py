@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
     Activation,
     AnyAttentionSpec,
@@ -130,6 +132,8 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         logit_scale=ends.logit_scale,
         logit_softcap=ends.logit_softcap,
     )
+    if family.encoder is not None:
+        spec = family.encoder(fields, spec)
     fields.drop(family.harmless)
     return spec
 
@@ -207,6 +211,9 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
     yield "embed.weight", (spec.vocab_size, hidden)
     if spec.position_embeddings:
         yield "positions.weight", (spec.max_positions, hidden)
+    if isinstance(spec, EncoderSpec):
+        yield from _encoder_shapes(spec)
+        return
     for number, layer in enumerate(spec.layers):
         for name, shape in _layer_shapes(layer, hidden, spec.norm_bias):
             yield f"layers.{number}.{name}", shape
@@ -215,6 +222,25 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
         yield "head.weight", (spec.vocab_size, hidden)
     if spec.head_bias:
         yield "head.bias", (spec.vocab_size,)
+
+
+def _encoder_shapes(spec: EncoderSpec) -> Shapes:
+    """Yields what follows the embeddings of tokens and positions."""
+    hidden = spec.hidden_size
+    if spec.num_token_types:
+        yield "token_types.weight", (spec.num_token_types, hidden)
+    yield from _norm("embed_norm", hidden, spec.norm_bias)
+    for number, layer in enumerate(spec.layers):
+        for name, shape in _layer_shapes(replace(layer, pre_norm=True), hidden, spec.norm_bias):
+            if number or spec.first_norm or not name.startswith("attention_norm."):
+                yield f"layers.{number}.{name}", shape
+    if spec.final_norm:
+        yield from _norm("norm", hidden, spec.norm_bias)
+    if spec.classifier is not None:
+        yield from _projection("classifier_dense", hidden, hidden, spec.classifier.dense_bias)
+        if spec.classifier.norm:
+            yield from _norm("classifier_norm", hidden, spec.norm_bias)
+        yield from _projection("classifier", spec.classifier.num_labels, hidden, True)
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:

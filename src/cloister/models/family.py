@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
 
-from cloister.backends.spec import AnyAttentionSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.encoder_spec import EncoderSpec
+from cloister.backends.spec import AnyAttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -104,6 +105,7 @@ class Family:
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
+        encoder: makes an encoder of the spec that the other fields give; None for decoders.
         tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on. A tensor
             that lies elsewhere than the others of its module has an entry of its own.
         mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
@@ -145,6 +147,7 @@ class Family:
     feed_forwards: Callable[[ConfigFields, MlpSpec, int], Sequence[MlpSpec | MoeSpec]] = _feed_alike
     ends: Callable[[ConfigFields, int], Ends] = _plain_ends
     residual_scale: str | None = None
+    encoder: Callable[[ConfigFields, DecoderSpec], EncoderSpec] | None = None
     tensors: Mapping[str, Source] = field(default_factory=lambda: PLAIN_TENSORS)
     mtp: bool = False
     prefix: str = "model."

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.backends.base import Weights
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec
 from cloister.models.checkpoint import digest_files, open_checkpoint
+from cloister.models.classes import read_encoder
 from cloister.models.config import read_json
 from cloister.models.decoder import choose_family, find_family, read_spec
 from cloister.models.generation import read_generation
@@ -117,6 +119,7 @@ def _load_directory(
         weights = open_checkpoint(path, family, spec, scheme)
     eos_token_ids, defaults = read_generation(path, config, spec.vocab_size)
     require_tokenizer(path)
+    encoder = read_encoder(config, spec) if isinstance(spec, EncoderSpec) else None
     info = ModelInfo(
         name=name or path.name,
         path=str(path),
@@ -126,5 +129,6 @@ def _load_directory(
         defaults=defaults,
         fingerprint=digest_files(path, digests),
         created_s=int((path / "config.json").stat().st_mtime),
+        encoder=encoder,
     )
     return LoadedModel(spec, weights, info, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
@@ -14,7 +15,8 @@ def check_computable(spec: DecoderSpec) -> None:
     Raises:
         ConfigError: it names what is missing, and what to choose.
     """
-    missing = sorted({name for layer in set(spec.layers) for name in _missing_of(layer)})
+    encoder = {"attention in both directions"} if isinstance(spec, EncoderSpec) else set()
+    missing = sorted(encoder | {name for layer in set(spec.layers) for name in _missing_of(layer)})
     if missing:
         raise ConfigError(
             f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "

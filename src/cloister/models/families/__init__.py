@@ -4,6 +4,14 @@ from collections.abc import Mapping
 
 from cloister.models.families.cohere2 import COHERE2
 from cloister.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from cloister.models.families.encoders import (
+    BERT,
+    BERT_CLASSIFIER,
+    MODERN_BERT,
+    MODERN_BERT_CLASSIFIER,
+    XLM_ROBERTA,
+    XLM_ROBERTA_CLASSIFIER,
+)
 from cloister.models.families.gemma import GEMMA2, GEMMA3
 from cloister.models.families.glm import GLM4_MOE
 from cloister.models.families.gpt import GPT2, GPT_NEOX, OPT
@@ -20,5 +28,6 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX, SMOLLM3,
         GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS,
+        BERT, BERT_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER, MODERN_BERT, MODERN_BERT_CLASSIFIER,
     )
 }  # fmt: skip

@@ -42,6 +42,7 @@ _REHEARSED = (
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'),
     ("/v1/completions", b'{"prompt": "Hello", "max_tokens": 4, "stream": true}'),
     ("/v1/embeddings", b'{"input": "Hello"}'),
+    ("/v1/rerank", b'{"query": "Hello", "documents": ["Hello"]}'),
     ("/v1/chat/completions", b'{"messages": 1}'),
 )
 """Requests of nobody's, sealed to a key that is dropped; those that need the engine end with an error, as there is none yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.types.errors import ConfigError
 
@@ -38,6 +39,8 @@ def rope_of(layer: LayerSpec) -> RopeSpec:
 
 
 def _missing(spec: DecoderSpec) -> Iterator[str]:
+    if isinstance(spec, EncoderSpec):
+        yield "encoders"
     if spec.norm != "rms" or spec.norm_bias:
         yield "layer norms"
     if spec.position_embeddings:
