@@ -96,6 +96,9 @@ class ForwardBatch:
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (pictures), as the
+            first layer reads it.
+        embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
     """
 
     token_ids: IntArray
@@ -106,6 +109,8 @@ class ForwardBatch:
     logit_rows: IntArray
     parents: IntArray | None = None
     adapters: IntArray | None = None
+    embeddings: FloatArray | None = None
+    embedding_rows: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +175,7 @@ class Capability(Flag):
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
         ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
+        IMAGES: encodes pictures (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -182,6 +188,7 @@ class Capability(Flag):
     ADAPTERS = auto()
     RECORDING = auto()
     ASYNCHRONOUS = auto()
+    IMAGES = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -297,6 +304,14 @@ class Program(ABC):
             ids [num_samples] int32; -1 where all tokens are masked, or a logit is not a number or plus infinity.
         """
         raise self._lacks(Capability.SAMPLING)
+
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings [num_tokens, hidden] of each picture, alone as in company (IMAGES).
+
+        Args:
+            images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).
+        """
+        raise self._lacks(Capability.IMAGES)
 
     def project(self, hidden: FloatArray) -> FloatArray:
         """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the bits that a

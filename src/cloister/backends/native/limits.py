@@ -15,6 +15,8 @@ def check_computable(spec: DecoderSpec) -> None:
         ConfigError: it names what is missing, and what to choose.
     """
     missing = sorted({name for layer in set(spec.layers) for name in _missing_of(layer)})
+    if spec.vision is not None:
+        missing.append("a vision tower")
     if missing:
         raise ConfigError(
             f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "
