@@ -98,6 +98,9 @@ class ForwardBatch:
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
         token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (pictures), as the
+            first layer reads it.
+        embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
     """
 
     token_ids: IntArray
@@ -109,6 +112,8 @@ class ForwardBatch:
     parents: IntArray | None = None
     adapters: IntArray | None = None
     token_types: IntArray | None = None
+    embeddings: FloatArray | None = None
+    embedding_rows: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,7 @@ class Capability(Flag):
             `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
             sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
             chosen.
+        IMAGES: encodes pictures (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -190,6 +196,7 @@ class Capability(Flag):
     RECORDING = auto()
     ASYNCHRONOUS = auto()
     ENCODER = auto()
+    IMAGES = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -305,6 +312,14 @@ class Program(ABC):
             ids [num_samples] int32; -1 where all tokens are masked, or a logit is not a number or plus infinity.
         """
         raise self._lacks(Capability.SAMPLING)
+
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings [num_tokens, hidden] of each picture, alone as in company (IMAGES).
+
+        Args:
+            images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).
+        """
+        raise self._lacks(Capability.IMAGES)
 
     def project(self, hidden: FloatArray) -> FloatArray:
         """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the bits that a

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cloister.backends.base import Capability, KVGroup, Program, SamplingMetadata
+from cloister.backends.vision import VisionSpec
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
 from cloister.executor.grammar import Grammars
+from cloister.executor.images import encode_missing
 from cloister.executor.inputs import ScheduledSequence, forward_batch, schedule_sequence
 from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
@@ -29,6 +31,7 @@ class ModelRunner:
         max_model_len: prompt and answer together, in tokens.
         block_size: positions in one KV block.
         groups: of layers, as the program was built with them (`KVLayout.groups`).
+        vision: the program's vision tower, if it has one.
         adapters: digest -> slot of the program's adapters; may change between steps.
         grammars: compiles those that sequences bring; None fails such sequences.
         drafters: by the name that plans know them by; None where no plan drafts.
@@ -46,6 +49,7 @@ class ModelRunner:
         grammars: Grammars | None = None,
         drafters: Mapping[str, Drafter] | None = None,
         groups: Sequence[KVGroup] = (),
+        vision: VisionSpec | None = None,
     ) -> None:
         self._program = program
         self._num_groups = max(1, len(groups))
@@ -61,6 +65,7 @@ class ModelRunner:
             adapters=adapters,
             grammars=grammars,
             num_groups=self._num_groups,
+            vision=vision if Capability.IMAGES in program.capabilities else None,
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
@@ -119,6 +124,8 @@ class ModelRunner:
         if self._drafts:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
+        if self._batch.num_with_images:
+            self._encode_images(live)
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
@@ -158,6 +165,12 @@ class ModelRunner:
             if drafts
             else parts
         )
+
+    def _encode_images(self, parts: list[ScheduledSequence]) -> None:
+        """Encodes the pictures whose positions the step reaches, and forgets those that it is past."""
+        for part in parts:
+            self._batch.drop_images(part.state, part.plan.start)
+        encode_missing(self._program, [(part.state.images, part.end) for part in parts if part.state.images is not None])
 
     def _pool(self, parts: list[ScheduledSequence]) -> dict[int, Embedding]:
         """Computes the sequences of a step that are pooled, apart from the others: they read hidden states, not logits."""

@@ -130,6 +130,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         grammars=grammars,
         drafters=drafters.drafters,
         groups=budget.groups,
+        vision=model.spec.vision,
     )
     drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)

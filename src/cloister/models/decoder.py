@@ -18,6 +18,7 @@ from cloister.backends.spec import (
     MlpSpec,
     MoeSpec,
 )
+from cloister.backends.vision import vision_shapes
 from cloister.models.config import ConfigFields
 from cloister.models.families import FAMILIES
 from cloister.models.family import Bias, Family
@@ -82,11 +83,12 @@ def read_spec(
     Raises:
         ModelError: a field is missing, has no meaning, or is one that changes models and that this family would have to ignore.
     """
-    fields = ConfigFields(config, names=family.names, defaults=family.defaults)
+    parts = None if family.vision is None else family.vision(config)
+    fields = ConfigFields(config if parts is None else parts.text, names=family.names, defaults=family.defaults)
     spec = _read_fields(family, fields, max_model_len)
-    if unknown := fields.find_unknown():
+    if unknown := (*fields.find_unknown(), *(() if parts is None else parts.unknown)):
         on_unknown(unknown)
-    return spec
+    return spec if parts is None else replace(spec, vision=parts.spec)
 
 
 def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None = None) -> DecoderSpec:
@@ -222,6 +224,8 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
         yield "head.weight", (spec.vocab_size, hidden)
     if spec.head_bias:
         yield "head.bias", (spec.vocab_size,)
+    if spec.vision is not None:
+        yield from vision_shapes(spec.vision, hidden)
 
 
 def _encoder_shapes(spec: EncoderSpec) -> Shapes:

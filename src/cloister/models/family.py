@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AnyAttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.vision import VisionSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -34,6 +35,20 @@ PLAIN_TENSORS: Mapping[str, Source] = {
 
 
 AttentionReader: TypeAlias = Callable[[ConfigFields, tuple[int, int, int], int | None], tuple[Sequence[AnyAttentionSpec], int]]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """A config.json of a decoder with a vision tower, taken apart.
+
+    Attributes:
+        text: the decoder's fields.
+        unknown: fields outside of them of which nothing is known.
+    """
+
+    text: Mapping[str, Any]
+    spec: VisionSpec
+    unknown: tuple[str, ...] = ()
 
 
 class Bias(Enum):
@@ -111,6 +126,7 @@ class Family:
         mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
         prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
         buffers: names in old checkpoints of what is no weight.
+        vision: takes the config of a decoder with a vision tower apart; None where there is no tower.
     """
 
     name: str
@@ -152,3 +168,4 @@ class Family:
     mtp: bool = False
     prefix: str = "model."
     buffers: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    vision: Callable[[Mapping[str, Any]], VisionConfig] | None = None

@@ -176,8 +176,9 @@ class RequestTable:
     def _extend_keys(self, sequence: SequenceRecord, num_blocks: int) -> None:
         if self._keys is not None:
             state = sequence.request_state
-            is_base = state.request.adapter is None
-            self._keys.extend(sequence.keys, state.root, sequence.token_ids, num_blocks, reads_public=is_base)
+            request = state.request
+            is_base, images = request.adapter is None, request.images
+            self._keys.extend(sequence.keys, state.root, sequence.token_ids, num_blocks, reads_public=is_base, images=images)
 
     def end_request(self, state: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
         """Ends every open sequence of a request, those included that were still to be forked."""

@@ -193,4 +193,5 @@ def introduce(sequence: SequenceRecord) -> NewSequence:
         stop_token_ids=state.stop_token_ids,
         adapter=state.request.adapter,
         pooling=state.request.pooling,
+        images=state.request.images,
     )

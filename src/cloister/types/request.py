@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from cloister.types.grammar import Grammar
+from cloister.types.images import ImageTile
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
 
@@ -125,6 +126,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: from arrival at the engine until its last token; the deadline of every state it waits in.
         adapter: digest of a LoRA adapter (`AdapterInfo`), or None.
         pooling: the prompt becomes a vector and no token is sampled (`max_tokens` 0); reads no prefix hits.
+        images: pictures in the prompt, in its order; their positions hold the placeholder token.
     """
 
     request_id: str
@@ -136,6 +138,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     adapter: str | None = None
     pooling: PoolingParams | None = None
+    images: tuple[ImageTile, ...] = ()
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""

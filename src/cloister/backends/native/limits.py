@@ -17,6 +17,8 @@ def check_computable(spec: DecoderSpec) -> None:
     """
     encoder = {"attention in both directions"} if isinstance(spec, EncoderSpec) else set()
     missing = sorted(encoder | {name for layer in set(spec.layers) for name in _missing_of(layer)})
+    if spec.vision is not None:
+        missing.append("a vision tower")
     if missing:
         raise ConfigError(
             f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "

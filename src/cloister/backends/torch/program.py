@@ -35,6 +35,7 @@ from cloister.backends.torch.schedule import (
     use_one_thread_per_operation,
 )
 from cloister.backends.torch.trees import TreeNode, unfold
+from cloister.backends.torch.vision import VisionTower
 
 # Operator spans: methods are wrapped only while they are recorded.
 
@@ -95,6 +96,9 @@ class TorchProgram(Program):
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
         self._adapters = TorchAdapters(spec, team, dtype, device)
+        self._vision = None if spec.vision is None else VisionTower(spec.vision, reader, team)
+        if self._vision is not None:
+            self.capabilities |= Capability.IMAGES
 
     @torch.no_grad()
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
@@ -120,6 +124,10 @@ class TorchProgram(Program):
         rows[: len(hidden)] = torch.from_numpy(hidden)
         logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
         return logits
+
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings of pictures (`backends.base.Program.encode_images`)."""
+        return super().encode_images(images) if self._vision is None else self._vision.encode(images)
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer."""
@@ -175,6 +183,8 @@ class TorchProgram(Program):
         found.copy_(to_torch(self._embedding[batch.token_ids]))
         if self._spec.embedding_scale != 1.0:
             found.mul_(self._spec.embedding_scale)
+        if batch.embeddings is not None and batch.embedding_rows is not None:
+            found[torch.from_numpy(batch.embedding_rows).long()] = torch.from_numpy(batch.embeddings)
         if self._learned is not None:
             found.add_(to_torch(self._learned[batch.positions]).to(self._device))
         return hidden

@@ -51,6 +51,8 @@ def _missing(spec: DecoderSpec) -> Iterator[str]:
         yield "soft caps"
     if spec.head_bias:
         yield "a bias of the head"
+    if spec.vision is not None:
+        yield "a vision tower"
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
