@@ -59,9 +59,9 @@ class ImageProcessor:
             image: of the mode RGB.
         """
         for size in self._sizes(*image.size):
-            image = image.resize(size, self.resample)  # type: ignore[arg-type]
+            image = image.resize(size, self.resample)
         side = self.tile_size
-        whole = image.resize((side, side), self.resample)  # type: ignore[arg-type]
+        whole = image.resize((side, side), self.resample)
         if image.size == (side, side) or not self.splits:
             return [whole.tobytes()]
         corners = [(left, top) for top in range(0, image.height, side) for left in range(0, image.width, side)]

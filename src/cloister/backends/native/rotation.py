@@ -68,4 +68,5 @@ def _order(num_heads: int, first: int, size: int, head_dim: int) -> IntArray:
     """Returns the rows of heads whose `size` values from `first` on are pairs of neighbours, those pairs as halves."""
     turned = np.arange(first, first + size).reshape(-1, 2).T.reshape(-1)
     head = np.concatenate([np.arange(first), turned, np.arange(first + size, head_dim)])
-    return (np.arange(num_heads)[:, None] * head_dim + head).reshape(-1).astype(np.int32)
+    order: IntArray = (np.arange(num_heads)[:, None] * head_dim + head).reshape(-1).astype(np.int32)
+    return order

@@ -24,7 +24,7 @@ OF_SENTENCE_TRANSFORMERS = frozenset(("sentence_transformers", "sbert_ce_default
 
 def _encoder(spec: DecoderSpec, **more: object) -> EncoderSpec:
     shared = {field.name: getattr(spec, field.name) for field in fields_of(DecoderSpec)}
-    return EncoderSpec(**{**shared, **more})  # type: ignore[arg-type]
+    return EncoderSpec(**{**shared, **more})
 
 
 def _count_labels(fields: ConfigFields) -> int:
