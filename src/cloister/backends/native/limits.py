@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec
+from cloister.backends.spec import DecoderSpec, LatentAttentionSpec
 from cloister.types.errors import ConfigError
 
 
-def check_computable(spec: DecoderSpec) -> None:
+def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
     """Refuses a decoder that the kernels do not compute, before any weight is read.
 
     Raises:
         ConfigError: it names what is missing, and what to choose.
     """
-    missing = sorted({name for layer in set(spec.layers) for name in _missing_of(layer)})
-    if missing:
+    is_latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
+    if is_latent and kv_dtype not in ("float32", "bfloat16"):
         raise ConfigError(
-            f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "
-            "torch back end (--backend torch)",
-            param="backend",
+            f"the native back end keeps the latents of the family {spec.family!r} in float32 or bfloat16, not in {kv_dtype}; "
+            "leave out --kv-dtype",
+            param="kv_dtype",
         )
-
-
-def _missing_of(layer: LayerSpec) -> Iterator[str]:
-    if isinstance(layer.attention, LatentAttentionSpec):
-        yield "latent attention"
