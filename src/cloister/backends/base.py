@@ -10,7 +10,8 @@ Where the spec asks for them: `positions.weight [max_positions, hidden]`, `layer
 `layers.L.mlp_post_norm.weight [hidden]`; `gate` only where the feed-forward is gated; no pre-norms where there are none.
 A mixture has `layers.L.router.weight [num_experts, hidden]`, `layers.L.experts.E.gate.weight`, `.up.weight`, `.down.weight` (E
 is the expert's number from 0), `layers.L.shared.gate.weight`, `.up.weight`, `.down.weight`, and `layers.L.shared_router.weight
-[1, hidden]`; the bias of its choice is `layers.L.router.e_score_correction_bias [num_experts]`.
+[1, hidden]`; the bias of its choice is `layers.L.router.e_score_correction_bias [num_experts]`, that of its scores
+`layers.L.router.bias [num_experts]`. Attention sinks are `layers.L.attention.sinks [num_heads]`.
 Latent attention has `layers.L.kv_a.weight [kv_lora_rank + qk_rope_head_dim, hidden]`, `layers.L.kv_a_norm.weight
 [kv_lora_rank]` and `layers.L.kv_b.weight [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]` in place of k and v (the
 key rows of a head before its value rows), `layers.L.q.weight [num_heads * (qk_nope_head_dim + qk_rope_head_dim), hidden]` or,
@@ -96,6 +97,10 @@ class ForwardBatch:
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
+        token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (pictures), as the
+            first layer reads it.
+        embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
     """
 
     token_ids: IntArray
@@ -106,6 +111,9 @@ class ForwardBatch:
     logit_rows: IntArray
     parents: IntArray | None = None
     adapters: IntArray | None = None
+    token_types: IntArray | None = None
+    embeddings: FloatArray | None = None
+    embedding_rows: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,11 @@ class Capability(Flag):
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
         ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
+        ENCODER: reads in both directions (`backends.encoder_spec`): a step computes the sequences whose last token is one of
+            `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
+            sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
+            chosen.
+        IMAGES: encodes pictures (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -182,6 +195,8 @@ class Capability(Flag):
     ADAPTERS = auto()
     RECORDING = auto()
     ASYNCHRONOUS = auto()
+    ENCODER = auto()
+    IMAGES = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -297,6 +312,14 @@ class Program(ABC):
             ids [num_samples] int32; -1 where all tokens are masked, or a logit is not a number or plus infinity.
         """
         raise self._lacks(Capability.SAMPLING)
+
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings [num_tokens, hidden] of each picture, alone as in company (IMAGES).
+
+        Args:
+            images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).
+        """
+        raise self._lacks(Capability.IMAGES)
 
     def project(self, hidden: FloatArray) -> FloatArray:
         """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the bits that a

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from cloister.backends.vision import VisionSpec
+
 FOREIGN_FAMILY: Final = "transformers"
 """The family of a model without a spec: no layers are known of it."""
 
@@ -43,6 +45,8 @@ class AttentionSpec:
         qk_norm_over: "head": over head_dim, one weight for all heads (Qwen3); "projection": over all heads together (OLMo 2).
         window: a query at position p sees keys in (p - window, p]; None is all of [0, p].
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2, Riviere et al. 2024); None is off.
+        sinks: each head has a learned logit that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925;
+            Xiao et al. 2023).
     """
 
     num_heads: int
@@ -56,6 +60,7 @@ class AttentionSpec:
     window: int | None = None
     qk_norm_over: Literal["head", "projection"] = "head"
     softcap: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +129,27 @@ def kv_size(attention: AnyAttentionSpec) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class ClippedSwiGLU:
+    """The gate of gpt-oss (arXiv:2508.10925): g * sigmoid(alpha * g) * (u + 1), where g = min(gate, limit) and u is up, clipped
+    to [-limit, limit]."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """Feed-forward: down(act(gate(x)) * up(x)) where gated, else down(act(up(x)))."""
+    """Feed-forward: down(act(gate(x)) * up(x)) where gated, else down(act(up(x))).
+
+    Attributes:
+        clipped: takes the place of act(gate) * up, if there is one.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     gated: bool = True
+    clipped: ClippedSwiGLU | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +160,7 @@ class MoeSpec:
     one with the lower number), and its output is the sum of theirs weighted by their scores.
 
     Attributes:
-        expert: each expert's feed-forward; its bias is False.
+        expert: each expert's feed-forward.
         renormalize: the chosen scores are divided by their sum.
         shared: a feed-forward that every token passes beside its experts, or None.
         shared_gate: the shared one's output is multiplied by sigmoid(shared_router(x)) (Qwen2-MoE).
@@ -151,6 +170,7 @@ class MoeSpec:
         num_chosen_groups: a token chooses only among the experts of that many groups (DeepSeek-V2, section 2.2.2).
         num_group_scores: a group's score is the sum of that many of its highest: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
         routed_scale: multiplies the experts' weights after all of that.
+        router_bias: the router carries a bias, which its scores contain (gpt-oss).
     """
 
     num_experts: int
@@ -165,6 +185,7 @@ class MoeSpec:
     num_chosen_groups: int = 1
     num_group_scores: int = 1
     routed_scale: float = 1.0
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +235,7 @@ class DecoderSpec:
         logit_scale: multiplies logits (Granite).
         logit_softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after `logit_scale`; None is off.
         head_bias: the head carries a bias.
+        vision: the tower that makes embeddings of pictures; None for a decoder that reads text only.
         family: the family's name, for people and fingerprints only; no back end may branch on it.
     """
 
@@ -231,6 +253,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
+    vision: VisionSpec | None = None
 
 
 def group_layers(spec: DecoderSpec, max_model_len: int) -> list[tuple[int | None, frozenset[int]]]:

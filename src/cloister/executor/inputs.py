@@ -9,9 +9,10 @@ from operator import attrgetter
 
 import msgspec
 
-from cloister.backends.base import ForwardBatch, IntArray
+from cloister.backends.base import FloatArray, ForwardBatch, IntArray
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
+from cloister.executor.images import gather
 from cloister.executor.state import SequenceState
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
@@ -81,7 +82,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
     # Growing C arrays: for the few numbers of a decode step a numpy call costs more than the loop around it.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = has_tree = False
+    has_adapter = has_tree = has_images = False
     block_positions = block_size if num_groups == 1 else block_size / num_groups  # of one number in a block table
     for part in parts:
         start, end, draft = part.plan.start, part.end, part.draft
@@ -94,6 +95,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
             logit_rows.append(query_starts[-1])
             query_starts.append(query_starts[-1] + 1)
             has_adapter = has_adapter or part.state.adapter >= 0
+            has_images = has_images or part.state.images is not None
             continue
         _check(part, block_positions)
         token_ids += known[start:end]
@@ -113,6 +115,8 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
         elif part.plan.num_samples:
             logit_rows.extend(range(len(token_ids) - 1 - len(draft.token_ids), len(token_ids)))
         has_adapter = has_adapter or part.state.adapter >= 0
+        has_images = has_images or part.state.images is not None
+    embeddings, embedding_rows = _images(parts, query_starts) if has_images else (None, None)
     return ForwardBatch(
         token_ids=as_ints(token_ids),
         positions=as_ints(positions),
@@ -122,7 +126,21 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
         logit_rows=as_ints(logit_rows),
         parents=_parents(parts) if has_tree else None,
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
+        embeddings=embeddings,
+        embedding_rows=embedding_rows,
     )
+
+
+def _images(parts: Sequence[ScheduledSequence], query_starts: Sequence[int]) -> tuple[FloatArray | None, IntArray | None]:
+    """Returns what stands at the positions of pictures, and where these are."""
+    found = gather(
+        [
+            (part.state.images, part.plan.start, part.end, first)
+            for part, first in zip(parts, query_starts, strict=False)
+            if part.state.images is not None
+        ]
+    )
+    return (None, None) if found is None else found
 
 
 def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:

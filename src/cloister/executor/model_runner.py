@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cloister.backends.base import Capability, KVGroup, Program, SamplingMetadata
+from cloister.backends.vision import VisionSpec
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
 from cloister.executor.grammar import Grammars
+from cloister.executor.images import encode_missing
 from cloister.executor.inputs import ScheduledSequence, forward_batch, schedule_sequence
-from cloister.executor.pooling import NOT_OFFERED, pool_parts
+from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
@@ -29,6 +31,7 @@ class ModelRunner:
         max_model_len: prompt and answer together, in tokens.
         block_size: positions in one KV block.
         groups: of layers, as the program was built with them (`KVLayout.groups`).
+        vision: the program's vision tower, if it has one.
         adapters: digest -> slot of the program's adapters; may change between steps.
         grammars: compiles those that sequences bring; None fails such sequences.
         drafters: by the name that plans know them by; None where no plan drafts.
@@ -46,10 +49,12 @@ class ModelRunner:
         grammars: Grammars | None = None,
         drafters: Mapping[str, Drafter] | None = None,
         groups: Sequence[KVGroup] = (),
+        vision: VisionSpec | None = None,
     ) -> None:
         self._program = program
         self._num_groups = max(1, len(groups))
         self._num_drafter_blocks = groups[0].num_blocks if len(groups) > 1 else None
+        self._is_encoder = Capability.ENCODER in program.capabilities
         self._can_pool = Capability.HIDDEN in program.capabilities
         self._block_size = block_size
         self._clock = clock or WallClock()
@@ -60,6 +65,7 @@ class ModelRunner:
             adapters=adapters,
             grammars=grammars,
             num_groups=self._num_groups,
+            vision=vision if Capability.IMAGES in program.capabilities else None,
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
@@ -118,9 +124,15 @@ class ModelRunner:
         if self._drafts:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
+        if self._batch.num_with_images:
+            self._encode_images(live)
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
+        if self._is_encoder and live:
+            for part in live:
+                part.state.failure = NO_TEXT
+            live = []
         return partial(self._finish, plan, parts, self._generator.start(live, plan.forks, result), result, started_s)
 
     def _finish(
@@ -154,13 +166,27 @@ class ModelRunner:
             else parts
         )
 
+    def _encode_images(self, parts: list[ScheduledSequence]) -> None:
+        """Encodes the pictures whose positions the step reaches, and forgets those that it is past."""
+        for part in parts:
+            self._batch.drop_images(part.state, part.plan.start)
+        encode_missing(self._program, [(part.state.images, part.end) for part in parts if part.state.images is not None])
+
     def _pool(self, parts: list[ScheduledSequence]) -> dict[int, Embedding]:
         """Computes the sequences of a step that are pooled, apart from the others: they read hidden states, not logits."""
         if not self._can_pool:
             for part in parts:
                 part.state.failure = NOT_OFFERED
             return {}
-        return pool_parts(self._program, parts, forward_batch(parts, self._block_size, self._num_groups)) if parts else {}
+        if not self._is_encoder:
+            for part in parts:
+                if part.state.pool is not None and part.state.pool.params.kind in ("cls", "classify"):
+                    part.state.failure = OF_ENCODERS
+            parts = [part for part in parts if part.state.failure is None]
+        if not parts:
+            return {}
+        pool = encode_parts if self._is_encoder else pool_parts
+        return pool(self._program, parts, forward_batch(parts, self._block_size, self._num_groups))
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
         """Says whose grammar is complete, and starts to work out what may follow the tokens of the others."""

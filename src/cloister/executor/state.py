@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
+from cloister.backends.vision import VisionSpec
 from cloister.executor.arrays import overwrite
 from cloister.executor.grammar import Grammars, GrammarState
+from cloister.executor.images import SequenceImages, find_objection
 from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
 from cloister.executor.pooling import Pool
 from cloister.types.errors import CloisterError, EngineError
@@ -37,6 +39,7 @@ class SequenceState:
         adapter: slot of its adapter; -1 is none.
         stops: tokens that end it wherever they are sampled.
         failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
+        images: the pictures of its prompt; None where all their positions are computed.
     """
 
     seq_id: int
@@ -56,6 +59,7 @@ class SequenceState:
     failure: str | None = None
     adapter: int = -1
     num_groups: int = 1
+    images: SequenceImages | None = None
 
     @property
     def first_group_blocks(self) -> array[int]:
@@ -102,10 +106,12 @@ class BatchState:
     Args:
         adapters: digest -> slot of the program's adapters.
         num_groups: of layers, each with a block of every entry of a block table.
+        vision: the tower that encodes pictures; None where there is none.
 
     Attributes:
         num_pooled: sequences whose prompt becomes a vector.
         num_guided: sequences that follow a grammar.
+        num_with_images: sequences that have pictures left to compute.
         num_not_greedy, num_processed: sequences that are not `is_greedy`, not `is_unprocessed`.
     """
 
@@ -117,8 +123,10 @@ class BatchState:
         adapters: Mapping[str, int] = {},
         grammars: Grammars | None = None,
         num_groups: int = 1,
+        vision: VisionSpec | None = None,
     ) -> None:
         self._num_groups = num_groups
+        self._vision = vision
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -126,6 +134,7 @@ class BatchState:
         self._sequences: dict[int, SequenceState] = {}
         self.num_pooled = 0
         self.num_guided = 0
+        self.num_with_images = 0
         self.num_not_greedy = 0
         self.num_processed = 0
         self._columns = np.zeros(16, SAMPLING_METADATA)
@@ -176,6 +185,9 @@ class BatchState:
         )  # fmt: skip
         if state.failure is None:
             state.tokens.extend(new.token_ids)
+            if new.images:
+                state.images = SequenceImages(list(new.images))
+                self.num_with_images += 1
             state.penalties = _penalties(sampling, new)
             state.bias = _bias(sampling)
             state.stop_mask = self._stop_mask(new)
@@ -225,6 +237,7 @@ class BatchState:
         if state is None:
             return
         overwrite(state.tokens)
+        self.drop_images(state, len(state.tokens))
         if state.pool is not None:
             state.pool.wipe()
             self.num_pooled -= 1
@@ -232,6 +245,15 @@ class BatchState:
         self._count(state, -1)
         self._columns[state.slot] = 0
         self._free_slots.append(state.slot)
+
+    def drop_images(self, state: SequenceState, position: int) -> None:
+        """Forgets the pictures of a sequence that end before a position."""
+        if state.images is None:
+            return
+        state.images.drop_before(position)
+        if not state.images.tiles:
+            state.images = None
+            self.num_with_images -= 1
 
     def _count(self, state: SequenceState, change: int) -> None:
         self.num_not_greedy += change * (not state.is_greedy)
@@ -260,7 +282,7 @@ class BatchState:
             return f"the prompt has a token id outside the vocabulary; use ids from 0 to {self._vocab_size - 1}"
         if any(not 0 <= token < self._vocab_size for token in new.sampling.logit_bias):
             return f"logit_bias has a token id outside the vocabulary; use ids from 0 to {self._vocab_size - 1}"
-        return None
+        return find_objection(self._vision, new.images, len(ids)) if new.images else None
 
     def _open_grammar(self, state: SequenceState) -> None:
         grammar = state.sampling.grammar

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from cloister.backends import BACKENDS, native
 from cloister.backends.base import Backend
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
 from cloister.engine.machine import Machine
 from cloister.models import LoadedModel
@@ -27,11 +28,15 @@ NO_QUANT: Final = "none"
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
     """Returns the back end that the settings name, for a model of that spec."""
     is_foreign = spec.family == FOREIGN_FAMILY
+    is_encoder = isinstance(spec, EncoderSpec)
+    if is_encoder and config.quant != NO_QUANT:
+        raise ConfigError("an encoder is computed as its weights are stored; leave `quant` out", param="quant")
     if is_foreign and config.quant != NO_QUANT:
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
     if config.weights_cache and weights_cache(config) is None:
         _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
-    factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else chosen_backend(config))
+    # the one back end that computes encoders, whichever suits the machine
+    factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else "torch" if is_encoder else chosen_backend(config))
     return factory(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",

@@ -71,7 +71,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     digests = None if cache is None else cache / "digests.json"
     model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
     max_model_len = _max_model_len(config, model)
-    pooling = read_pooling(model.path, config.pooling)
+    pooling = read_pooling(model.path, config.pooling, is_encoder=model.info.encoder is not None)
     loading.begin("reading the tokenizer")
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
     watch.lap("read")
@@ -130,6 +130,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         grammars=grammars,
         drafters=drafters.drafters,
         groups=budget.groups,
+        vision=model.spec.vision,
     )
     drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
     Activation,
     AnyAttentionSpec,
@@ -16,6 +18,7 @@ from cloister.backends.spec import (
     MlpSpec,
     MoeSpec,
 )
+from cloister.backends.vision import vision_shapes
 from cloister.models.config import ConfigFields
 from cloister.models.families import FAMILIES
 from cloister.models.family import Bias, Family
@@ -80,11 +83,12 @@ def read_spec(
     Raises:
         ModelError: a field is missing, has no meaning, or is one that changes models and that this family would have to ignore.
     """
-    fields = ConfigFields(config, names=family.names, defaults=family.defaults)
+    parts = None if family.vision is None else family.vision(config)
+    fields = ConfigFields(config if parts is None else parts.text, names=family.names, defaults=family.defaults)
     spec = _read_fields(family, fields, max_model_len)
-    if unknown := fields.find_unknown():
+    if unknown := (*fields.find_unknown(), *(() if parts is None else parts.unknown)):
         on_unknown(unknown)
-    return spec
+    return spec if parts is None else replace(spec, vision=parts.spec)
 
 
 def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None = None) -> DecoderSpec:
@@ -130,6 +134,8 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         logit_scale=ends.logit_scale,
         logit_softcap=ends.logit_softcap,
     )
+    if family.encoder is not None:
+        spec = family.encoder(fields, spec)
     fields.drop(family.harmless)
     return spec
 
@@ -146,7 +152,7 @@ def _read_attentions(
     scales = family.scales(fields, heads["head_dim"], num_layers)
     softcap = fields.take_limit("attn_logit_softcapping") if family.softcap else None
     layers = [
-        AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap)
+        AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap, sinks=family.sinks)
         for scale, rope, window in zip(scales, ropes, windows, strict=True)
     ]
     return layers, reader.max_positions
@@ -207,6 +213,9 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
     yield "embed.weight", (spec.vocab_size, hidden)
     if spec.position_embeddings:
         yield "positions.weight", (spec.max_positions, hidden)
+    if isinstance(spec, EncoderSpec):
+        yield from _encoder_shapes(spec)
+        return
     for number, layer in enumerate(spec.layers):
         for name, shape in _layer_shapes(layer, hidden, spec.norm_bias):
             yield f"layers.{number}.{name}", shape
@@ -215,6 +224,27 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
         yield "head.weight", (spec.vocab_size, hidden)
     if spec.head_bias:
         yield "head.bias", (spec.vocab_size,)
+    if spec.vision is not None:
+        yield from vision_shapes(spec.vision, hidden)
+
+
+def _encoder_shapes(spec: EncoderSpec) -> Shapes:
+    """Yields what follows the embeddings of tokens and positions."""
+    hidden = spec.hidden_size
+    if spec.num_token_types:
+        yield "token_types.weight", (spec.num_token_types, hidden)
+    yield from _norm("embed_norm", hidden, spec.norm_bias)
+    for number, layer in enumerate(spec.layers):
+        for name, shape in _layer_shapes(replace(layer, pre_norm=True), hidden, spec.norm_bias):
+            if number or spec.first_norm or not name.startswith("attention_norm."):
+                yield f"layers.{number}.{name}", shape
+    if spec.final_norm:
+        yield from _norm("norm", hidden, spec.norm_bias)
+    if spec.classifier is not None:
+        yield from _projection("classifier_dense", hidden, hidden, spec.classifier.dense_bias)
+        if spec.classifier.norm:
+            yield from _norm("classifier_norm", hidden, spec.norm_bias)
+        yield from _projection("classifier", spec.classifier.num_labels, hidden, True)
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:
@@ -260,10 +290,12 @@ def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
         over_head = spec.qk_norm_over == "head"
         yield "q_norm.weight", (spec.head_dim if over_head else q_size,)
         yield "k_norm.weight", (spec.head_dim if over_head else kv_size,)
+    if spec.sinks:
+        yield "attention.sinks", (spec.num_heads,)
 
 
 def _moe_shapes(spec: MoeSpec, hidden: int) -> Shapes:
-    yield "router.weight", (spec.num_experts, hidden)
+    yield from _projection("router", spec.num_experts, hidden, spec.router_bias)
     if spec.correction_bias:
         yield "router.e_score_correction_bias", (spec.num_experts,)
     for number in range(spec.num_experts):

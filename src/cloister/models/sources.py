@@ -27,6 +27,9 @@ class Source:
         name: of the stored module; the first {} is the layer, the second the expert.
         parts: modules of the same layer whose outputs lie one after another in the stored one; () if it is alone.
         by_head: parts take turns head by head (GPT-NeoX).
+        by_row: parts take turns row by row (gpt-oss).
+        stacked: the stored tensor has one for each expert, along its first axis.
+        is_tensor: `name` is the tensor's own, with nothing like ".weight" behind it.
         transposed: matrices lie as [in, out] (GPT-2's Conv1D).
         skip: rows before the first that counts (OPT's positions).
         added: what to add to every number (Gemma stores the weights of norms less one).
@@ -38,11 +41,14 @@ class Source:
     transposed: bool = False
     skip: int = 0
     added: float = 0.0
+    by_row: bool = False
+    stacked: bool = False
+    is_tensor: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether the stored tensor is the tensor."""
-        return self == Source(self.name)
+        return self == Source(self.name, is_tensor=self.is_tensor)
 
     @property
     def keeps_rows(self) -> bool:
@@ -59,7 +65,8 @@ class TensorSlice:
         stored_shape: of the stored one, before it is transposed.
         start: its first row.
         part, num_parts: its turn among those of each head, where they take turns.
-        num_heads: heads of each part, where they take turns; 0 otherwise.
+        num_heads: turns of each part, where they take turns; 0 otherwise.
+        expert: whose tensor it is of a stack; None where the stored one is no stack.
     """
 
     source: Source
@@ -69,6 +76,7 @@ class TensorSlice:
     part: int
     num_parts: int
     num_heads: int
+    expert: int | None = None
 
 
 def module_of(name: str) -> str:
@@ -92,8 +100,13 @@ def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads
     shape = shapes[name]
     whole = (sum(rows) + source.skip, *shape[1:])
     stored = whole[::-1] if source.transposed else whole
-    turns = num_heads if source.by_head else 0
-    return TensorSlice(source, shape, stored, source.skip + sum(rows[:part]), part, len(parts), turns)
+    turns = rows[0] if source.by_row else num_heads if source.by_head else 0
+    start = source.skip + sum(rows[:part])
+    if not source.stacked:
+        return TensorSlice(source, shape, stored, start, part, len(parts), turns)
+    before, _, expert = layer.rpartition(".")  # "layers.0.experts", "3"
+    stack = (shapes[f"{before.removesuffix('.experts')}.router.weight"][0], *stored)
+    return TensorSlice(source, shape, stack, start, part, len(parts), turns, int(expert))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +131,7 @@ class Mapped:
 
     def _map(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         place = self.place
+        array = array if place.expert is None else array[place.expert]
         array = array.T if place.source.transposed else array
         if place.num_heads:
             heads = array.reshape(place.num_heads, place.num_parts, -1, *array.shape[1:])

@@ -39,14 +39,14 @@ def check_forward(spec: DecoderSpec) -> None:
             raise ConfigError(f"{_FACED}: {spec.family!r} has latent attention", param="method")
         feed_forward_of(layer)
         rope_of(layer)
-        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head":
+        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head" or attention.sinks:
             raise ConfigError(f"{_FACED}: {spec.family!r} has blocks of its own", param="method")
 
 
 def feed_forward_of(layer: LayerSpec) -> MlpSpec:
     """Returns a layer's feed-forward, which must be one with a gate (ConfigError otherwise)."""
-    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated:
-        raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate", param="method")
+    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or layer.mlp.clipped is not None:
+        raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate or a clipped one", param="method")
     return layer.mlp
 
 
@@ -70,6 +70,8 @@ SHORTEST_INT4_HEAD = 64
 
 def choose_kv_dtype(number_format: NumberFormat, spec: DecoderSpec) -> KVDtype:
     """Returns what the KV cache of a model should hold beside weights in this format."""
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        return "bfloat16"  # there are no kernels for latents in few bits
     shortest = min(layer.attention.head_dim for layer in spec.layers)
     return "int8" if number_format.kv_dtype == "int4" and shortest < SHORTEST_INT4_HEAD else number_format.kv_dtype
 

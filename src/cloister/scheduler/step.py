@@ -8,7 +8,7 @@ from cloister.scheduler.speculation import DraftDecision
 from cloister.types.step import StepPlan
 
 LEVEL_SLACK = 1.1
-"""Work of a less urgent level may stretch a step that prefills for a more urgent one by this ratio."""
+"""Work of a less urgent level may lengthen a step with prefill of a more urgent level by this ratio."""
 
 
 class Step:
@@ -23,17 +23,17 @@ class Step:
         self.parts: list[tuple[SequenceRecord, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
         self.choices: dict[int, DraftDecision] = {}
-        """What sequences draft in this step, by id."""
+        """Draft decisions of this step, by sequence id."""
         self.forked: list[SequenceRecord] = []
         self.prefill_level: int | None = None
-        """The most urgent level that prefills in this step."""
+        """The most urgent level with prefill in this step."""
         self.yields_to_prefill = False
-        """What is planned now is less urgent than a prompt in this step, and may stretch the step by `LEVEL_SLACK` only."""
+        """Planning has reached levels less urgent than a prompt in this step, and may lengthen it by `LEVEL_SLACK` only."""
         self.may_admit = True
 
     @property
     def only_decodes(self) -> bool:
-        """No prompt is computed in it."""
+        """Whether it computes no prompt."""
         return not any(num_prefill for _, _, num_prefill in self.parts)
 
     def planned(self) -> set[int]:
@@ -41,7 +41,7 @@ class Step:
         return {part[0].seq_id for part in self.parts} | {sequence.seq_id for sequence in self.forked}
 
     def enter(self, level: int) -> None:
-        """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
+        """Starts planning sequences of `level`, which must not slow down the prefill of a more urgent level."""
         if self.prefill_level is not None and level > self.prefill_level and not self.yields_to_prefill:
             self.yields_to_prefill = True
             self.budget.bound_by_slack(LEVEL_SLACK)

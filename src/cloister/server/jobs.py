@@ -86,7 +86,7 @@ def make_job(
     continuous_usage: bool = False,
     num_kept: int | None = None,
     shows_logprobs: bool = True,
-    pooling: PoolingParams | None = None,
+    pooling: PoolingParams | Sequence[PoolingParams] | None = None,
     adapter: str | None = None,
 ) -> GenerationJob:
     """Returns a job for tokenized prompts.
@@ -94,10 +94,11 @@ def make_job(
     Args:
         prefix: of the id, such as "chatcmpl".
         timeout_s: deadline of every request of the job, in the engine.
-        pooling: the prompts become vectors.
+        pooling: the prompts become vectors, all in one way or each in its own.
         adapter: digest of the adapter that the prompts are for.
     """
     job_id = f"{prefix}-{secrets.token_hex(12)}"
+    ways = pooling if isinstance(pooling, Sequence) else [pooling] * len(prompts)
     requests = tuple(
         Request(
             request_id=f"{job_id}-{i}",
@@ -107,10 +108,10 @@ def make_job(
             tenant=admission.tenant,
             priority=admission.priority,
             timeout_s=timeout_s,
-            pooling=pooling,
+            pooling=way,
             adapter=adapter,
         )
-        for i, prompt in enumerate(prompts)
+        for i, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
     )
     return GenerationJob(
         job_id=job_id,

@@ -118,8 +118,8 @@ class EngineConfig:
     runtime_adapters: bool = setting(False, "Let operators load and unload LoRA adapters while the server runs.")
     pooling: str | None = setting(
         None,
-        "How embeddings are made of a text's tokens; unset, as the model's files say, else mean.",
-        choices=("last", "mean"),
+        "How embeddings are made of a text's tokens; unset, as the model's files say, else mean. cls: of encoders only.",
+        choices=("last", "mean", "cls"),
     )
     speculate: str | None = setting(
         None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal
 
 import msgspec
 
 from cloister.types.grammar import Grammar
+from cloister.types.images import ImageTile
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
 
@@ -87,15 +90,18 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """How the hidden states of a prompt become one vector.
 
     Attributes:
-        kind: "last" takes the last token's, "mean" the mean over all tokens.
+        kind: "last" takes the last token's, "mean" the mean over all tokens; of encoders only, "cls" takes the first token's,
+            and "classify" the scores of classes, [num_labels], before any softmax or sigmoid.
         normalize: the vector is divided by its length (L2).
         dimensions: only the first so many numbers, for models trained so that these mean something on their own (Matryoshka
             representation learning, Kusupati et al. 2022, section 3); None takes all.
+        second_start: where the tokens of type 1 begin, the second text of a pair (`backends.encoder_spec`); None for no pair.
     """
 
-    kind: Literal["last", "mean"] = "last"
+    kind: Literal["last", "mean", "cls", "classify"] = "last"
     normalize: bool = True
     dimensions: int | None = None
+    second_start: int | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True):
@@ -120,6 +126,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: from arrival at the engine until its last token; the deadline of every state it waits in.
         adapter: digest of a LoRA adapter (`AdapterInfo`), or None.
         pooling: the prompt becomes a vector and no token is sampled (`max_tokens` 0); reads no prefix hits.
+        images: pictures in the prompt, in its order; their positions hold the placeholder token.
     """
 
     request_id: str
@@ -131,6 +138,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     adapter: str | None = None
     pooling: PoolingParams | None = None
+    images: tuple[ImageTile, ...] = ()
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""
@@ -202,6 +210,33 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
         return f"SequenceOutput(index={self.index}, num_tokens={len(self.token_ids)}, finish_reason={self.finish_reason})"
 
 
+class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know of a model that reads in both directions and writes no text.
+
+    Attributes:
+        labels: names of its classes; empty for a model that makes vectors only.
+        activation: what makes probabilities of the scores of classes.
+    """
+
+    labels: tuple[str, ...] = ()
+    activation: Literal["softmax", "sigmoid", "none"] = "none"
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        """Whether it scores pairs of texts: it has one class."""
+        return len(self.labels) == 1
+
+    def probabilities(self, scores: Sequence[float]) -> list[float]:
+        """Returns what the activation makes of the scores of all classes."""
+        if self.activation == "softmax":
+            highest = max(scores)
+            powers = [math.exp(score - highest) for score in scores]
+            return [power / math.fsum(powers) for power in powers]
+        if self.activation == "sigmoid":  # in the form that cannot overflow
+            return [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in scores]
+        return list(scores)
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to know of the model that the engine holds.
 
@@ -218,6 +253,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_parameters: its weights, 0 where they were not counted.
         number_format: of its weights in memory, where the settings chose one.
         is_on_device: its weights are not in the memory of the host.
+        encoder: None for a model that generates text.
     """
 
     name: str
@@ -236,6 +272,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int = 0
     number_format: str = ""
     is_on_device: bool = False
+    encoder: EncoderInfo | None = None
 
     def bound(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Returns how to sample with a `max_tokens`, where a request says none: the default, or the room after its prompt."""

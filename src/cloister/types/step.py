@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from cloister.types.images import ImageTile
 from cloister.types.request import Embedding, PoolingParams, SamplingParams, TokenLogprobs
 
 
@@ -22,6 +23,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
         seed: key of the sampling noise, with `index` and the position (batch invariance).
         index: which of the request's n sequences.
         stop_token_ids: ids that end the sequence (EOS included unless ignored); barred until `min_tokens`.
+        images: pictures in the prompt (`Request.images`).
     """
 
     seq_id: int
@@ -33,6 +35,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     adapter: str | None = None
     pooling: PoolingParams | None = None
+    images: tuple[ImageTile, ...] = ()
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""

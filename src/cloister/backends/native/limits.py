@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec
+from collections.abc import Iterator
+
+from cloister.backends.encoder_spec import EncoderSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
 
@@ -12,6 +15,16 @@ def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
     Raises:
         ConfigError: it names what is missing, and what to choose.
     """
+    encoder = {"attention in both directions"} if isinstance(spec, EncoderSpec) else set()
+    missing = sorted(encoder | {name for layer in set(spec.layers) for name in _missing_of(layer)})
+    if spec.vision is not None:
+        missing.append("a vision tower")
+    if missing:
+        raise ConfigError(
+            f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "
+            "torch back end (--backend torch)",
+            param="backend",
+        )
     is_latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
     if is_latent and kv_dtype not in ("float32", "bfloat16"):
         raise ConfigError(
@@ -19,3 +32,12 @@ def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
             "leave out --kv-dtype",
             param="kv_dtype",
         )
+
+
+def _missing_of(layer: LayerSpec) -> Iterator[str]:
+    if isinstance(layer.attention, AttentionSpec) and layer.attention.sinks:
+        yield "attention sinks"
+    if isinstance(layer.mlp, MoeSpec) and (layer.mlp.router_bias or layer.mlp.expert.bias):
+        yield "biases of experts"
+    if (layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp).clipped is not None:
+        yield "clipped SwiGLU"

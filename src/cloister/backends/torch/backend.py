@@ -9,9 +9,11 @@ from importlib.util import find_spec
 import torch
 
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
 from cloister.backends.torch.cuda.limits import check_computable
 from cloister.backends.torch.cuda.memory import device_need
+from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.schedule import Team
 from cloister.types.errors import ConfigError
@@ -56,6 +58,8 @@ class TorchBackend:
             sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
             check_computable(spec)
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
+        if isinstance(spec, EncoderSpec):
+            return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
         mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
         layer_bytes = tuple(kv_size(layer.attention) * block_size * self._dtype.itemsize for layer in spec.layers)
@@ -78,6 +82,8 @@ class TorchBackend:
             from cloister.backends.torch.cuda.program import CudaProgram  # needs triton, which a CPU does not
 
             return CudaProgram(spec, weights, kv, dtype=self._dtype, device=self._device, is_exact=self._is_exact)
+        if isinstance(spec, EncoderSpec):
+            return EncoderProgram(spec, weights, kv, team=self._team, dtype=self._dtype)
         return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device)
 
 

@@ -20,6 +20,7 @@ class GroupedProjections:
         self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=spec.qkv_bias)
         names = ("q_norm", "k_norm") if spec.qk_norm else ()
         self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") for name in names]
+        self.sinks = reader.vector(f"{prefix}.attention.sinks") if spec.sinks else None
         self.linears: tuple[AnyLinear, ...] = (self._qkv,)
         self.num_operations, self.num_output_operations = self._qkv.num_operations, 0.0
 
@@ -56,6 +57,7 @@ class DecoderLayer:
     """One block of the decoder, all but attention itself: what is computed row by row.
 
     Attributes:
+        sinks: [num_heads] of its attention, or None.
         project_operations, finish_operations: multiplications and additions of products with weights, for one row.
     """
 
@@ -76,6 +78,7 @@ class DecoderLayer:
             if isinstance(attention, LatentAttentionSpec)
             else GroupedProjections(attention, reader, prefix, spec.norm_eps)
         )
+        self.sinks = self._projections.sinks if isinstance(self._projections, GroupedProjections) else None
         self._o = reader.linear(f"{prefix}.o", bias=attention.output_bias)
         self._mlp = make_feed_forward(self._spec.mlp, reader, prefix)
         self.linears: tuple[AnyLinear | HeadwiseLinear, ...] = (*self._projections.linears, self._o, *self._mlp.linears)

@@ -35,6 +35,7 @@ from cloister.backends.torch.schedule import (
     use_one_thread_per_operation,
 )
 from cloister.backends.torch.trees import TreeNode, unfold
+from cloister.backends.torch.vision import VisionTower
 
 # Operator spans: methods are wrapped only while they are recorded.
 
@@ -95,6 +96,9 @@ class TorchProgram(Program):
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
         self._adapters = TorchAdapters(spec, team, dtype, device)
+        self._vision = None if spec.vision is None else VisionTower(spec.vision, reader, team)
+        if self._vision is not None:
+            self.capabilities |= Capability.IMAGES
 
     @torch.no_grad()
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
@@ -120,6 +124,10 @@ class TorchProgram(Program):
         rows[: len(hidden)] = torch.from_numpy(hidden)
         logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
         return logits
+
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings of pictures (`backends.base.Program.encode_images`)."""
+        return super().encode_images(images) if self._vision is None else self._vision.encode(images)
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer."""
@@ -161,7 +169,7 @@ class TorchProgram(Program):
             rope = layer.attention.rope
             queries, new_slots = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
             slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
-            mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
+            mixed = self._attend(queries, slots, layer, units[work_shape(layer.attention)])
             tasks = [
                 partial(layer.finish, hidden[rows], mixed[rows], chunk)
                 for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
@@ -175,6 +183,8 @@ class TorchProgram(Program):
         found.copy_(to_torch(self._embedding[batch.token_ids]))
         if self._spec.embedding_scale != 1.0:
             found.mul_(self._spec.embedding_scale)
+        if batch.embeddings is not None and batch.embedding_rows is not None:
+            found[torch.from_numpy(batch.embedding_rows).long()] = torch.from_numpy(batch.embeddings)
         if self._learned is not None:
             found.add_(to_torch(self._learned[batch.positions]).to(self._device))
         return hidden
@@ -228,11 +238,12 @@ class TorchProgram(Program):
         self._team.run(tasks, num_rows * layer.project_operations)
         return queries, slots
 
-    def _attend(self, queries: Tensor, slots: Tensor, spec: AnyAttentionSpec, units: Sequence[UnitBatch]) -> Tensor:
+    def _attend(self, queries: Tensor, slots: Tensor, layer: DecoderLayer, units: Sequence[UnitBatch]) -> Tensor:
         """Returns [num_rows, num_heads * value_dim]; a batch of units is a task for one thread."""
+        spec = layer.attention
         layout, rows = slot_layout(spec), queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, layout.value_dim)
-        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap) for unit in units]
+        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks) for unit in units]
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * layout.value_dim)
 

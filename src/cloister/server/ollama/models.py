@@ -167,6 +167,9 @@ def _names(state: ServerState) -> Iterable[tuple[str, int]]:
 
 
 def _capabilities(state: ServerState) -> Iterable[str]:
+    if state.reader.model.encoder is not None:
+        yield "embedding"
+        return
     yield "completion"
     template = state.reader.chat_format.template
     if template.exists and detect_family(template.source) is not None:

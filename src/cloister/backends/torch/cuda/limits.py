@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.types.errors import ConfigError
 
@@ -38,6 +39,8 @@ def rope_of(layer: LayerSpec) -> RopeSpec:
 
 
 def _missing(spec: DecoderSpec) -> Iterator[str]:
+    if isinstance(spec, EncoderSpec):
+        yield "encoders"
     if spec.norm != "rms" or spec.norm_bias:
         yield "layer norms"
     if spec.position_embeddings:
@@ -48,6 +51,8 @@ def _missing(spec: DecoderSpec) -> Iterator[str]:
         yield "soft caps"
     if spec.head_bias:
         yield "a bias of the head"
+    if spec.vision is not None:
+        yield "a vision tower"
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
@@ -64,6 +69,8 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "experts"
     elif not mlp.gated or mlp.activation == "relu":
         yield "feed-forwards without a gate"
+    elif mlp.clipped is not None:
+        yield "clipped SwiGLU"
 
 
 def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
@@ -75,3 +82,5 @@ def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "soft caps"
     if attention.qk_norm and attention.qk_norm_over != "head":
         yield "norms over whole projections of q and k"
+    if attention.sinks:
+        yield "attention sinks"

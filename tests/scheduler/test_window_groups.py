@@ -1,0 +1,60 @@
+"""Requests over layers with windows: whatever the sizes, each is refused at once or ends with its answer."""
+
+from cloister.kv import BlockGroup, BlockPool, PrefixKeys
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.events import Ended
+from cloister.types.request import FinishReason, Request, SamplingParams
+from tests.checked_runner import CheckedRunner
+
+BLOCK = 4
+
+
+class Served:
+    """A scheduler over groups of layers, and a runner that checks what each query sees.
+
+    Args:
+        groups: (blocks, window, `max_held`) of each group.
+    """
+
+    def __init__(self, *groups, max_tokens=8, max_num_seqs=4, public=(), **config):
+        self.pool = BlockPool([BlockGroup(*group) for group in groups], BLOCK)
+        self.runner = CheckedRunner(self.pool.num_total, BLOCK, windows=[window for _, window, _ in groups])
+        limits = SchedulerConfig(
+            max_model_len=400, max_num_seqs=max_num_seqs, budget=BudgetConfig(max_tokens=max_tokens), **config
+        )
+        self.scheduler = Scheduler(limits, self.pool, PrefixKeys("model", BLOCK, public))
+        self.reasons = {}
+
+    def add(self, name, num_tokens, kind=1, **sampling):
+        tokens = [(kind + i) % 50 for i in range(num_tokens)]
+        self.scheduler.add(Request(request_id=name, token_ids=tokens, sampling=SamplingParams(**sampling)), 0.0)
+
+    def serve(self):
+        """Runs until nothing is left to do; returns how each request ended."""
+        for step in range(1000):
+            plan = self.scheduler.plan(step * 0.01)
+            if plan is None:
+                break
+            self._note(self.scheduler.commit(self.runner.run(plan), {}, step * 0.01))
+            self.pool.check()
+        self._note(self.scheduler.take_events())
+        return self.reasons
+
+    def _note(self, events):
+        self.reasons.update({event.request_id: event.reason for event in events if isinstance(event, Ended) and event.last})
+
+
+def test_a_prompt_may_be_longer_than_all_blocks_where_every_layer_has_a_window():
+    served = Served((12, 9, 6))
+    served.add("long", 200, max_tokens=3)
+    served.add("short", 5, max_tokens=3)
+    assert served.serve() == {"long": FinishReason.LENGTH, "short": FinishReason.LENGTH}
+
+
+def test_prefixes_are_looked_up_where_all_layers_have_windows_of_several_sizes():
+    served = Served((30, 20, 8), (30, 7, 5))
+    served.add("first", 60, max_tokens=2)
+    served.serve()
+    served.add("other", 60, kind=2, max_tokens=2)  # none of its blocks is known
+    served.add("again", 60, max_tokens=2)
+    assert served.serve() == dict.fromkeys(("first", "other", "again"), FinishReason.LENGTH)
