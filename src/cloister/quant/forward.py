@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, rotate_blocks, round_inputs, rounding_of
 from cloister.quant.base import FloatArray, KVDtype, NumberFormat, reciprocal
 from cloister.types.errors import ConfigError
