@@ -13,7 +13,7 @@ import pytest
 
 from cloister.backends import native
 from cloister.backends.base import FloatArray
-from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
 from cloister.cli.doctor import COMPILERS
 from tests.driving import Driver, GivenWeights, build, make_spec
@@ -84,7 +84,32 @@ MIXTURE = MoeSpec(num_experts=8, num_chosen=3, expert=MlpSpec(44))
 SMALL = make_spec(hidden=96, intermediate=116, heads=(4, 2), head_dim=24)
 LAYER_NORMS: Mapping[str, Any] = {"norm": "layer", "norm_bias": True}
 BIASES = {"qkv_bias": True, "output_bias": True}
+LATENT = LatentAttentionSpec(
+    6, 40, 48, 24, 16, 20, 40**-0.5, RopeSpec(tuple(float(10000.0 ** (-i / 8)) for i in range(8)), interleaved=True)
+)
 PARTS: Mapping[str, DecoderSpec] = {
+    "latent attention": replace(SMALL, layers=(LayerSpec(LATENT, MlpSpec(116)),) * 2),
+    "latent attention, one projection of queries, biases, sizes of no vector": replace(
+        SMALL,
+        layers=(
+            LayerSpec(
+                replace(LATENT, q_lora_rank=None, kv_lora_rank=10, qk_nope_head_dim=5, v_head_dim=7, num_heads=3, **BIASES),
+                MlpSpec(116),
+            ),
+        )
+        * 2,
+    ),
+    "latent attention, in parallel, half-split rotation of a part, other norms": replace(
+        SMALL,
+        layers=(
+            LayerSpec(
+                replace(LATENT, rope=RopeSpec((1.0, 0.3, 0.01)), latent_norm_eps=0.1, num_heads=20, v_head_dim=64),
+                MlpSpec(116),
+                parallel=True,
+            ),
+            LayerSpec(replace(LATENT, rope=None, scale=0.4), MIXTURE),
+        ),
+    ),
     "partial rotation": changed(SMALL, attention={"rope": with_rope(SMALL, 10)}),
     "interleaved rotation, norms on q and k": changed(
         SMALL, attention={"rope": with_rope(SMALL, 24, interleaved=True), "qk_norm": True}

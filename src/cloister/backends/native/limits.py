@@ -9,7 +9,7 @@ from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSp
 from cloister.types.errors import ConfigError
 
 
-def check_computable(spec: DecoderSpec) -> None:
+def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
     """Refuses a decoder that the kernels do not compute, before any weight is read.
 
     Raises:
@@ -25,11 +25,16 @@ def check_computable(spec: DecoderSpec) -> None:
             "torch back end (--backend torch)",
             param="backend",
         )
+    is_latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
+    if is_latent and kv_dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"the native back end keeps the latents of the family {spec.family!r} in float32 or bfloat16, not in {kv_dtype}; "
+            "leave out --kv-dtype",
+            param="kv_dtype",
+        )
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
-    if isinstance(layer.attention, LatentAttentionSpec):
-        yield "latent attention"
     if isinstance(layer.attention, AttentionSpec) and layer.attention.sinks:
         yield "attention sinks"
     if isinstance(layer.mlp, MoeSpec) and (layer.mlp.router_bias or layer.mlp.expert.bias):

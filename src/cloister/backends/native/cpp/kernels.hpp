@@ -10,7 +10,7 @@ namespace cloister {
 
 enum class KVKind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
-// The cache of one layer. A block holds, for each KV head, K then V (layout in attention.hpp), then their scales.
+// The cache of one layer. A block holds, for each KV head, K then V (layout in attention.hpp), then their scales; latents are K alone.
 struct Cache {
     uint8_t* base = nullptr;
     size_t block_bytes = 0;
@@ -25,6 +25,7 @@ struct AttentionShape {
     int num_heads = 0, num_kv_heads = 0, head_dim = 0, padded_dim = 0;
     int window = 0;  // 0: none
     float softcap = 0;  // scores become softcap * tanh(scores / softcap); 0: none
+    int value_dim = 0;  // not 0: one KV head, whose value is that many first numbers of its key (latent attention)
 
     // Keys and values of few bits have a scale for each group of dimensions, and are rotated in blocks of no more before they are
     // rounded (rows.hpp); queries are rotated too, and outputs back.
@@ -34,6 +35,8 @@ struct AttentionShape {
         return head_dim % 64 == 0 ? 64 : head_dim % 16 == 0 ? 16 : 0;
     }
     int group() const { return num_heads / num_kv_heads; }
+    int values() const { return value_dim ? value_dim : head_dim; }
+    int padded_values() const { return value_dim ? (value_dim + 31) / 32 * 32 : padded_dim; }
 };
 
 // A node of a token tree. The slots of its ancestors in this step, the oldest first, and its own begin at `path`.
@@ -165,11 +168,12 @@ extern const Kernels kernels_neon;
 #endif
 
 // Floats of one split's result for one row: the values, then the maximum and the sum.
-inline size_t partial_row(const AttentionShape& shape) { return size_t(shape.padded_dim) + 16; }
+inline size_t partial_row(const AttentionShape& shape) { return size_t(shape.padded_values()) + 16; }
 
 // Bytes of a block of one layer's cache.
 inline size_t kv_block_bytes(const AttentionShape& shape, KVKind kind, int block_size) {
     size_t even = size_t(block_size + 1) / 2 * 2, dim = size_t(shape.padded_dim);
+    if (shape.value_dim) return (dim * size_t(block_size) * (kind == KVKind::f32 ? 4 : 2) + 63) / 64 * 64;
     size_t head = 0;
     switch (kind) {
         case KVKind::f32: head = 8 * dim * size_t(block_size); break;
