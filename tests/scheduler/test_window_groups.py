@@ -52,9 +52,30 @@ def test_a_prompt_may_be_longer_than_all_blocks_where_every_layer_has_a_window()
 
 
 def test_prefixes_are_looked_up_where_all_layers_have_windows_of_several_sizes():
-    served = Served((30, 20, 8), (30, 7, 5))
+    served = Served((10, 20, 8), (8, 7, 5))
     served.add("first", 60, max_tokens=2)
     served.serve()
     served.add("other", 60, kind=2, max_tokens=2)  # none of its blocks is known
     served.add("again", 60, max_tokens=2)
     assert served.serve() == dict.fromkeys(("first", "other", "again"), FinishReason.LENGTH)
+
+
+def test_the_blocks_of_a_found_prefix_count_for_the_request_that_found_it():
+    served = Served((60, None, None), (7, 9, 6))
+    served.add("first", 60, max_tokens=1)
+    served.serve()
+    served.add("longer", 150, max_tokens=1)
+    assert served.serve() == dict.fromkeys(("first", "longer"), FinishReason.LENGTH)
+
+
+def test_public_prefixes_that_leave_too_few_blocks_of_a_window_refuse_what_cannot_run():
+    served = Served((60, None, None), (10, 9, 6), public=[[7] * 12, [8] * 12])
+    for token in (7, 8):
+        request = Request(request_id=str(token), token_ids=[token] * 13, sampling=SamplingParams(max_tokens=1))
+        served.scheduler.add(request, 0.0)
+    served.serve()
+    served.add("too long", 60, max_tokens=1)
+    served.add("short", 12, max_tokens=1)
+    served.serve()
+    assert [served.reasons.pop(name) for name in ("too long", "short")] == [FinishReason.REJECTED, FinishReason.LENGTH]
+    assert set(served.reasons.values()) == {FinishReason.LENGTH}
