@@ -91,14 +91,31 @@ class BlockPool:
         """Returns the group that a block belongs to."""
         return 0 if self.num_groups == 1 else bisect_right(self._ends, block)
 
-    def has_room(self, num_missing: Iterable[int], num_spare: int) -> bool:
-        """Whether each sequence can grow by the given number of table entries with `num_spare` blocks left in every group."""
+    def count_most(self, group: int, num_entries: int, width: int = 1) -> int:
+        """Returns the most blocks of a group that a sequence of so many table entries holds at once.
+
+        Args:
+            width: sequences that went apart behind the prompt, which one of them computed; they share nothing else.
+        """
+        window, most = self.groups[group].window, self.groups[group].max_held
+        if window is None or most is None:
+            return width * num_entries
+        return min(width * num_entries, max(most, width * (-(-window // self.block_size) + 1)))
+
+    def has_room(self, num_missing: Iterable[int], num_spare: int, promised: Sequence[int] = ()) -> bool:
+        """Whether each sequence can grow by the given number of table entries with `num_spare` blocks left in every group.
+
+        Args:
+            promised: blocks of each group that are needed beside those.
+        """
         if self.num_groups == 1 and self.groups[0].max_held is None:
-            return self.count_available(0) >= sum(num_missing) + num_spare
+            return self.count_available(0) >= sum(num_missing) + num_spare + sum(promised)
         missing = list(num_missing)
         return all(
             self.count_available(number)
-            >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing)) + num_spare
+            >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing))
+            + num_spare
+            + (promised[number] if promised else 0)
             for number, group in enumerate(self.groups)
         )
 

@@ -35,6 +35,10 @@ class BlockTable:
         """Number of entries to add for `num_positions`, without copies on write."""
         return max(0, -(-num_positions // self._pool.block_size) - len(self.blocks) // self._num_groups)
 
+    def count_held(self, group: int) -> int:
+        """Returns its blocks of a group."""
+        return sum(block != NO_BLOCK for block in self.blocks[group :: self._num_groups])
+
     def is_writable(self, start: int, end: int) -> bool:
         """Whether positions [start, end) are in one existing, unshared entry, as in nearly every decode."""
         size, num_groups = self._pool.block_size, self._num_groups

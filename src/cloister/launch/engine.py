@@ -259,9 +259,10 @@ def build_scheduler(
 def _block_group(group: KVGroup, config: EngineConfig) -> BlockGroup:
     if group.window is None:
         return BlockGroup(group.num_blocks)
-    # what a query sees, and what one step computes before anything is behind the window
-    max_held = -(-(group.window + max_batched_tokens(config)) // config.block_size) + 1
-    return BlockGroup(group.num_blocks, group.window, max_held)
+    # What a query sees, and what one step computes before anything is behind the window. Blocks are given back when another is
+    # full, so a step may begin anywhere in a block: the two parts need not share one.
+    parts = (group.window, max_batched_tokens(config))
+    return BlockGroup(group.num_blocks, group.window, 1 + sum(-(-part // config.block_size) for part in parts))
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:

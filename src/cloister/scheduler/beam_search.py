@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from typing import NamedTuple
 
+from cloister.kv import NO_BLOCK
 from cloister.scheduler.admission import MAX_CANDIDATES, count_positions
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState, SequenceRecord, introduce
@@ -119,24 +120,29 @@ class BeamSearches:
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
 
-    def count_promised(self) -> int:
-        """Returns the blocks that all searches may still need."""
+    def count_promised(self) -> list[int]:
+        """Returns the blocks of each group that all searches may still need."""
         states = {
             s.request_state.order: s.request_state for s in self._requests.running.values() if s.request_state.beams is not None
         }
-        return sum(self.count_blocks(state) for state in states.values())
+        needed = [self.count_blocks(state) for state in states.values()]
+        return [sum(counts) for counts in zip(*needed, strict=True)] if needed else [0] * self._requests.pool.num_groups
 
-    def count_blocks(self, state: RequestState) -> int:
-        """Returns the blocks that the beams of a request may still need if they share nothing.
+    def count_blocks(self, state: RequestState) -> list[int]:
+        """Returns the blocks of each group that the beams of a request may still need if they share nothing.
 
         Beams are never preempted: the others would hold their blocks while they wait for one.
         """
         assert state.beams is not None
-        width = state.beams.search.width
+        width, pool = state.beams.search.width, self._requests.pool
         num_positions = count_positions(state.num_prompt_tokens, state.sequences[0].max_output)
-        num_each = -(-num_positions // self._requests.pool.block_size) + 1  # one more block while a shared one is copied
-        held = {block for s in state.sequences if s.table is not None for block in s.table.blocks}
-        return max(0, width * num_each - len(held))
+        num_each = -(-num_positions // pool.block_size) + 1  # one more while a shared block is copied
+        tables = [s.table.blocks for s in state.sequences if s.table is not None]
+        counts = []
+        for group in range(pool.num_groups):
+            held = {block for table in tables for block in table[group :: pool.num_groups] if block != NO_BLOCK}
+            counts.append(max(0, pool.count_most(group, num_each, width) - len(held)))
+        return counts
 
     def collect(self, sequence: SequenceRecord, beams: Beams, sample: Sample, now: float) -> None:
         """Adds the candidate tokens of one beam; once all beams have theirs, the search continues or ends."""

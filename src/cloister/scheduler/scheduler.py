@@ -87,7 +87,7 @@ class Scheduler:
         self._policy = POLICIES.get(config.policy)()
         keys = keys if config.prefix_cache else None
         num_public = len(keys.public) if keys is not None else 0
-        num_usable = pool.groups[0].num_blocks - num_public
+        self._num_usable = [group.num_blocks - num_public for group in pool.groups]
         quotas = None
         if keys is not None and config.cache_scopes:
             num_longest = -(-config.max_model_len // pool.block_size)
@@ -95,7 +95,8 @@ class Scheduler:
                 CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
                 for group in pool.groups
             ]
-            num_usable -= quotas[0].num_most  # a sequence that runs alone must fit beside full shares
+            for number, share in enumerate(quotas):  # a sequence that runs alone must fit beside full shares
+                self._num_usable[number] -= share.num_most
         self._requests = RequestTable(pool, self._policy, keys, quotas)
         self._policy.attach_cache(self._requests.count_cached)
         self._draft_allocator = (
@@ -103,8 +104,6 @@ class Scheduler:
             if speculation is not None
             else None
         )
-        max_held = pool.groups[0].max_held
-        self._num_usable = num_usable * pool.block_size if max_held is None or num_usable < max_held else _UNBOUNDED
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
         self.prefix_cache = self._requests.prefix_cache
@@ -172,7 +171,8 @@ class Scheduler:
         sequence = self._requests.make_sequence(state, 0, list(request.token_ids), max_output)
         if state.beams is not None:
             state.beams.start({sequence.seq_id: 0.0})
-        limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
+        num_kv_tokens = self._count_usable(1 if request.sampling.beams is None else request.sampling.beams.width)
+        limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, num_kv_tokens, self.pool.block_size)
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and state.beams is not None:
             refusal = state.beams.find_excess()
@@ -183,6 +183,15 @@ class Scheduler:
             self._requests.waiting_for_grammar[request.request_id] = state
         else:
             self._requests.wait(sequence)
+
+    def _count_usable(self, width: int) -> int:
+        """Returns the positions that a sequence, or `width` beams together, can have while nothing else runs."""
+        counts = [
+            num_usable * self.pool.block_size
+            for group, num_usable in enumerate(self._num_usable)
+            if num_usable < self.pool.count_most(group, _UNBOUNDED, width)
+        ]
+        return min(counts, default=_UNBOUNDED)
 
     def release(self, state: RequestState) -> None:
         """Queues a request that waited for its grammar."""
@@ -380,20 +389,28 @@ class Scheduler:
 
     def _reserve(self, step: Step, sequence: SequenceRecord) -> bool:
         """True if the pool can hold all known tokens of the sequence, in addition to what running prompts still need."""
-        num_most = count_positions(sequence.request_state.num_prompt_tokens, sequence.max_output)
-        needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
-        if sequence.request_state.beams is not None:
-            needed = self._searches.count_blocks(sequence.request_state)
+        needed = self._count_needed(sequence)
         while self._requests.running:
             missing = [table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values()]
             headroom = len(missing)  # one entry each, so that admission does not cause a preemption one step later
-            if self.pool.has_room([needed, *missing], self._searches.count_promised() + headroom):
+            promised = [sum(counts) for counts in zip(needed, self._searches.count_promised(), strict=True)]
+            if self.pool.has_room(missing, headroom, promised):
                 return True
             victim = self._choose_victim(step, behind=sequence)
             if victim is None:
                 return False
             self._requests.preempt(victim, step.now)
-        return self.pool.has_room([needed], 0)
+        return self.pool.has_room([], 0, needed)
+
+    def _count_needed(self, sequence: SequenceRecord) -> list[int]:
+        """Returns the blocks of each group that a waiting sequence needs beside those of the prefix that it found."""
+        state, table = sequence.request_state, table_of(sequence)
+        if state.beams is not None:
+            return self._searches.count_blocks(state)
+        num_most = count_positions(state.num_prompt_tokens, sequence.max_output)
+        num_entries = -(-min(len(sequence.token_ids) + 1, num_most) // self.pool.block_size)
+        groups = range(self.pool.num_groups)
+        return [max(0, self.pool.count_most(group, num_entries) - table.count_held(group)) for group in groups]
 
     def _start(self, step: Step, sequence: SequenceRecord, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
