@@ -14,13 +14,18 @@ def check_computable(spec: DecoderSpec) -> None:
     Raises:
         ConfigError: it names what is missing, and what to choose.
     """
-    missing = sorted({name for layer in set(spec.layers) for name in _missing_of(layer)})
+    missing = list_missing(spec)
     if missing:
         raise ConfigError(
             f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "
             "torch back end (--backend torch)",
             param="backend",
         )
+
+
+def list_missing(spec: DecoderSpec) -> list[str]:
+    """Returns the names of what the kernels do not compute; empty where they compute all of a decoder."""
+    return sorted({name for layer in set(spec.layers) for name in _missing_of(layer)})
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
