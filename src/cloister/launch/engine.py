@@ -16,7 +16,14 @@ from cloister.backends.spec import DecoderSpec, group_layers
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.launch.backend import NO_QUANT, kept_tokenizers, make_backend, weights_cache, write_in_few_bits
+from cloister.launch.backend import (
+    NO_QUANT,
+    choose_backend_for,
+    kept_tokenizers,
+    make_backend,
+    weights_cache,
+    write_in_few_bits,
+)
 from cloister.launch.drafters import open_drafters
 from cloister.launch.loading import Loading
 from cloister.launch.processes import close_engine
@@ -109,6 +116,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     info = msgspec.structs.replace(
         model.info,
         max_model_len=max_model_len,
+        backend=choose_backend_for(config, model.spec),
         fingerprint=fingerprint,
         hidden_size=model.spec.hidden_size,
         pooling=pooling,

@@ -42,7 +42,8 @@ class EngineConfig:
         " `chat` take smollm2-135m where the profile lets them download it, or it is here.",
     )
     backend: str | None = setting(
-        None, "What computes, native or torch; unset, native on a CPU if its kernels were compiled, else torch."
+        None,
+        "What computes, native or torch; unset, native on a CPU if it has kernels for the model, else torch.",
     )
     device: str | None = setting(None, "Where it computes.", choices=("cpu", "cuda"))
     dtype: str | None = setting(

@@ -245,6 +245,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: every id that ends an answer.
         defaults: sampling defaults of generation_config.json (temperature, top_p, top_k, repetition_penalty, ...).
         fingerprint: `system_fingerprint`: weights, format, instruction set, back end, layout.
+        backend: name of what computes it.
         hidden_size: numbers in an embedding.
         pooling: how it makes one, unless a request says otherwise.
         drafters: what may draft tokens for it, by name.
@@ -264,6 +265,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     defaults: dict[str, float] = {}
     fingerprint: str = ""
     created_s: int = 0
+    backend: str = ""
     hidden_size: int = 0
     pooling: PoolingParams = PoolingParams()
     drafters: tuple[str, ...] = ()

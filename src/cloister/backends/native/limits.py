@@ -15,10 +15,7 @@ def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
     Raises:
         ConfigError: it names what is missing, and what to choose.
     """
-    encoder = {"attention in both directions"} if isinstance(spec, EncoderSpec) else set()
-    missing = sorted(encoder | {name for layer in set(spec.layers) for name in _missing_of(layer)})
-    if spec.vision is not None:
-        missing.append("a vision tower")
+    missing = list_missing(spec)
     if missing:
         raise ConfigError(
             f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "
@@ -32,6 +29,16 @@ def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
             "leave out --kv-dtype",
             param="kv_dtype",
         )
+
+
+def list_missing(spec: DecoderSpec) -> list[str]:
+    """Returns the names of what the kernels do not compute; empty where they compute all of a decoder."""
+    missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
+    if isinstance(spec, EncoderSpec):
+        missing.add("attention in both directions")
+    if spec.vision is not None:
+        missing.add("a vision tower")
+    return sorted(missing)
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
