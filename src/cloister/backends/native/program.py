@@ -151,7 +151,7 @@ class NativeProgram(Program):
         ModelError: experts of one layer are in several number formats.
     """
 
-    capabilities = ~Capability.ASYNCHRONOUS
+    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER)
 
     def __init__(
         self,
