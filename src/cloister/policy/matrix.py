@@ -99,6 +99,9 @@ _STEP_TIMES = mitigate("learns from token counts and step times only, keeps them
 _KEPT = mitigate("only where the operator asks for it; found by its owner only, sealed on disk, and gone after its time")
 _GONE = refuse("what a user sent serves its request and is gone after it")
 
+_IMAGES_CHECKED = mitigate(
+    "size, type and number are checked before anything is decoded; an image's KV is found inside its tenant's scope only"
+)
 ROWS: tuple[Row, ...] = (
     _row(
         "paging",
@@ -298,6 +301,19 @@ ROWS: tuple[Row, ...] = (
         ),
         open=allow(ONE_USER), team=_RECEIPT, private=_RECEIPT,
         paranoid=refuse("what can be proved can be demanded: nobody can show later what was said here"),
+    ),
+    _row(
+        "images",
+        _threat(
+            "images as input", "S", residue="pixels until the request ends, embeddings until its prompt is computed",
+            where=(_HOST, _DEVICE), attack="the size of a request shows an image and how large it is; a hostile file attacks "
+            "its decoder",
+            mitigation="size, type and number are checked before anything is decoded; prefix keys name an image by its digest, "
+            "inside the scope; embeddings are overwritten when the prompt is past them",
+        ),
+        open=allow(ONE_USER), team=_IMAGES_CHECKED,
+        private=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
+        paranoid=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
     ),
     _row(
         "storage",
