@@ -294,3 +294,14 @@ def test_a_template_without_a_place_for_images_is_told(reader: ImageReader) -> N
         reader.place([5, 6, 7], image)
     with pytest.raises(InvalidRequestError, match="no place"):
         reader.place([reader.token_id] * 2, image)
+
+
+def test_ollamas_chat_takes_images_and_says_so(server: RunningServer) -> None:
+    message = {"role": "user", "content": "what is that?", "images": [base64.b64encode(PNG).decode()]}
+    body = {"messages": [message], "stream": False, "options": {"temperature": 0, "num_predict": 8}}
+    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
+    expected = complete(server, asks(part(PNG)))
+    assert reply.json()["message"]["content"] == expected.choices[0].message.content
+    shown = httpx.post(f"{server.url}/api/show", json={"model": server.engine.model.name})
+    assert "vision" in shown.json()["capabilities"]
+    assert httpx.get(f"{server.url}/props").json()["modalities"] == {"vision": True, "audio": False}

@@ -181,6 +181,11 @@ class ChatFormat:
         marks = None if reasoning == NO_REASONING else REASONINGS.get(reasoning)
         return cls(tokenizer, template, FAMILIES.get(family), marks, images)
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether a conversation may have images."""
+        return self.images is not None and self.images.is_allowed
+
     def open(self, body: ChatBody, grammar: Grammar | None = None) -> Opening:
         """Renders a conversation and tokenizes it.
 
@@ -204,7 +209,8 @@ class ChatFormat:
         grammar = tools.grammar(self.family, self._spell, grammar)
         # A grammar holds from the first token on, so that there is no reasoning for which the prompt may have opened a mark.
         form = self._form(tools, prompt, self.marks if grammar is None else None)
-        token_ids, tiles = self.tokenizer.encode(prompt), ()
+        token_ids = self.tokenizer.encode(prompt)
+        tiles: tuple[ImageTile, ...] = ()
         if self.images is not None and images:
             token_ids, tiles = self.images.place(token_ids, images)
         return Opening(

@@ -80,6 +80,11 @@ class ImageReader:
         opened = open_image_processor(path)
         return None if opened is None else cls(*opened, tokenizer, policy, max_images)
 
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the profile and the settings let requests have images."""
+        return self.max_images > 0 and self.policy.allows("image-inputs")
+
     def read(self, urls: Sequence[str]) -> list[CutImage]:
         """Decodes and cuts the images of one request, in its order.
 
