@@ -134,7 +134,7 @@ def test_a_processor_config_of_newer_versions_is_read(path: Path, tmp_path: Path
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     fields = json.loads((path / "preprocessor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": fields}))
-    assert open_image_processor(tmp_path) == (ImageProcessor(TILE, 2 * TILE), VOCAB - 1)
+    assert open_image_processor(tmp_path) == (ImageProcessor(TILE, 2 * TILE), VOCAB - 1, NUM_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,10 @@ def has_pillow() -> bool:
     return find_spec("PIL") is not None
 
 
-def open_image_processor(path: Path) -> tuple[ImageProcessor, int] | None:
-    """Returns how a model's pictures are cut, and the id of the token that stands for one; None where it takes none.
+def open_image_processor(path: Path) -> tuple[ImageProcessor, int, int] | None:
+    """Returns how a model's pictures are cut, the id of the token that stands for one, and how many positions a tile takes.
+
+    None where it takes no pictures.
 
     Raises:
         ModelError: the processor's config is missing, or asks for what is not computed here.
@@ -131,7 +133,8 @@ def open_image_processor(path: Path) -> tuple[ImageProcessor, int] | None:
     if fields.take_any("do_convert_rgb") is False or fields.take_any("do_rescale") is False:
         raise ModelError("the image processor's config switches off what the tower needs; restore its own", param="do_rescale")
     tile_size = _edge(fields, "max_image_size", 364)
-    if tile_size != family.vision(config).spec.image_size:
+    vision = family.vision(config).spec
+    if tile_size != vision.image_size:
         raise ModelError(
             "max_image_size of the image processor must be image_size of vision_config: other tiles are not computed here",
             param="max_image_size",
@@ -143,7 +146,7 @@ def open_image_processor(path: Path) -> tuple[ImageProcessor, int] | None:
         resizes=fields.take("do_resize", bool, True),
         resample=fields.take("resample", int, _LANCZOS),
     )
-    return processor, ConfigFields(config).take("image_token_id", int, 128257)
+    return processor, ConfigFields(config).take("image_token_id", int, 128257), vision.num_tokens
 
 
 def read_processor(path: Path) -> ConfigFields:

@@ -432,6 +432,23 @@ _FEATURES: Final = (
         mitigations=("only on request, sealed to the client", "salted digests in place of texts", "no time but the epoch's"),
     ),
     _feature(
+        "image-inputs",
+        row="images",
+        setting="content parts of the type `image_url`",
+        title="Images as input",
+        does="decodes the images of a request and lets the model see them",
+        endangers="who watches the network sees by a request's size that it has images, and how large they are",
+        instead="send text only",
+        residue="pixels until the request ends, embeddings until its prompt is computed",
+        where=("host memory", "device memory"),
+        attack="the size of a request shows an image and how large it is; a hostile file attacks its decoder",
+        mitigations=(
+            "size, type and number are checked before anything is decoded",
+            "prefix keys name an image by its digest, inside the scope",
+            "embeddings are overwritten when the prompt is past them",
+        ),
+    ),
+    _feature(
         "files",
         row="storage",
         setting="files",

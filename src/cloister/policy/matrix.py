@@ -101,6 +101,9 @@ _STEP_TIMES = mitigate("learns from token counts and step times only, keeps them
 _KEPT = mitigate("off by default; accessible to its owner only, encrypted on disk, and deleted when it expires")
 _GONE = refuse("what a user sent is used for its request only and deleted afterwards")
 
+_IMAGES_CHECKED = mitigate(
+    "size, type and number are checked before anything is decoded; an image's KV is found inside its tenant's scope only"
+)
 ROWS: tuple[Row, ...] = (
     _row(
         "paging",
@@ -300,6 +303,19 @@ ROWS: tuple[Row, ...] = (
         ),
         open=allow(ONE_USER), team=_RECEIPT, private=_RECEIPT,
         paranoid=refuse("what can be proved can be demanded: nobody can later prove what was said here"),
+    ),
+    _row(
+        "images",
+        _threat(
+            "images as input", "S", residue="pixels until the request ends, embeddings until its prompt is computed",
+            where=(_HOST, _DEVICE), attack="the size of a request shows an image and how large it is; a hostile file attacks "
+            "its decoder",
+            mitigation="size, type and number are checked before anything is decoded; prefix keys name an image by its digest, "
+            "inside the scope; embeddings are overwritten when the prompt is past them",
+        ),
+        open=allow(ONE_USER), team=_IMAGES_CHECKED,
+        private=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
+        paranoid=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
     ),
     _row(
         "storage",

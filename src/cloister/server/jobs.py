@@ -19,6 +19,7 @@ from cloister.server.calls import HttpCall
 from cloister.server.errors import TOO_LATE, failure_of
 from cloister.text.answer_parser import AnswerForm
 from cloister.types.errors import DeadlineError
+from cloister.types.images import ImageTile
 from cloister.types.request import FinishReason, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
 
 # A generation job: one HTTP request as engine requests, one per prompt, with what the reply needs.
@@ -88,6 +89,7 @@ def make_job(
     shows_logprobs: bool = True,
     pooling: PoolingParams | Sequence[PoolingParams] | None = None,
     adapter: str | None = None,
+    images: tuple[ImageTile, ...] = (),
 ) -> GenerationJob:
     """Returns a job for tokenized prompts.
 
@@ -96,6 +98,7 @@ def make_job(
         timeout_s: deadline of every request of the job, in the engine.
         pooling: the prompts become vectors, all in one way or each in its own.
         adapter: digest of the adapter that the prompts are for.
+        images: those of the only prompt.
     """
     job_id = f"{prefix}-{secrets.token_hex(12)}"
     ways = pooling if isinstance(pooling, Sequence) else [pooling] * len(prompts)
@@ -110,6 +113,7 @@ def make_job(
             timeout_s=timeout_s,
             pooling=way,
             adapter=adapter,
+            images=images,
         )
         for i, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
     )

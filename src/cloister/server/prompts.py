@@ -181,7 +181,16 @@ class PromptReader:
         sampling = self.model.bound(sampling, len(opening.token_ids))
         sampling = opening.shape(sampling)
         fields = self._reply_fields(body)
-        return make_job([opening.token_ids], sampling, admission, self.model, prefix=prefix, form=opening.form, **fields)
+        return make_job(
+            [opening.token_ids],
+            sampling,
+            admission,
+            self.model,
+            prefix=prefix,
+            form=opening.form,
+            images=opening.images,
+            **fields,
+        )
 
     def read_response(self, raw: bytes, admission: Admission) -> tuple[GenerationJob, ResponsesBody]:
         """Reads a body of /v1/responses; errors as in `read_chat`."""

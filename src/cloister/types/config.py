@@ -188,6 +188,7 @@ class ServerConfig:
         choices=("think", "magistral", "none"),
     )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
+    max_images: int = setting(8, "Most images in one request, for a model that sees; 0 refuses them.", low=0)
     strict_fields: bool = setting(
         False,
         "Refuse a request with a field that nothing here knows; else it is ignored, and the reply's header"

@@ -16,6 +16,7 @@ from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.schedule import Team
+from cloister.backends.torch.vision import tower_bytes
 from cloister.types.errors import ConfigError
 
 NUMERICS = 1  # raise it when an answer may change in its last bit
@@ -67,8 +68,12 @@ class TorchBackend:
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
-            activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * _ATTENTION_BYTES,
+            activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * self._thread_bytes(spec),
         )
+
+    @staticmethod
+    def _thread_bytes(spec: DecoderSpec) -> int:
+        return max(_ATTENTION_BYTES, 0 if spec.vision is None else tower_bytes(spec.vision))
 
     def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:
         """Loads the weights and makes an empty cache.

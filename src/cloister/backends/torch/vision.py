@@ -112,6 +112,12 @@ class VisionTower:
         return rows.permute(0, 2, 1, 3, 4).reshape(self._spec.num_tokens, -1)
 
 
+def tower_bytes(spec: VisionSpec) -> int:
+    """Returns what a thread takes at the widest place of the tower: all patches of one picture, in float32."""
+    widest = max(8 * spec.hidden_size + 2 * spec.intermediate_size, 6 * 3 * spec.patch_size**2)
+    return 4 * spec.patches_per_side**2 * widest
+
+
 def _levels(spec: VisionSpec) -> npt.NDArray[np.float32]:
     """Returns what each byte of each channel becomes, [3, 256], rounded step by step as transformers does."""
     scaled = (np.arange(256, dtype=np.float64) * spec.rescale).astype(np.float32)

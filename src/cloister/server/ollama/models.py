@@ -176,6 +176,8 @@ def _capabilities(state: ServerState) -> Iterable[str]:
         yield "tools"
     if state.reader.chat_format.marks is not None:
         yield "thinking"
+    if state.reader.chat_format.takes_images:
+        yield "vision"
     if Infill.of(state.reader.tokenizer) is not None:
         yield "insert"
 
