@@ -1,4 +1,4 @@
-"""Turns the parts of a plan into the arrays of one forward: token ids, positions, block tables, rows of logits."""
+"""Builds the arrays of one forward pass from the parts of a plan: token ids, positions, block tables, rows of logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cloister.executor.state import SequenceState
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
 
-_blocks_of = attrgetter("state.blocks")  # a comprehension would be a call more in every step
+_blocks_of = attrgetter("state.blocks")  # a comprehension would be another call in every step
 
 
 class ScheduledSequence(msgspec.Struct):
@@ -25,9 +25,9 @@ class ScheduledSequence(msgspec.Struct):
 
     Attributes:
         end: one past the last position computed whose token is known; those of drafts follow.
-        num_prompt_rows: positions whose logits score the next prompt token; 0 unless prompt logprobs were asked for.
+        num_prompt_rows: positions whose logits score the next prompt token; 0 unless prompt logprobs were requested.
         num_rows: rows of logits that this part needs: those of the prompt, the one to sample from, one for each draft.
-        draft: what is verified.
+        draft: the draft to verify.
     """
 
     plan: SequencePlan
@@ -39,7 +39,7 @@ class ScheduledSequence(msgspec.Struct):
 
 
 def schedule_sequence(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> ScheduledSequence:
-    """Returns a plan's part beside the sequence that it names, and what was drafted for it."""
+    """Combines a plan's part with its sequence and draft."""
     end = plan.start + plan.num_tokens - plan.num_drafts
     num_prompt_rows = 0
     if state.sampling.prompt_logprobs is not None:
@@ -55,7 +55,7 @@ def row_slices(parts: Sequence[ScheduledSequence]) -> dict[int, slice]:
 
 
 def split_scored(parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]]:
-    """Returns the parts of a step in runs that are computed one after another, each with few prompt positions to score.
+    """Splits the parts of a step into runs that are computed one after another, each with few prompt positions to score.
 
     A row of logits is as wide as the vocabulary: 2,048 of them can be a gigabyte.
     """
@@ -74,21 +74,21 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
     """Builds the arrays for `parts`, at least one.
 
     Args:
-        num_groups: of layers, each with a block of every entry of a block table.
+        num_groups: number of layer groups, each with one block per entry of a block table.
 
     Raises:
-        EngineError: a part does not fit what the runner knows of its sequence.
+        EngineError: a part is inconsistent with the runner's state of its sequence.
     """
-    # Growing C arrays: for the few numbers of a decode step a numpy call costs more than the loop around it.
+    # Growable C arrays: for the few numbers of a decode step a numpy call costs more than a loop.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
     has_adapter = has_tree = has_images = False
-    block_positions = block_size if num_groups == 1 else block_size / num_groups  # of one number in a block table
+    block_positions = block_size if num_groups == 1 else block_size / num_groups  # bytes of one entry of a block table
     for part in parts:
         start, end, draft = part.plan.start, part.end, part.draft
         known = part.state.tokens
         if start == end - 1 == len(known) - 1 and part.num_rows == 1 and len(part.state.blocks) * block_positions >= end:
-            # One token that is sampled from, without drafts, fits what `_check` looks for: nearly every decode.
+            # Fast path: one sampled token without drafts satisfies `_check`, as nearly every decode does.
             token_ids.append(known[start])
             positions.append(start)
             context_lens.append(end)
@@ -144,7 +144,7 @@ def _images(parts: Sequence[ScheduledSequence], query_starts: Sequence[int]) -> 
 
 
 def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:
-    """Returns the token before each in a step with token trees (`ForwardBatch.parents`)."""
+    """Returns the parent of each token in a step with token trees (`ForwardBatch.parents`)."""
     parents = array("i")
     for part in parts:
         first, num_known = len(parents), part.end - part.plan.start

@@ -1,6 +1,6 @@
-"""Embeddings: the part of a step that pools hidden states of prompts, and one prompt's vector as it grows, chunk after chunk.
+"""Embeddings: pools hidden states of prompts in a step, and accumulates each prompt's vector over its chunks.
 
-A mean is summed in float64 one position after the other, so that neither chunking nor company changes a bit (batch invariance).
+A mean is summed in float64, position by position, so that chunking and other requests do not change any bit (batch invariance).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NOT_OFFERED: Final = "this back end computes no embeddings; choose the back end 
 
 
 def pool_parts(program: Program, parts: list[ScheduledSequence], batch: ForwardBatch) -> dict[int, Embedding]:
-    """Computes a step of sequences that are pooled; returns seq_id -> vector of those whose prompt is complete.
+    """Computes a step of pooled sequences; returns seq_id -> vector of those whose prompt is complete.
 
     Args:
-        batch: of these, whose rows are found here.
+        batch: inputs of these sequences; their rows are found here.
     """
     counts = [_num_rows(part) for part in parts]
     hidden = program.step(replace(batch, logit_rows=_rows(batch, counts)), HIDDEN).hidden
@@ -83,7 +83,8 @@ def _add(part: ScheduledSequence, rows: FloatArray) -> None:
 
 
 def _num_rows(part: ScheduledSequence) -> int:
-    """Hidden states that this part's pool wants: all, or that of the prompt's last token; they end with the part."""
+    """Number of hidden states that this part's pool needs: all, or that of the prompt's last token; they are the
+    part's last."""
     if _pool_of(part).params.kind == "mean":
         return part.plan.num_tokens
     return int(part.end == part.state.num_prompt_tokens)
@@ -95,7 +96,7 @@ def _rows(batch: ForwardBatch, counts: list[int]) -> npt.NDArray[np.int32]:
 
 
 class Pool:
-    """What is known of one prompt's vector so far."""
+    """The accumulated vector of one prompt."""
 
     __slots__ = ("_num_seen", "_sum", "params")
 
@@ -105,15 +106,15 @@ class Pool:
         self._num_seen = 0
 
     def add(self, rows: FloatArray) -> None:
-        """Takes hidden states [num_rows, hidden] in the order of their positions."""
+        """Adds hidden states [num_rows, hidden] in order of position."""
         if self._sum is None:
             self._sum = np.zeros(rows.shape[1])
-        for row in rows:  # numpy may add up in another order, and in one that depends on how many there are
+        for row in rows:  # numpy may sum in another order, which depends on the number of rows
             self._sum += row
         self._num_seen += len(rows)
 
     def take(self) -> Embedding:
-        """Returns the vector: the mean of what was added, cut and normalised as the request wants it."""
+        """Returns the vector: the pooled states, truncated and normalised as requested."""
         assert self._sum is not None
         vector = (self._sum / self._num_seen)[: self.params.dimensions]
         if self.params.normalize:
