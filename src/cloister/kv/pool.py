@@ -114,7 +114,7 @@ class BlockPool:
 
         Of states one spare block for each sequence will do: none needs another for every entry that it grows by.
         """
-        if self.num_groups == 1 and self.state_group is None:
+        if self.num_groups == 1 and self.groups[0].max_held is None:
             return self.count_available(0) >= sum(num_missing) + num_spare
         missing = list(num_missing)
         return all(

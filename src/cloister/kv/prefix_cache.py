@@ -106,6 +106,11 @@ class PrefixCache:
                 longest = i + 1
         return longest
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether every prefix of a known key is known: some layers see all positions."""
+        return self._full is not None
+
     def count_known(self, keys: Sequence[bytes]) -> int:
         """Returns how many leading keys are known, whether or not a hit can end there."""
         return next((i for i, key in enumerate(keys) if key not in self._nodes), len(keys)) if self._full is not None else 0
