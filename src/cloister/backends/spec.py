@@ -43,6 +43,8 @@ class AttentionSpec:
         qk_norm_over: "head": over head_dim, one weight for all heads (Qwen3); "projection": over all heads together (OLMo 2).
         window: a query at position p sees keys in (p - window, p]; None is all of [0, p].
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2, Riviere et al. 2024); None is off.
+        gated: what the output projection reads is multiplied by sigmoid(q_gate(x)) (Qwen3-Next); `qkv_bias` is its bias too.
+        input_scale, output_scale: multiply what q, k and v read, and what the output projection returns (Falcon-H1).
     """
 
     num_heads: int
@@ -56,6 +58,9 @@ class AttentionSpec:
     window: int | None = None
     qk_norm_over: Literal["head", "projection"] = "head"
     softcap: float | None = None
+    gated: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
