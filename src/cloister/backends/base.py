@@ -16,6 +16,14 @@ Latent attention has `layers.L.kv_a.weight [kv_lora_rank + qk_rope_head_dim, hid
 key rows of a head before its value rows), `layers.L.q.weight [num_heads * (qk_nope_head_dim + qk_rope_head_dim), hidden]` or,
 where queries have a latent of their own, `layers.L.q_a.weight [q_lora_rank, hidden]`, `layers.L.q_a_norm.weight [q_lora_rank]`
 and `layers.L.q_b.weight` (as many rows as q), and `layers.L.o.weight [hidden, num_heads * v_head_dim]`.
+Gated attention has `layers.L.q_gate.weight [num_heads * head_dim, hidden]`.
+Mixers with a state (`backends.spec.StateSpec`) lie under `layers.L.mixer`, the norm before them is `attention_norm`, and
+their convolution is `conv.weight [channels, kernel_size]`, oldest position first. Mamba 2: `in.weight [inner_size + conv_size +
+num_heads, hidden]` (rows of z, x, B, C, dt), `conv`, `A_log`, `D`, `dt_bias [num_heads]`, `norm.weight [inner_size]` where
+there is a norm, `out.weight [hidden, inner_size]`. Gated delta net: `q.weight`, `k.weight [key_size, hidden]`, `v.weight`,
+`z.weight [value_size, hidden]`, `b.weight`, `a.weight [num_value_heads, hidden]`, `conv` (channels of q, k, v), `A_log`,
+`dt_bias [num_value_heads]`, `norm.weight [value_head_dim]`, `out.weight [hidden, value_size]`. Short convolution: `in.weight
+[3 * hidden, hidden]` (rows of B, C, x), `conv`, `out.weight [hidden, hidden]`.
 Norms are as they multiply: a family that stores w for 1 + w (Gemma) is mapped.
 """
 
