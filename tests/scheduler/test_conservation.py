@@ -45,7 +45,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         public=st.sampled_from([(), (PUBLIC,)]),
         cache_scopes=st.integers(0, 3),
         most_drafts=st.sampled_from([0, 1, 7]),
-        windows=st.sampled_from([(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]),
+        windows=st.sampled_from(
+            [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
+        ),
     )
     def start(
         self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes, most_drafts, windows

@@ -2,8 +2,8 @@
 
 Pure. A node has the blocks of one full entry of a block table, one for each group of layers, under its chain key; the chain
 makes the dictionary a tree. Of layers that see all positions unused leaves go first, the least recently used one before the
-others. Of layers with a window any unused block may go: a hit ends where every group still has what the next query sees. A state is
-what a window of one entry would be: a node has one only where a sequence left a snapshot, and a hit ends at such a node.
+others. Of layers with a window any unused block may go: a hit ends where every group still has what the next query sees.
+A state is like a window of one entry: a node has one only where a sequence left a snapshot, and a hit ends at such a node.
 """
 
 from __future__ import annotations

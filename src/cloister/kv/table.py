@@ -72,7 +72,9 @@ class BlockTable:
         num_entries, num_needed = len(self.blocks) // num_groups, -(-end // pool.block_size)
         last = min(num_entries, num_needed)
         shared = [
-            i for i in range(first * num_groups, last * num_groups) if i % num_groups != state and pool.is_shared(self.blocks[i])
+            i
+            for i in range(first * num_groups, last * num_groups)
+            if i % num_groups != state and pool.is_shared(self.blocks[i])
         ]
         missing = num_needed - last
         if state is None and not shared and not missing:
