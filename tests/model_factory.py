@@ -36,6 +36,9 @@ ARCHITECTURES = {
     "olmo3": "Olmo3ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 """By model type."""
 TEMPLATE = (
@@ -80,10 +83,21 @@ OWN: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2, "head_dim": 24,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,
     },
+    "qwen3_next": {
+        **EXPERTS, "shared_expert_intermediate_size": 56, "head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 24},
 }  # fmt: skip
 """What a family has beside `SMALL`."""
 INSTEAD: dict[str, dict[str, Any]] = {
     "cohere2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"tie_word_embeddings": True},
+    "lfm2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"norm_eps": 1e-5},
+    "mamba2": {
+        "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "expand": 2,
+        "state_size": 20, "n_groups": 2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    },
     "gpt2": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
     "opt": {
         "vocab_size": 320, "hidden_size": 64, "ffn_dim": 100, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -178,6 +178,11 @@ class Mamba2Spec:
         """float32 numbers that one sequence takes: the last inputs of the convolution, oldest first, and S of each head."""
         return (self.kernel_size - 1) * self.conv_size + self.inner_size * self.d_state
 
+    @property
+    def step_size(self) -> int:
+        """Numbers of one token in a step, before and after it meets the state."""
+        return 3 * self.inner_size + self.conv_size + self.num_heads
+
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetSpec:
@@ -185,8 +190,8 @@ class GatedDeltaNetSpec:
 
     q, k and v pass a causal convolution over positions, one filter for each channel, and the activation; q and k are divided
     by their lengths, q by sqrt(key_head_dim) too. With alpha = exp(-exp(A_log) softplus(a + dt_bias)) and beta = sigmoid(b) a
-    value head's state S [key_head_dim, value_head_dim] becomes alpha S + k (beta (v - (alpha S)^T k))^T, and its output is
-    S^T q. Outputs are normalised over each head, scaled, and multiplied by activation(z).
+    value head's state S [value_head_dim, key_head_dim] becomes alpha S + beta (v - alpha S k) k^T, and its output is S q.
+    Outputs are normalised over each head, scaled, and multiplied by silu(z).
 
     Attributes:
         num_key_heads: each serves num_value_heads / num_key_heads value heads, which follow one another.
@@ -220,6 +225,11 @@ class GatedDeltaNetSpec:
         """float32 numbers that one sequence takes: the last inputs of the convolution, oldest first, and S of each head."""
         return (self.kernel_size - 1) * self.conv_size + self.value_size * self.key_head_dim
 
+    @property
+    def step_size(self) -> int:
+        """Numbers of one token in a step, before and after it meets the state."""
+        return self.conv_size + 3 * self.value_size + 2 * self.num_value_heads
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec:
@@ -241,6 +251,11 @@ class ShortConvSpec:
     def state_size(self) -> int:
         """float32 numbers that one sequence takes: the last inputs of the convolution, oldest first."""
         return (self.kernel_size - 1) * self.size
+
+    @property
+    def step_size(self) -> int:
+        """Numbers of one token in a step, before and after it meets the state."""
+        return 4 * self.size
 
 
 StateSpec: TypeAlias = Mamba2Spec | GatedDeltaNetSpec | ShortConvSpec
@@ -332,6 +347,17 @@ class LayerSpec:
             raise TypeError("this computes grouped-query attention only; the spec must be checked before")
         return self.attention
 
+    @property
+    def feed_forward(self) -> MlpSpec | MoeSpec:
+        """The feed-forward of a layer that was checked to have one.
+
+        Raises:
+            TypeError: it has none.
+        """
+        if self.mlp is None:
+            raise TypeError("this computes layers with a feed-forward only; the spec must be checked before")
+        return self.mlp
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
@@ -375,14 +401,16 @@ def group_layers(spec: DecoderSpec, max_model_len: int) -> list[tuple[int | None
     """
     layers: dict[int | None, set[int]] = {}
     for number, layer in enumerate(spec.layers):
-        window = layer.attention.window
+        window = None if layer.attention is None else layer.attention.window
         layers.setdefault(None if window is None or window >= max_model_len else window, set()).add(number)
     widest_first = sorted(layers, key=lambda window: -(window or 2**62))
     return [(window, frozenset(layers[window])) for window in widest_first]
 
 
-def widest_feed_forward(spec: MlpSpec | MoeSpec) -> int:
+def widest_feed_forward(spec: MlpSpec | MoeSpec | None) -> int:
     """Returns how many numbers one token has between the two products of its feed-forward, all its experts together."""
+    if spec is None:
+        return 0
     if isinstance(spec, MlpSpec):
         return spec.intermediate_size
     return spec.num_chosen * spec.expert.intermediate_size + (spec.shared.intermediate_size if spec.shared else 0)

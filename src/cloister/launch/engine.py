@@ -280,6 +280,8 @@ def max_batched_tokens(config: EngineConfig) -> int:
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
     """What the bits of an answer depend on, as `system_fingerprint`."""
-    turns = repr([layer.attention.rope for layer in model.spec.layers])  # the greatest length of a sequence may decide them
+    turns = repr(
+        [layer.attention and layer.attention.rope for layer in model.spec.layers]
+    )  # the greatest length of a sequence may decide them
     parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

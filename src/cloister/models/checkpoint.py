@@ -16,7 +16,7 @@ from cloister.models.family import Family
 from cloister.models.location import Digests
 from cloister.models.quantized import Scheme, Stored
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
-from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of
+from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of, num_heads_of
 from cloister.types.errors import ModelError
 
 _MOST_PARTS = 3  # of a fused tensor
@@ -91,7 +91,7 @@ def stored_name(family: Family, name: str) -> str:
 
 def _num_heads(spec: DecoderSpec, name: str) -> int:
     parts = name.split(".")
-    return spec.layers[int(parts[1])].attention.num_heads if parts[0] == "layers" else 0
+    return num_heads_of(spec.layers[int(parts[1])]) if parts[0] == "layers" else 0
 
 
 def digest_files(path: Path, digests: Digests) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import Weights
-from cloister.backends.spec import MlpSpec, MoeSpec
+from cloister.backends.spec import GatedDeltaNetSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor, take_rows
 from cloister.models.config import ConfigFields
 from cloister.models.quantized import Stored
@@ -27,6 +27,7 @@ class Source:
         name: of the stored module; the first {} is the layer, the second the expert.
         parts: modules of the same layer whose outputs lie one after another in the stored one; () if it is alone.
         by_head: parts take turns head by head (GPT-NeoX).
+        filters: matrices lie as [channels, 1, kernel_size] (a convolution with one filter for each channel).
         transposed: matrices lie as [in, out] (GPT-2's Conv1D).
         skip: rows before the first that counts (OPT's positions).
         added: what to add to every number (Gemma stores the weights of norms less one).
@@ -35,6 +36,7 @@ class Source:
     name: str
     parts: tuple[str, ...] = ()
     by_head: bool = False
+    filters: bool = False
     transposed: bool = False
     skip: int = 0
     added: float = 0.0
@@ -58,17 +60,20 @@ class TensorSlice:
         shape: of the tensor.
         stored_shape: of the stored one, before it is transposed.
         start: its first row.
-        part, num_parts: its turn among those of each head, where they take turns.
-        num_heads: heads of each part, where they take turns; 0 otherwise.
+        num_heads: heads of each part, where parts take turns head by head; 0 otherwise.
     """
 
     source: Source
     shape: Shape
     stored_shape: Shape
     start: int
-    part: int
-    num_parts: int
     num_heads: int
+
+    def take_turns(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns this tensor's rows of a stored one whose parts take turns head by head, [num_rows, ...]."""
+        first, num_rows = self.start // self.num_heads, self.shape[0] // self.num_heads
+        heads = rows.reshape(self.num_heads, -1, *rows.shape[1:])
+        return heads[:, first : first + num_rows].reshape(-1, *rows.shape[1:])
 
 
 def module_of(name: str) -> str:
@@ -92,8 +97,17 @@ def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads
     shape = shapes[name]
     whole = (sum(rows) + source.skip, *shape[1:])
     stored = whole[::-1] if source.transposed else whole
+    if source.filters and len(whole) == 2:
+        stored = (whole[0], 1, whole[1])
     turns = num_heads if source.by_head else 0
-    return TensorSlice(source, shape, stored, source.skip + sum(rows[:part]), part, len(parts), turns)
+    return TensorSlice(source, shape, stored, source.skip + sum(rows[:part]), turns)
+
+
+def num_heads_of(layer: LayerSpec) -> int:
+    """Returns the heads by which parts of a layer's stored tensors take turns; 0 where there are none."""
+    if layer.attention is not None:
+        return layer.attention.num_heads
+    return layer.state.num_key_heads if isinstance(layer.state, GatedDeltaNetSpec) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +133,9 @@ class Mapped:
     def _map(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         place = self.place
         array = array.T if place.source.transposed else array
-        if place.num_heads:
-            heads = array.reshape(place.num_heads, place.num_parts, -1, *array.shape[1:])
-            array = heads[:, place.part].reshape(place.shape)
-        else:
-            array = array[place.start : place.start + place.shape[0]]
+        array = array.reshape(len(array), -1) if array.ndim == 3 else array
+        start, num_rows = place.start, place.shape[0]
+        array = place.take_turns(array) if place.num_heads else array[start : start + num_rows]
         if place.source.added:
             array = array.astype(np.float32) + np.float32(place.source.added)
         return np.ascontiguousarray(array)

@@ -67,7 +67,7 @@ class NativeBackend:
         check_computable(spec)
         kind = KV_KINDS[self._kv_dtype]
         layer_bytes = tuple(
-            _native.kv_block_bytes(kind, layer.attention.num_kv_heads, layer.attention.head_dim, block_size)
+            _native.kv_block_bytes(kind, layer.grouped_attention.num_kv_heads, layer.grouped_attention.head_dim, block_size)
             for layer in spec.layers
         )
         return MemoryNeed(

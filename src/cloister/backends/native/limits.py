@@ -25,8 +25,12 @@ def check_computable(spec: DecoderSpec) -> None:
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, LatentAttentionSpec):
+    if attention is None or mlp is None or layer.state is not None:
+        yield "layers with a state, or without attention or a feed-forward"
+    elif isinstance(attention, LatentAttentionSpec):
         yield "latent attention"
+    elif attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0):
+        yield "gated or scaled attention"
     elif attention.rope is not None and attention.rope.interleaved:
         yield "interleaved rotation"
     if isinstance(mlp, MoeSpec) and _chooses_otherwise(mlp):

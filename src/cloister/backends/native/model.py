@@ -68,7 +68,7 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    attention, mlp = layer.grouped_attention, layer.mlp
+    attention, mlp = layer.grouped_attention, layer.feed_forward
     yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
     yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
     if isinstance(mlp, MlpSpec):

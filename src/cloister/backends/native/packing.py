@@ -307,7 +307,7 @@ def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernel
 def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
     return 12 * spec.hidden_size + max(
-        14 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
+        14 * (layer.grouped_attention.num_heads + layer.grouped_attention.num_kv_heads) * layer.grouped_attention.head_dim
         + _branch_bytes(layer, spec.hidden_size, is_wide)
         for layer in spec.layers
     )
@@ -315,7 +315,7 @@ def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
 
 def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     """What one token takes for a layer's feed-forward or mixture, and where branches wait to be joined."""
-    mlp = layer.mlp
+    mlp = layer.feed_forward
     beside = _padded(hidden) * 4 if layer.post_norm or layer.residual_scale != 1 or _shared(mlp) else 0
     early = _input_bytes(hidden, is_wide) if layer.parallel else 0
     if isinstance(mlp, MlpSpec):
@@ -344,8 +344,12 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
     """Bytes that one thread works in: gathered keys, scores, an unpacked panel, candidates of a draw; and a row of its own."""
 
     def widest(layer: LayerSpec) -> int:
-        heads, kv_heads, head_dim = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
-        inputs = max(spec.hidden_size, heads * head_dim, *(mlp.intermediate_size for mlp in _feed_forwards(layer.mlp)))
+        heads, kv_heads, head_dim = (
+            layer.grouped_attention.num_heads,
+            layer.grouped_attention.num_kv_heads,
+            layer.grouped_attention.head_dim,
+        )
+        inputs = max(spec.hidden_size, heads * head_dim, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
         return _native.scratch_bytes(kernels, heads, kv_heads, head_dim, inputs, spec.vocab_size)
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
@@ -360,8 +364,8 @@ def _feed_forwards(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
 
 def _num_more_buffers(layer: LayerSpec) -> int:
     """Buffers that only some layers need."""
-    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.mlp) is not None
-    return waits + layer.parallel + _NUM_MIXTURE_BUFFERS * isinstance(layer.mlp, MoeSpec)
+    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.feed_forward) is not None
+    return waits + layer.parallel + _NUM_MIXTURE_BUFFERS * isinstance(layer.feed_forward, MoeSpec)
 
 
 def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
@@ -370,7 +374,7 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
         return 0
     num_splits = -(-spec.max_positions // 256)
     widest = max(
-        min(num_tokens * layer.attention.num_heads, 4 * num_threads * 256) * (layer.attention.head_dim + 48)
+        min(num_tokens * layer.grouped_attention.num_heads, 4 * num_threads * 256) * (layer.grouped_attention.head_dim + 48)
         for layer in spec.layers
     )
     return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
@@ -378,5 +382,5 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
 
 def _rotation_bytes(spec: DecoderSpec) -> int:
     """Bytes of the cosines and sines of all positions."""
-    ropes = {layer.attention.rope for layer in spec.layers}
+    ropes = {layer.grouped_attention.rope for layer in spec.layers}
     return sum(8 * len(rope.inv_freq) * spec.max_positions for rope in ropes if rope is not None)

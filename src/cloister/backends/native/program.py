@@ -150,7 +150,7 @@ class NativeProgram(Program):
             first += group.num_blocks
         ropes: dict[RopeSpec, int] = {}
         for number, layer in enumerate(spec.layers):
-            rope = layer.attention.rope
+            rope = layer.grouped_attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = len(ropes)
                 self._program.add_rope(list(rope.inv_freq), rope.attention_scale)
@@ -186,8 +186,8 @@ class NativeProgram(Program):
             rope=rope,
             qkv=matrices[f"{prefix}qkv"].bind(),
             output=matrices[f"{prefix}output"].bind(),
-            mlp=self._feed_forward(layer.mlp, prefix) if isinstance(layer.mlp, MlpSpec) else None,
-            mixture=self._mixture(layer.mlp, prefix) if isinstance(layer.mlp, MoeSpec) else None,
+            mlp=self._feed_forward(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MlpSpec) else None,
+            mixture=self._mixture(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MoeSpec) else None,
             attention_norm=self._norm(f"{prefix}attention_norm"),
             mlp_norm=self._norm(f"{prefix}mlp_norm"),
             attention_post_norm=self._norm(f"{prefix}attention_post_norm"),

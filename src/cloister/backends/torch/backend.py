@@ -58,7 +58,9 @@ class TorchBackend:
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
-        layer_bytes = tuple(kv_size(layer.attention) * block_size * self._dtype.itemsize for layer in spec.layers)
+        layer_bytes = tuple(
+            (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
+        )
         return MemoryNeed(
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=sum(layer_bytes),
@@ -107,9 +109,12 @@ def _row_bytes(spec: DecoderSpec) -> int:
 
 
 def _attention_numbers(layer: LayerSpec) -> int:
-    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed."""
-    attention = layer.attention
-    numbers = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed; and
+    those that meet a state."""
+    attention, numbers = layer.attention, 0 if layer.state is None else layer.state.step_size
+    if attention is None:
+        return numbers
+    numbers += (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     if isinstance(attention, LatentAttentionSpec):
         numbers += attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
     return numbers

@@ -99,11 +99,17 @@ class SelfAttention:
         """
         mixed = self._projections.join(mixed)
         if self._gate is not None and normed is not None:
-            mixed = on_whole_vectors(torch.sigmoid, self._gate(self._scaled(normed))) * mixed
+            mixed = self._gates(self._scaled(normed), self._gate, adapters) * mixed
         output = self._o(mixed)
         if adapters is not None:
             adapters.add(self._prefix, "o", mixed, output)
         return output if self._output_scale == 1.0 else output.mul_(self._output_scale)
+
+    def _gates(self, rows: Tensor, gate: AnyLinear, adapters: RowAdapters | None) -> Tensor:
+        gates = gate(rows)
+        if adapters is not None:
+            adapters.add(self._prefix, ("q_gate",), rows, gates)
+        return on_whole_vectors(torch.sigmoid, gates)
 
     def _scaled(self, normed: Tensor) -> Tensor:
         return normed if self._input_scale == 1.0 else normed * self._input_scale

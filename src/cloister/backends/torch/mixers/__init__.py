@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cloister.backends.spec import Mamba2Spec, ShortConvSpec, StateSpec
+from cloister.backends.torch.mixers.gated_delta_net import GatedDeltaNetMixer
 from cloister.backends.torch.mixers.mamba2 import Mamba2Mixer
 from cloister.backends.torch.mixers.short_conv import ShortConvMixer
 from cloister.backends.torch.reading import AnyLinear, WeightReader
@@ -62,4 +63,4 @@ def make_mixer(spec: StateSpec, reader: WeightReader, prefix: str, eps: float) -
         return Mamba2Mixer(spec, reader, f"{prefix}.mixer", eps)
     if isinstance(spec, ShortConvSpec):
         return ShortConvMixer(spec, reader, f"{prefix}.mixer")
-    raise NotImplementedError("the torch back end does not compute gated delta nets yet")
+    return GatedDeltaNetMixer(spec, reader, f"{prefix}.mixer", eps)

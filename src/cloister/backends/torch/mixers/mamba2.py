@@ -33,7 +33,7 @@ class Mamba2Mixer:
         """Returns z, x, B, C and dt of each row."""
         spec = self._spec
         features = self._in(normed if spec.input_scale == 1.0 else normed * spec.input_scale)
-        for part, scale in zip(features.split(self._sections, dim=1), spec.section_scales, strict=True):
+        for part, scale in zip(features.split_with_sizes(self._sections, dim=1), spec.section_scales, strict=True):
             if scale != 1.0:
                 part.mul_(scale)
         return features
@@ -41,10 +41,10 @@ class Mamba2Mixer:
     def advance(self, features: Tensor, state: Tensor) -> Tensor:
         """Returns y, before gate and norm, and z of each token."""
         spec, num_tokens = self._spec, len(features)
-        gate, inputs, dt = features.split((spec.inner_size, spec.conv_size, spec.num_heads), dim=1)
-        window, recurrent = state.split((self._convolve.window_size, spec.inner_size * spec.d_state))
+        gate, inputs, dt = features.split_with_sizes((spec.inner_size, spec.conv_size, spec.num_heads), dim=1)
+        window, recurrent = state.split_with_sizes((self._convolve.window_size, spec.inner_size * spec.d_state))
         convolved = on_whole_vectors(ACTIVATIONS[spec.activation], self._convolve(inputs, window))
-        x, b, c = convolved.split((spec.inner_size, *(spec.num_groups * spec.d_state,) * 2), dim=1)
+        x, b, c = convolved.split_with_sizes((spec.inner_size, *(spec.num_groups * spec.d_state,) * 2), dim=1)
         dt = on_whole_vectors(F.softplus, dt + self._dt_bias).clamp(*spec.time_step_limit)
         decays = on_whole_vectors(torch.exp, dt * self._decay_rates)
         x = x.reshape(num_tokens, spec.num_heads, spec.head_dim)
