@@ -120,14 +120,14 @@ class Served:
 
 def wishes():
     rng = random.Random(3)
-    shared = [rng.randrange(VOCAB) for _ in range(90)]
-    for i in range(14):
-        tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))]
+    shared = [rng.randrange(VOCAB) for _ in range(70)]
+    for i in range(10):
+        tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50))]
         sampling = SamplingParams(
             temperature=0.0 if i % 3 else 0.9,
             seed=i,
             n=3 if i == 4 else 1,
-            max_tokens=rng.randrange(4, 60),
+            max_tokens=rng.randrange(4, 40),
             ignore_eos=True,
             logprobs=2 if i % 4 == 1 else None,
         )
@@ -176,7 +176,7 @@ def test_threads_change_no_bit(name, expected, monkeypatch):
     assert Served(name, num_threads=2).serve(wishes()) == expected
 
 
-@pytest.mark.parametrize(("num_blocks", "num_states"), [(90, 60), (400, 6)])
+@pytest.mark.parametrize(("num_blocks", "num_states"), [(44, 60), (400, 6)])
 def test_preemption_changes_no_bit(name, expected, num_blocks, num_states):
     served = Served(name, num_blocks=num_blocks, num_states=num_states)
     assert served.serve(wishes()) == expected
@@ -194,7 +194,7 @@ def test_drafts_change_no_bit(name, expected, chains):
 
 def test_beams_find_the_same_answers(name):
     beams = SamplingParams(beams=BeamSearch(width=3), n=2, max_tokens=12, ignore_eos=True)
-    requests = [Request(request_id=str(i), token_ids=[5 + i, 6, 7, 8, 9, 10], sampling=beams) for i in range(3)]
+    requests = [Request(request_id=f"beams{i}", token_ids=[5 + i, 6, 7, 8, 9, 10], sampling=beams) for i in range(3)]
 
     def answers(served, requests):
         for request in requests:
