@@ -8,7 +8,7 @@ import pytest
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVGroup, KVLayout
-from cloister.backends.spec import Mamba2Spec, ShortConvSpec
+from cloister.backends.spec import Mamba2Spec, ShortConvSpec, group_layers
 from cloister.executor import ModelRunner
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -38,8 +38,6 @@ HYBRID = replace(
 PURE = replace(BASE, layers=(replace(ATTENTION, attention=None, mlp=None, state=MAMBA),) * 2)
 SPECS = {"hybrid": HYBRID, "pure": PURE}
 WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in SPECS.items()}
-ATTENTION_LAYERS = {"hybrid": ({1, 2, 5}, {4}), "pure": ()}
-STATE_LAYERS = {"hybrid": {0, 2, 3}, "pure": {0, 1}}
 
 
 def program(name, layout, num_threads=1):
@@ -55,12 +53,10 @@ class Served:
         self, name, *, num_blocks=400, num_states=60, num_seqs=6, max_tokens=24, answers=(), chains=False, prefix_cache=True,
         num_threads=1,
     ):  # fmt: skip
-        windows = (None, 24)
         groups = [
-            KVGroup(num_blocks, frozenset(layers), window)
-            for layers, window in zip(ATTENTION_LAYERS[name], windows, strict=False)
+            KVGroup(num_states if group.is_state else num_blocks, group.layers, group.window, group.is_state)
+            for group in group_layers(SPECS[name], MAX_MODEL_LEN)
         ]
-        groups.append(KVGroup(num_states, frozenset(STATE_LAYERS[name]), is_state=True))
         self.layout = KVLayout.of_groups(groups, BLOCK)
         self.program = program(name, self.layout, num_threads)
         held = -(-(24 + max_tokens) // BLOCK) + 1

@@ -393,18 +393,37 @@ class DecoderSpec:
     head_bias: bool = False
 
 
-def group_layers(spec: DecoderSpec, max_model_len: int) -> list[tuple[int | None, frozenset[int]]]:
-    """Returns (window, numbers of layers) of the layers whose queries see the same positions, widest first (decisions/0018).
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share blocks (decisions/0018).
+
+    Attributes:
+        layers: their numbers. A layer with attention beside a state is in two groups.
+        window: positions that their queries see; None: all.
+        is_state: a block holds their states at one position.
+    """
+
+    layers: frozenset[int]
+    window: int | None = None
+    is_state: bool = False
+
+
+def group_layers(spec: DecoderSpec, max_model_len: int) -> list[LayerGroup]:
+    """Returns the groups of a decoder's layers: those with attention by what their queries see, widest first, then those with a
+    state.
 
     Args:
         max_model_len: a window that no sequence outgrows counts as none.
     """
     layers: dict[int | None, set[int]] = {}
     for number, layer in enumerate(spec.layers):
-        window = None if layer.attention is None else layer.attention.window
-        layers.setdefault(None if window is None or window >= max_model_len else window, set()).add(number)
+        if layer.attention is not None:
+            window = layer.attention.window
+            layers.setdefault(None if window is None or window >= max_model_len else window, set()).add(number)
     widest_first = sorted(layers, key=lambda window: -(window or 2**62))
-    return [(window, frozenset(layers[window])) for window in widest_first]
+    groups = [LayerGroup(frozenset(layers[window]), window) for window in widest_first]
+    states = frozenset(number for number, layer in enumerate(spec.layers) if layer.state is not None)
+    return [*groups, LayerGroup(states, is_state=True)] if states else groups
 
 
 def widest_feed_forward(spec: MlpSpec | MoeSpec | None) -> int:

@@ -99,7 +99,7 @@ class BlockPool:
         if self.num_groups == 1 and self.state_group is None:
             return self.count_available(0)
         counts = [self.count_available(number) for number, group in enumerate(self.groups) if not group.is_state]
-        return min(counts, default=self.num_total)
+        return min(counts, default=2**62)  # a model of states alone takes none for positions
 
     def count_available(self, group: int) -> int:
         """Returns the blocks of a group that an allocation may hope for: free ones, and cached ones that are not protected."""
