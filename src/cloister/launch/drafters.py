@@ -179,12 +179,14 @@ def _has_states_alone(model: LoadedModel) -> bool:
 
 
 def _without_positions(found: dict[str, Drafter], model: LoadedModel, is_auto: bool) -> dict[str, Drafter]:
-    """Returns the drafters that keep no KV: a model without attention has no blocks for that of its positions.
+    """Returns the drafters that keep no KV under the numbers of the model's blocks: without attention it has none of positions.
 
     Raises:
         ConfigError: the settings name another one.
     """
-    keeping = [name for name, drafter in found.items() if drafter.kv_block_bytes]
+    from cloister.executor.drafters.draft_model import PagedDrafter
+
+    keeping = [name for name, drafter in found.items() if isinstance(drafter, PagedDrafter)]
     if keeping and not is_auto:
         raise ConfigError(
             f"{keeping[0]} keeps KV beside that of the model, and one of the family {model.spec.family!r} has none; choose "
