@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "mamba2": "Mamba2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 """By model type."""
 TEMPLATE = (
@@ -79,6 +80,10 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24},
+    "gpt_oss": {
+        "intermediate_size": 96, "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 40,
+        "swiglu_limit": 0.7,
+    },
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2, "head_dim": 24,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,

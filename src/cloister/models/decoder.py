@@ -157,7 +157,7 @@ def _read_attentions(
     scales = family.scales(fields, heads["head_dim"], num_layers)
     softcap = fields.take_limit("attn_logit_softcapping") if family.softcap else None
     layers = [
-        AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap)
+        AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap, sinks=family.sinks)
         for scale, rope, window in zip(scales, ropes, windows, strict=True)
     ]
     return layers, reader.max_positions
@@ -311,10 +311,12 @@ def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
         over_head = spec.qk_norm_over == "head"
         yield "q_norm.weight", (spec.head_dim if over_head else q_size,)
         yield "k_norm.weight", (spec.head_dim if over_head else kv_size,)
+    if spec.sinks:
+        yield "attention.sinks", (spec.num_heads,)
 
 
 def _moe_shapes(spec: MoeSpec, hidden: int) -> Shapes:
-    yield "router.weight", (spec.num_experts, hidden)
+    yield from _projection("router", spec.num_experts, hidden, spec.router_bias)
     if spec.correction_bias:
         yield "router.e_score_correction_bias", (spec.num_experts,)
     for number in range(spec.num_experts):

@@ -94,6 +94,7 @@ class Family:
         grouped: heads may share KV heads and have a size of their own: `num_key_value_heads` and `head_dim` exist.
         widening: `intermediate_size` by the size of a token, when the config has none; None where it must.
         softcap: scores are capped at `attn_logit_softcapping`.
+        sinks: as in `backends.spec.AttentionSpec`.
         parallel: whether blocks are parallel, or the field that says so.
         learned_positions: positions are learned, and nothing is turned.
         partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
@@ -140,6 +141,7 @@ class Family:
     grouped: bool = True
     widening: int | None = None
     softcap: bool = False
+    sinks: bool = False
     parallel: str | bool = False
     learned_positions: bool = False
     partial_rotary: float | None = None

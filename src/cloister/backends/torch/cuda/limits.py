@@ -69,6 +69,8 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "experts"
     elif not mlp.gated or mlp.activation == "relu":
         yield "feed-forwards without a gate"
+    elif mlp.clipped is not None:
+        yield "clipped SwiGLU"
 
 
 def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
@@ -82,3 +84,5 @@ def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "soft caps"
     if attention.qk_norm and attention.qk_norm_over != "head":
         yield "norms over whole projections of q and k"
+    if attention.sinks:
+        yield "attention sinks"
