@@ -11,7 +11,8 @@ from typing import Final, Literal, TypeAlias
 FOREIGN_FAMILY: Final = "transformers"
 """The family of a model without a spec: no layers are known of it."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""`relu2` is relu(x) ** 2 (So et al. 2021; Nemotron-H)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +280,7 @@ class MlpSpec:
     """Feed-forward: down(act(gate(x)) * up(x)) where gated, else down(act(up(x))).
 
     Attributes:
+        gate_scale, output_scale: multiply what `gate` and `down` return (Falcon-H1).
         clipped: takes the place of act(gate) * up, if there is one.
     """
 
@@ -287,6 +289,13 @@ class MlpSpec:
     bias: bool = False
     gated: bool = True
     clipped: ClippedSwiGLU | None = None
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether anything is multiplied."""
+        return (self.gate_scale, self.output_scale) != (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -182,6 +183,7 @@ def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, 
         and (family.qk_norm_field is None or fields.take(family.qk_norm_field, bool, False)),
         "qk_norm_over": family.qk_norm or "head",
         "gated": family.gated_attention,
+        **{name: fields.take(field, float, 1.0) for name, field in family.attention_scales.items()},
     }
 
 

@@ -106,6 +106,7 @@ class Family:
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
         gated_attention: the outputs of attention are gated (`q_gate`).
+        attention_scales: fields of the config by what they set in `backends.spec.AttentionSpec`.
         states: reads the mixer with a state of each layer, of `hidden_size`, layers, and the activation; None where no layer
             has one. A layer that has one has no attention, but where both are side by side.
         side_by_side: layers with a state have attention too.
@@ -151,6 +152,7 @@ class Family:
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
     scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
     gated_attention: bool = False
+    attention_scales: Mapping[str, str] = field(default_factory=dict)
     states: StateReader | None = None
     side_by_side: bool = False
     feed_forwards: Callable[[ConfigFields, MlpSpec, int], FeedForwards] = _feed_alike

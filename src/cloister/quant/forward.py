@@ -49,7 +49,7 @@ def check_forward(spec: DecoderSpec) -> None:
 
 def feed_forward_of(layer: LayerSpec) -> MlpSpec:
     """Returns a layer's feed-forward, which must be one with a gate (ConfigError otherwise)."""
-    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or layer.mlp.clipped is not None:
+    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or layer.mlp.clipped is not None or layer.mlp.is_scaled:
         raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate or a clipped one", param="method")
     return layer.mlp
 

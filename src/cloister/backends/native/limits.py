@@ -42,6 +42,8 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
     feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
     if feed_forward is not None and feed_forward.clipped is not None:
         yield "clipped SwiGLU"
+    if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
+        yield "scaled feed-forwards or squared ReLU"
 
 
 def _chooses_otherwise(mlp: MoeSpec) -> bool:

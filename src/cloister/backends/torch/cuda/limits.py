@@ -67,8 +67,10 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "layers without a feed-forward"
     elif not isinstance(mlp, MlpSpec):
         yield "experts"
-    elif not mlp.gated or mlp.activation == "relu":
+    elif not mlp.gated or mlp.activation in ("relu", "relu2"):
         yield "feed-forwards without a gate"
+    elif mlp.is_scaled:
+        yield "scaled feed-forwards"
     elif mlp.clipped is not None:
         yield "clipped SwiGLU"
 
