@@ -28,11 +28,21 @@ class BlockGroup:
         num_blocks: how many of the pool's blocks are theirs.
         window: positions that a query of these layers sees, its own included; None: all up to its own.
         max_held: blocks that one sequence holds at once; None: one for each `block_size` of its positions.
+        is_state: a block holds the whole state of the layers at one position, not KV of `block_size` positions.
     """
 
     num_blocks: int
     window: int | None = None
     max_held: int | None = None
+    is_state: bool = False
+
+    @classmethod
+    def of_state(cls, num_blocks: int) -> BlockGroup:
+        """Returns the group of layers with a recurrent state: a token reads what the one before it left.
+
+        A sequence holds its running state, and for one step the state that this is a copy of.
+        """
+        return cls(num_blocks, window=2, max_held=2, is_state=True)
 
 
 class OutOfBlocksError(Exception):
@@ -45,14 +55,20 @@ class BlockPool:
     Args:
         groups: blocks of each group, numbered through from 0, group after group; a number for one group without a window.
         block_size: positions in one block, 1 to 256.
+
+    Attributes:
+        state_group: number of the group whose blocks hold states; None where there is none.
     """
 
     def __init__(self, groups: int | Sequence[BlockGroup], block_size: int) -> None:
         self.groups = (BlockGroup(groups),) if isinstance(groups, int) else tuple(groups)
         if any(group.num_blocks < 1 for group in self.groups) or not self.groups or not 1 <= block_size <= 256:
             raise ValueError("a pool needs at least one block in each group, of 1 to 256 positions")
+        if sum(group.is_state for group in self.groups) > 1:
+            raise ValueError("layers with a state are one group")
         self._ends = list(accumulate(group.num_blocks for group in self.groups))
         self.num_groups = len(self.groups)
+        self.state_group = next((number for number, group in enumerate(self.groups) if group.is_state), None)
         self.num_total = self._ends[-1]
         self.block_size = block_size
         self._free = [deque(range(end - group.num_blocks, end)) for group, end in zip(self.groups, self._ends, strict=True)]
@@ -79,8 +95,11 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation may hope for in every group."""
-        return self.count_available(0) if self.num_groups == 1 else min(map(self.count_available, range(self.num_groups)))
+        """Blocks that an allocation may hope for in every group with a block for each entry of a block table."""
+        if self.num_groups == 1 and self.state_group is None:
+            return self.count_available(0)
+        counts = [self.count_available(number) for number, group in enumerate(self.groups) if not group.is_state]
+        return min(counts, default=self.num_total)
 
     def count_available(self, group: int) -> int:
         """Returns the blocks of a group that an allocation may hope for: free ones, and cached ones that are not protected."""
@@ -91,13 +110,17 @@ class BlockPool:
         return 0 if self.num_groups == 1 else bisect_right(self._ends, block)
 
     def has_room(self, num_missing: Iterable[int], num_spare: int) -> bool:
-        """Whether sequences can grow by so many table entries each, and `num_spare` blocks are left in every group."""
-        if self.num_groups == 1:
+        """Whether sequences can grow by so many table entries each, and `num_spare` blocks are left in every group.
+
+        Of states one spare block for each sequence will do: none needs another for every entry that it grows by.
+        """
+        if self.num_groups == 1 and self.groups[0].max_held is None:
             return self.count_available(0) >= sum(num_missing) + num_spare
         missing = list(num_missing)
         return all(
             self.count_available(number)
-            >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing)) + num_spare
+            >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing))
+            + (min(num_spare, len(missing)) if group.is_state else num_spare)
             for number, group in enumerate(self.groups)
         )
 

@@ -86,12 +86,14 @@ class Scheduler:
         self._policy = POLICIES.get(config.policy)()
         keys = keys if config.prefix_cache else None
         num_public = len(keys.public) if keys is not None else 0
-        num_usable = pool.groups[0].num_blocks - num_public
+        num_usable = pool.groups[0].num_blocks - (0 if pool.groups[0].is_state else num_public)
         quotas = None
         if keys is not None and config.cache_scopes:
             num_longest = -(-config.max_model_len // pool.block_size)
             quotas = [
-                CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
+                CacheQuotas.plan(config.cache_scopes, group.num_blocks, 2 * config.max_num_seqs)
+                if group.is_state
+                else CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
                 for group in pool.groups
             ]
             num_usable -= quotas[0].num_most  # a sequence that runs alone must fit into what full shares leave
@@ -104,6 +106,9 @@ class Scheduler:
         )
         max_held = pool.groups[0].max_held
         self._num_usable = num_usable * pool.block_size if max_held is None or num_usable < max_held else _UNBOUNDED
+        # Each sequence takes a state, and another one for a step.
+        states = [group.num_blocks // 2 for group in pool.groups if group.is_state]
+        self._max_num_seqs = min([config.max_num_seqs, *states])
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
         self.prefix_cache = self._requests.prefix_cache
@@ -171,7 +176,7 @@ class Scheduler:
         sequence = self._requests.make_sequence(state, 0, list(request.token_ids), max_output)
         if state.beams is not None:
             state.beams.start({sequence.seq_id: 0.0})
-        limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
+        limits = EngineLimits(self.config.max_model_len, self._max_num_seqs, self._num_usable, self.pool.block_size)
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and state.beams is not None:
             refusal = state.beams.find_excess()
@@ -246,6 +251,9 @@ class Scheduler:
                     self._requests.renew(sequence, now)
                     if self._has_windows:
                         table_of(sequence).pass_positions(end)
+        for sequence in step.forked:
+            if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
+                self._requests.share_known(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
@@ -400,6 +408,7 @@ class Scheduler:
         sequence.num_planned = sequence.num_committed = num_hit
         self._requests.run(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
+        sequence.snapshots = self._requests.choose_snapshots(sequence)
         state = sequence.request_state
         self._requests.renew(sequence, step.now)
         resumed = state.scheduled_s is not None
@@ -429,7 +438,7 @@ class Scheduler:
         start = sequence.num_planned
         end = start + num_tokens + num_drafts
         table = table_of(sequence)
-        if not table.is_writable(start, end) and not self._grow(step, sequence, table, start, end):
+        if not table.is_writable(start, end) and not self._grow(step, sequence, start, end):
             return False
         num_known = len(sequence.token_ids) + sequence.num_pending
         is_decode = start == num_known - 1
@@ -468,19 +477,33 @@ class Scheduler:
                 self._fork(step, sequence)
         return True
 
-    def _grow(self, step: Step, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
+    def _grow(self, step: Step, sequence: SequenceRecord, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; False if the blocks for it cannot be had in this step."""
+        table, snapshots = table_of(sequence), self._snapshots_within(sequence, start, end)
         while True:
             try:
-                step.plan.copies.extend(table.grow(start, end))
+                step.plan.copies.extend(table.grow(start, end, snapshots))
                 return True
             except OutOfBlocksError:
+                if snapshots:
+                    snapshots = []
+                    continue
                 victim = self._choose_victim(step, behind=None)
                 if victim is None:
                     return False
                 self._requests.preempt(victim, step.now)
                 if victim is sequence or victim.num_in_flight:
                     return False  # its blocks come back when the plans that name it are committed
+
+    def _snapshots_within(self, sequence: SequenceRecord, start: int, end: int) -> list[int]:
+        """Returns the entries inside of positions [start, end) that shall get a block for the state at their end.
+
+        They take blocks that nobody needs: a running sequence needs two at most.
+        """
+        size, group = self.pool.block_size, self.pool.state_group
+        if group is None or self.pool.count_available(group) <= 2 * len(self._requests.running):
+            return []
+        return [number - 1 for number in sequence.snapshots if start < number * size < end]
 
     def _fork(self, step: Step, parent: SequenceRecord) -> None:
         """Makes the request's other sequences from the one that has just computed the prompt."""

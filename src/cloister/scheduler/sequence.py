@@ -98,6 +98,8 @@ class SequenceRecord:
         drafting: what `scheduler.speculation` keeps of it.
         keys: prefix keys of its full blocks, as far as they were needed.
         num_kept: leading blocks that the prefix cache was offered.
+        snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
+        last_snapshot: the same of the latest state that was kept beside those; 0 for none.
         is_unknown: it runs, and no plan introduced it to the runner yet.
     """
 
@@ -106,6 +108,7 @@ class SequenceRecord:
         "index",
         "is_unknown",
         "keys",
+        "last_snapshot",
         "max_output",
         "num_committed",
         "num_drafts",
@@ -115,6 +118,7 @@ class SequenceRecord:
         "num_planned",
         "request_state",
         "seq_id",
+        "snapshots",
         "status",
         "table",
         "token_ids",
@@ -132,6 +136,8 @@ class SequenceRecord:
         self.num_pending = 0
         self.num_in_flight = 0
         self.num_kept = 0
+        self.snapshots: tuple[int, ...] = ()
+        self.last_snapshot = 0
         self.num_drafts = 0
         self.drafting: object | None = None
         self.is_unknown = False

@@ -65,6 +65,7 @@ class TorchBackend:
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
+            state_bytes=sum(4 * layer.state.state_size for layer in spec.layers if layer.state is not None),
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * _ATTENTION_BYTES,
         )
 
