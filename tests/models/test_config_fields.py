@@ -64,6 +64,7 @@ BASES: dict[str, dict[str, Any]] = {
     "olmo3": {**SLIDING, "rope_parameters": {**LOCAL_AND_GLOBAL, "full_attention": OF_GLOBAL}},
     "minimax_m2": {"rope_parameters": PARTLY},
     "cohere2": SLIDING,
+    "gpt_oss": {"rope_parameters": {**OF_GLOBAL, "truncate": False}},
     "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
@@ -154,6 +155,11 @@ HONOURED: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 0.5, **ACTIVATION, **THETA, "sliding_window": 10, "logit_scale": 0.5,
         "layer_types": ["full_attention", "full_attention"],
     },
+    "gpt_oss": {
+        **EPS, **THETA, "rope_parameters.factor": 3.0, "rope_parameters.original_max_position_embeddings": 300,
+        "rope_parameters.truncate": True, "sliding_window": 10, "layer_types": ["full_attention", "full_attention"],
+        "num_experts_per_tok": 2, "swiglu_alpha": 0.5, "swiglu_limit": 0.2,
+    },
     "minimax_m2": {
         **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
     },
@@ -235,6 +241,10 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "cohere2": {
         "use_sliding_window": None, "tie_word_embeddings": False, "use_qk_norm": True, "use_parallel_block": False,
         "position_embedding_type": "rope",
+    },
+    "gpt_oss": {
+        "use_sliding_window": None, "attention_bias": False, "rope_parameters.rope_type": "linear",
+        "rope_parameters.beta_fast": -1.0, "num_local_experts": 4, "hidden_act": "gelu",
     },
     "minimax_m2": {
         "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,

@@ -10,7 +10,8 @@ Where the spec asks for them: `positions.weight [max_positions, hidden]`, `layer
 `layers.L.mlp_post_norm.weight [hidden]`; `gate` only where the feed-forward is gated; no pre-norms where there are none.
 A mixture has `layers.L.router.weight [num_experts, hidden]`, `layers.L.experts.E.gate.weight`, `.up.weight`, `.down.weight` (E
 is the expert's number from 0), `layers.L.shared.gate.weight`, `.up.weight`, `.down.weight`, and `layers.L.shared_router.weight
-[1, hidden]`; the bias of its choice is `layers.L.router.e_score_correction_bias [num_experts]`.
+[1, hidden]`; the bias of its choice is `layers.L.router.e_score_correction_bias [num_experts]`, that of its scores
+`layers.L.router.bias [num_experts]`. Attention sinks are `layers.L.attention.sinks [num_heads]`.
 Latent attention has `layers.L.kv_a.weight [kv_lora_rank + qk_rope_head_dim, hidden]`, `layers.L.kv_a_norm.weight
 [kv_lora_rank]` and `layers.L.kv_b.weight [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]` in place of k and v (the
 key rows of a head before its value rows), `layers.L.q.weight [num_heads * (qk_nope_head_dim + qk_rope_head_dim), hidden]` or,

@@ -11,7 +11,8 @@ from typing import Final, Literal, TypeAlias
 FOREIGN_FAMILY: Final = "transformers"
 """The family of a model without a spec: no layers are known of it."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""`relu2` is relu(x) ** 2 (So et al. 2021; Nemotron-H)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class AttentionSpec:
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2, Riviere et al. 2024); None is off.
         gated: what the output projection reads is multiplied by sigmoid(q_gate(x)) (Qwen3-Next); `qkv_bias` is its bias too.
         input_scale, output_scale: multiply what q, k and v read, and what the output projection returns (Falcon-H1).
+        sinks: each head has a learned logit that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925;
+            Xiao et al. 2023).
     """
 
     num_heads: int
@@ -61,6 +64,7 @@ class AttentionSpec:
     gated: bool = False
     input_scale: float = 1.0
     output_scale: float = 1.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +267,35 @@ StateSpec: TypeAlias = Mamba2Spec | GatedDeltaNetSpec | ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True)
+class ClippedSwiGLU:
+    """The gate of gpt-oss (arXiv:2508.10925): g * sigmoid(alpha * g) * (u + 1), where g = min(gate, limit) and u is up, clipped
+    to [-limit, limit]."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """Feed-forward: down(act(gate(x)) * up(x)) where gated, else down(act(up(x)))."""
+    """Feed-forward: down(act(gate(x)) * up(x)) where gated, else down(act(up(x))).
+
+    Attributes:
+        gate_scale, output_scale: multiply what `gate` and `down` return (Falcon-H1).
+        clipped: takes the place of act(gate) * up, if there is one.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     gated: bool = True
+    clipped: ClippedSwiGLU | None = None
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether anything is multiplied."""
+        return (self.gate_scale, self.output_scale) != (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +306,7 @@ class MoeSpec:
     one with the lower number), and its output is the sum of theirs weighted by their scores.
 
     Attributes:
-        expert: each expert's feed-forward; its bias is False.
+        expert: each expert's feed-forward.
         renormalize: the chosen scores are divided by their sum.
         shared: a feed-forward that every token passes beside its experts, or None.
         shared_gate: the shared one's output is multiplied by sigmoid(shared_router(x)) (Qwen2-MoE).
@@ -290,6 +316,7 @@ class MoeSpec:
         num_chosen_groups: a token chooses only among the experts of that many groups (DeepSeek-V2, section 2.2.2).
         num_group_scores: a group's score is the sum of that many of its highest: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
         routed_scale: multiplies the experts' weights after all of that.
+        router_bias: the router carries a bias, which its scores contain (gpt-oss).
     """
 
     num_experts: int
@@ -304,6 +331,7 @@ class MoeSpec:
     num_chosen_groups: int = 1
     num_group_scores: int = 1
     routed_scale: float = 1.0
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

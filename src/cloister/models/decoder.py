@@ -36,6 +36,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -157,7 +158,7 @@ def _read_attentions(
     scales = family.scales(fields, heads["head_dim"], num_layers)
     softcap = fields.take_limit("attn_logit_softcapping") if family.softcap else None
     layers = [
-        AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap)
+        AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap, sinks=family.sinks)
         for scale, rope, window in zip(scales, ropes, windows, strict=True)
     ]
     return layers, reader.max_positions
@@ -182,6 +183,7 @@ def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, 
         and (family.qk_norm_field is None or fields.take(family.qk_norm_field, bool, False)),
         "qk_norm_over": family.qk_norm or "head",
         "gated": family.gated_attention,
+        **{name: fields.take(field, float, 1.0) for name, field in family.attention_scales.items()},
     }
 
 
@@ -311,10 +313,12 @@ def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
         over_head = spec.qk_norm_over == "head"
         yield "q_norm.weight", (spec.head_dim if over_head else q_size,)
         yield "k_norm.weight", (spec.head_dim if over_head else kv_size,)
+    if spec.sinks:
+        yield "attention.sinks", (spec.num_heads,)
 
 
 def _moe_shapes(spec: MoeSpec, hidden: int) -> Shapes:
-    yield "router.weight", (spec.num_experts, hidden)
+    yield from _projection("router", spec.num_experts, hidden, spec.router_bias)
     if spec.correction_bias:
         yield "router.e_score_correction_bias", (spec.num_experts,)
     for number in range(spec.num_experts):

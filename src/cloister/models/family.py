@@ -94,6 +94,7 @@ class Family:
         grouped: heads may share KV heads and have a size of their own: `num_key_value_heads` and `head_dim` exist.
         widening: `intermediate_size` by the size of a token, when the config has none; None where it must.
         softcap: scores are capped at `attn_logit_softcapping`.
+        sinks: as in `backends.spec.AttentionSpec`.
         parallel: whether blocks are parallel, or the field that says so.
         learned_positions: positions are learned, and nothing is turned.
         partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
@@ -105,6 +106,7 @@ class Family:
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
         gated_attention: the outputs of attention are gated (`q_gate`).
+        attention_scales: fields of the config by what they set in `backends.spec.AttentionSpec`.
         states: reads the mixer with a state of each layer, of `hidden_size`, layers, and the activation; None where no layer
             has one. A layer that has one has no attention, but where both are side by side.
         side_by_side: layers with a state have attention too.
@@ -140,6 +142,7 @@ class Family:
     grouped: bool = True
     widening: int | None = None
     softcap: bool = False
+    sinks: bool = False
     parallel: str | bool = False
     learned_positions: bool = False
     partial_rotary: float | None = None
@@ -149,6 +152,7 @@ class Family:
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
     scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
     gated_attention: bool = False
+    attention_scales: Mapping[str, str] = field(default_factory=dict)
     states: StateReader | None = None
     side_by_side: bool = False
     feed_forwards: Callable[[ConfigFields, MlpSpec, int], FeedForwards] = _feed_alike

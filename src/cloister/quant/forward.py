@@ -43,14 +43,14 @@ def check_forward(spec: DecoderSpec) -> None:
             raise ConfigError(f"{_FACED}: {spec.family!r} has gated or scaled attention", param="method")
         feed_forward_of(layer)
         rope_of(layer)
-        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head":
+        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head" or attention.sinks:
             raise ConfigError(f"{_FACED}: {spec.family!r} has blocks of its own", param="method")
 
 
 def feed_forward_of(layer: LayerSpec) -> MlpSpec:
     """Returns a layer's feed-forward, which must be one with a gate (ConfigError otherwise)."""
-    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated:
-        raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate", param="method")
+    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or layer.mlp.clipped is not None or layer.mlp.is_scaled:
+        raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate or a clipped one", param="method")
     return layer.mlp
 
 

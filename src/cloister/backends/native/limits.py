@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
 
@@ -33,8 +33,17 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "gated or scaled attention"
     elif attention.rope is not None and attention.rope.interleaved:
         yield "interleaved rotation"
+    if isinstance(attention, AttentionSpec) and attention.sinks:
+        yield "attention sinks"
     if isinstance(mlp, MoeSpec) and _chooses_otherwise(mlp):
         yield "sigmoid, grouped or scaled routing of experts"
+    if isinstance(mlp, MoeSpec) and (mlp.router_bias or mlp.expert.bias):
+        yield "biases of experts"
+    feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
+    if feed_forward is not None and feed_forward.clipped is not None:
+        yield "clipped SwiGLU"
+    if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
+        yield "scaled feed-forwards or squared ReLU"
 
 
 def _chooses_otherwise(mlp: MoeSpec) -> bool:

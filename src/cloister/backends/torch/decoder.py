@@ -22,6 +22,7 @@ class GroupedProjections:
         self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=spec.qkv_bias)
         names = ("q_norm", "k_norm") if spec.qk_norm else ()
         self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") for name in names]
+        self.sinks = reader.vector(f"{prefix}.attention.sinks") if spec.sinks else None
         self.linears: tuple[AnyLinear, ...] = (self._qkv,)
         self.num_operations, self.num_output_operations = self._qkv.num_operations, 0.0
 
@@ -61,6 +62,7 @@ class SelfAttention:
         linears: its products.
         num_operations: multiplications and additions of products with weights before attention, for one row.
         num_output_operations: those after it.
+        sinks: [num_heads], or None.
         is_gated: `finish` reads the normed rows again.
     """
 
@@ -72,6 +74,7 @@ class SelfAttention:
             else GroupedProjections(spec, reader, prefix, eps)
         )
         self._o = reader.linear(f"{prefix}.o", bias=spec.output_bias)
+        self.sinks = self._projections.sinks if isinstance(self._projections, GroupedProjections) else None
         self._gate: AnyLinear | None = None
         self._input_scale = self._output_scale = 1.0
         if isinstance(spec, AttentionSpec):
@@ -121,6 +124,7 @@ class DecoderLayer:
     Attributes:
         attention: None where the layer has none.
         mixer: its mixer with a state, None where it has none. A step calls its `advance` between `project` and `finish`.
+        sinks: [num_heads] of its attention, or None.
         project_operations, finish_operations: multiplications and additions of products with weights, for one row.
     """
 
@@ -149,6 +153,7 @@ class DecoderLayer:
         self.finish_operations = sum(part.num_output_operations for part in mixers) + sum(
             part.num_operations for part in feed_forwards
         )
+        self.sinks = None if self._attend is None else self._attend.sinks
 
     def project(
         self,

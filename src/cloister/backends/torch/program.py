@@ -184,7 +184,7 @@ class TorchProgram(Program):
             mixed = state_mixed = None
             if layer.attention is not None and queries is not None and new_slots is not None:
                 slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
-                mixed = self._attend(queries, slots, layer.attention, units[work_shape(layer.attention)])
+                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)])
             if features is not None and state_step is not None:
                 state_mixed = self._advance(number, features, state_step)
             tasks = [
@@ -270,11 +270,13 @@ class TorchProgram(Program):
         self._team.run(tasks, num_rows * layer.project_operations)
         return queries, slots, features
 
-    def _attend(self, queries: Tensor, slots: Tensor, spec: AnyAttentionSpec, units: Sequence[UnitBatch]) -> Tensor:
+    def _attend(
+        self, queries: Tensor, slots: Tensor, layer: DecoderLayer, spec: AnyAttentionSpec, units: Sequence[UnitBatch]
+    ) -> Tensor:
         """Returns [num_rows, num_heads * value_dim]; a batch of units is a task for one thread."""
         layout, rows = slot_layout(spec), queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, layout.value_dim)
-        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap) for unit in units]
+        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks) for unit in units]
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * layout.value_dim)
 

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 from cloister.models.families.cohere2 import COHERE2
 from cloister.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from cloister.models.families.falcon_h1 import FALCON_H1
 from cloister.models.families.gemma import GEMMA2, GEMMA3
 from cloister.models.families.glm import GLM4_MOE
 from cloister.models.families.gpt import GPT2, GPT_NEOX, OPT
+from cloister.models.families.gpt_oss import GPT_OSS
+from cloister.models.families.granite_hybrid import GRANITE_HYBRID
 from cloister.models.families.lfm2 import LFM2
 from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from cloister.models.families.mamba2 import MAMBA2
@@ -21,7 +24,7 @@ FAMILIES: Mapping[str, Family] = {
     family.architecture: family
     for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX, SMOLLM3,
-        GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2,
-        MAMBA2, QWEN3_NEXT, LFM2,
+        GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS,
+        MAMBA2, QWEN3_NEXT, LFM2, GRANITE_HYBRID, FALCON_H1,
     )
 }  # fmt: skip

@@ -67,8 +67,12 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "layers without a feed-forward"
     elif not isinstance(mlp, MlpSpec):
         yield "experts"
-    elif not mlp.gated or mlp.activation == "relu":
+    elif not mlp.gated or mlp.activation in ("relu", "relu2"):
         yield "feed-forwards without a gate"
+    elif mlp.is_scaled:
+        yield "scaled feed-forwards"
+    elif mlp.clipped is not None:
+        yield "clipped SwiGLU"
 
 
 def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
@@ -82,3 +86,5 @@ def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "soft caps"
     if attention.qk_norm and attention.qk_norm_over != "head":
         yield "norms over whole projections of q and k"
+    if attention.sinks:
+        yield "attention sinks"
