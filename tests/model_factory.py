@@ -36,6 +36,11 @@ ARCHITECTURES = {
     "olmo3": "Olmo3ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
 """By model type."""
@@ -57,6 +62,10 @@ SMALL: dict[str, Any] = {
 }
 """Fields of Llama, and of all that follow it."""
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_d_conv": 4, "mamba_expand": 2,
+}  # fmt: skip
+"""Fields of the hybrids with Mamba 2."""
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2,
@@ -85,10 +94,31 @@ OWN: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2, "head_dim": 24,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,
     },
+    "qwen3_next": {
+        **EXPERTS, "shared_expert_intermediate_size": 56, "head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+    },
+    "granitemoehybrid": {
+        **MAMBA, "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+        "shared_intermediate_size": 56, "num_local_experts": 6, "num_experts_per_tok": 3,
+    },
+    "falcon_h1": {
+        **MAMBA, "mamba_d_ssm": 96, "mamba_d_head": 12, "embedding_multiplier": 1.4, "lm_head_multiplier": 0.8,
+        "key_multiplier": 0.7, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 1.3, "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mlp_multipliers": [1.3, 0.8],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 24},
 }  # fmt: skip
 """What a family has beside `SMALL`."""
 INSTEAD: dict[str, dict[str, Any]] = {
     "cohere2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"tie_word_embeddings": True},
+    "lfm2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"norm_eps": 1e-5},
+    "mamba2": {
+        "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "expand": 2,
+        "state_size": 20, "n_groups": 2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    },
     "gpt2": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
     "opt": {
         "vocab_size": 320, "hidden_size": 64, "ffn_dim": 100, "num_hidden_layers": 2, "num_attention_heads": 4,

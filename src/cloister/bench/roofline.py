@@ -167,4 +167,4 @@ def _weights_bytes(spec: DecoderSpec, numbers: Numbers) -> float:
 
 def _token_bytes(spec: DecoderSpec, numbers: Numbers) -> float:
     """Bytes of KV that one position takes in all layers."""
-    return sum(kv_size(layer.attention) for layer in spec.layers) * numbers.kv_bits / 8
+    return sum(kv_size(layer.attention) for layer in spec.layers if layer.attention is not None) * numbers.kv_bits / 8

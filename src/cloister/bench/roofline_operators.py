@@ -128,8 +128,13 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
 
     Raises:
-        ConfigError: the decoder cannot be cut into that many parts, or has latent attention.
+        ConfigError: the decoder cannot be cut into that many parts, or has latent attention, layers with a state, or layers
+            without attention or feed-forward.
     """
+    if any(layer.state is not None or layer.attention is None or layer.mlp is None for layer in spec.layers):
+        raise ConfigError(
+            "the roofline counts layers of attention and feed-forward only, not those with a state", param="model"
+        )
     if not all(isinstance(layer.attention, AttentionSpec) for layer in spec.layers):
         raise ConfigError("the roofline counts grouped-query attention only, not latent attention", param="model")
     count = _Counting(work, numbers, spec.hidden_size, num_chips)
@@ -137,7 +142,7 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     kinds = Counter(part.layers)
     operators = [count.embed()]
     for layer, num_layers in kinds.items():
-        window = layer.attention.window
+        window = layer.grouped_attention.window
         label = "" if len(kinds) == 1 else " (full)" if window is None else f" (window {window})"
         operators += [replace(op, name=op.name + label, count=op.count * num_layers) for op in count.layer(layer)]
     return [*operators, *count.end(part.vocab_size)]
@@ -159,7 +164,7 @@ def cut(spec: DecoderSpec, num_chips: int) -> DecoderSpec:
 
 
 def _cut_layer(layer: LayerSpec, num_chips: int) -> LayerSpec:
-    attention, mlp = layer.grouped_attention, layer.mlp
+    attention, mlp = layer.grouped_attention, layer.feed_forward
     num_kv_heads = attention.num_kv_heads
     shares_kv = num_kv_heads % num_chips == 0 or num_chips % num_kv_heads == 0
     widths = [part.intermediate_size for part in _mlps_of(mlp)]
@@ -211,7 +216,7 @@ class _Counting:
         yield from self._joined("attention", "output")
         if layer.pre_norm:
             yield self._norm("mlp norm", "mlp_norm", self._rows, self._hidden)
-        yield from self._feed_forward(layer.mlp)
+        yield from self._feed_forward(layer.feed_forward)
         if layer.post_norm:
             yield self._norm("mlp post norm", "down", self._rows, self._hidden)
         yield from self._joined("mlp", "down")

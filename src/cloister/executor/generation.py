@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, VerifyFeedback
-from cloister.executor.inputs import ScheduledSequence, forward_batch, row_slices, split_scored
+from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, row_slices, split_scored
 from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.sampling import NOT_FINITE, finite_rows, greedy_tokens
@@ -37,6 +37,7 @@ class TokenGenerator:
     Args:
         batch: the sequences of the runner.
         drafting: called with forks, and with the model's output of steps that it observes.
+        tables: layout of block tables.
     """
 
     def __init__(
@@ -46,13 +47,12 @@ class TokenGenerator:
         drafting: DrafterGroup,
         *,
         vocab_size: int,
-        block_size: int,
-        num_groups: int = 1,
+        tables: TableLayout,
     ) -> None:
         self._program = program
         self._executor = ProgramExecutor(program, vocab_size)
         self._batch = batch
-        self._block_size, self._num_groups = block_size, num_groups
+        self._tables = tables
         self._drafting = drafting
         self._drafts = len(drafting) > 0
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
@@ -123,26 +123,38 @@ class TokenGenerator:
 
     def _finish(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification], result: StepResult) -> None:
         self._keep_paths(parts, verified)
+        if self._tables.state_group is not None and any(part.draft is not NOTHING for part in parts):
+            self._program.accept_drafts(self._accepted(parts, verified))
         result.samples += [each.sample for each in verified if each.token_ids and each.state.failure is None]
 
     def _keep_paths(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification]) -> None:
         """Moves the KV of accepted drafts to the positions of a chain."""
         trees = {part.plan.seq_id: part for part in parts if part.draft.parents is not None}
-        size, num_groups, moves = self._block_size, self._num_groups, []
+        size, num_groups, moves = self._tables.block_size, self._tables.num_groups, []
+        groups = [group for group in range(num_groups) if group != self._tables.state_group]
         for each in verified if trees else ():
             part, slots = trees.get(each.state.seq_id), each.state.blocks
             for move in each.moves(part) if part is not None else ():
-                moves += [
-                    [slots[p // size * num_groups + group] * size + p % size for p in move] for group in range(num_groups)
-                ]
+                moves += [[slots[p // size * num_groups + group] * size + p % size for p in move] for group in groups]
         if moves:
             self._program.move_positions(np.array(moves, np.int32))
+
+    def _accepted(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification]) -> IntArray:
+        """Returns the token of the batch and the block of the state of each accepted draft (`Program.accept_drafts`)."""
+        paths = {each.state.seq_id: each.path for each in verified}
+        accepted, first = [], 0
+        for part in parts:
+            first += part.end - part.plan.start
+            block = self._tables.running_state(part)
+            accepted += [(first + place, block) for place in paths.get(part.plan.seq_id, ())]
+            first += len(part.draft.token_ids)
+        return np.array(accepted, np.int32).reshape(-1, 2)
 
     # Tokens chosen by the program
 
     def _start_plain(self, live: Sequence[ScheduledSequence], result: StepResult) -> Callable[[], None] | None:
         """Starts a step without verification; creating an object for each sequence would take a tenth of its Python time."""
-        batch = forward_batch(live, self._block_size, self._num_groups)
+        batch = forward_batch(live, self._tables)
         states = [part.state for part in live if part.plan.num_samples]
         wants = self._wants(batch, states)
         if not self._executor.is_asynchronous:
@@ -154,7 +166,7 @@ class TokenGenerator:
     def _verify_on_program(
         self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
     ) -> list[VerifyFeedback]:
-        batch = forward_batch(live, self._block_size, self._num_groups)
+        batch = forward_batch(live, self._tables)
         verified = self._open_verifications(live, forks, row_slices(live))
         states = []
         rows: list[int] = []
@@ -223,7 +235,7 @@ class TokenGenerator:
     ) -> list[VerifyFeedback]:
         rows = row_slices(run)
         wants = Wants(logits=True, num_top=self._drafting.num_top if watched else 0, hidden=self._shows(run, watched))
-        output = self._executor.step(forward_batch(run, self._block_size, self._num_groups), wants)
+        output = self._executor.step(forward_batch(run, self._tables), wants)
         finite = finite_rows(output.logits)
         for part in run:
             first = rows[part.plan.seq_id].start

@@ -38,6 +38,26 @@ class ScheduledSequence(msgspec.Struct):
     draft: Draft = NOTHING
 
 
+class TableLayout(msgspec.Struct, frozen=True):
+    """How block tables are laid out.
+
+    Attributes:
+        block_size: positions of an entry.
+        num_groups: of layers, each with a block of every entry.
+        state_group: which of them has states; None where none has.
+    """
+
+    block_size: int
+    num_groups: int = 1
+    state_group: int | None = None
+
+    def running_state(self, part: ScheduledSequence) -> int:
+        """Returns the block of a sequence's running state, that of the last entry that its plan names."""
+        assert self.state_group is not None
+        last = (part.plan.start + part.plan.num_tokens - 1) // self.block_size
+        return part.state.blocks[last * self.num_groups + self.state_group]
+
+
 def schedule_sequence(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> ScheduledSequence:
     """Combines a plan's part with its sequence and draft."""
     end = plan.start + plan.num_tokens - plan.num_drafts
@@ -70,11 +90,8 @@ def split_scored(parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]
     return runs
 
 
-def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_groups: int = 1) -> ForwardBatch:
+def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> ForwardBatch:
     """Builds the arrays for `parts`, at least one.
-
-    Args:
-        num_groups: number of layer groups, each with one block per entry of a block table.
 
     Raises:
         EngineError: a part is inconsistent with the runner's state of its sequence.
@@ -83,7 +100,8 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
     has_adapter = has_tree = has_images = False
-    block_positions = block_size if num_groups == 1 else block_size / num_groups  # bytes of one entry of a block table
+    block_size, num_groups = tables.block_size, tables.num_groups
+    block_positions = block_size if num_groups == 1 else block_size / num_groups  # positions for each number in a block table
     for part in parts:
         start, end, draft = part.plan.start, part.end, part.draft
         known = part.state.tokens
@@ -128,6 +146,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
         embeddings=embeddings,
         embedding_rows=embedding_rows,
+        state_spans=None if tables.state_group is None else _state_spans(parts, tables),
     )
 
 
@@ -141,6 +160,27 @@ def _images(parts: Sequence[ScheduledSequence], query_starts: Sequence[int]) -> 
         ]
     )
     return (None, None) if found is None else found
+
+
+def _state_spans(parts: Sequence[ScheduledSequence], tables: TableLayout) -> IntArray:
+    """Returns how the parts advance their states (`ForwardBatch.state_spans`): in place, and by way of the block of a snapshot
+    where the table has one."""
+    spans, offset, size = array("i"), 0, tables.block_size
+    for part in parts:
+        start, running, first = part.plan.start, tables.running_state(part), offset
+        read = running
+        for entry in range(start // size, (part.end - 1) // size):
+            snapshot = part.state.blocks[entry * tables.num_groups + (tables.state_group or 0)]
+            if snapshot >= 0:
+                end = offset + (entry + 1) * size - start
+                spans.extend((first, end, read, snapshot))
+                first, read = end, snapshot
+        offset += part.end - start
+        spans.extend((first, offset, read, running))
+        if part.draft.token_ids:
+            spans.extend((offset, offset + len(part.draft.token_ids), running, -1))
+            offset += len(part.draft.token_ids)
+    return as_ints(spans).reshape(-1, 4)
 
 
 def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:

@@ -13,7 +13,7 @@ from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
 from cloister.executor.grammar import Grammars
 from cloister.executor.images import encode_missing
-from cloister.executor.inputs import ScheduledSequence, forward_batch, schedule_sequence
+from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, schedule_sequence
 from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
@@ -53,10 +53,11 @@ class ModelRunner:
     ) -> None:
         self._program = program
         self._num_groups = max(1, len(groups))
+        state_group = next((number for number, group in enumerate(groups) if group.is_state), None)
+        self._tables = TableLayout(block_size, self._num_groups, state_group)
         self._num_drafter_blocks = groups[0].num_blocks if len(groups) > 1 else None
         self._is_encoder = Capability.ENCODER in program.capabilities
         self._can_pool = Capability.HIDDEN in program.capabilities
-        self._block_size = block_size
         self._clock = clock or WallClock()
         self._grammars = grammars
         self._batch = BatchState(
@@ -69,9 +70,7 @@ class ModelRunner:
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
-        self._generator = TokenGenerator(
-            program, self._batch, self._drafting, vocab_size=vocab_size, block_size=block_size, num_groups=self._num_groups
-        )
+        self._generator = TokenGenerator(program, self._batch, self._drafting, vocab_size=vocab_size, tables=self._tables)
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
         """Returns how the next token of each sequence is sampled, for drafters that sample in the same way
@@ -187,7 +186,7 @@ class ModelRunner:
         if not parts:
             return {}
         pool = encode_parts if self._is_encoder else pool_parts
-        return pool(self._program, parts, forward_batch(parts, self._block_size, self._num_groups))
+        return pool(self._program, parts, forward_batch(parts, self._tables))
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
         """Reports sequences whose grammar is complete, and starts to compute the masks of the others."""

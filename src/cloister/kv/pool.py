@@ -28,11 +28,21 @@ class BlockGroup:
         num_blocks: number of blocks in the group.
         window: positions that a query of these layers sees, including its own; None: all up to its own.
         max_held: most blocks that one sequence holds at once; None: one for each `block_size` positions.
+        is_state: a block holds the whole state of the layers at one position, not KV of `block_size` positions.
     """
 
     num_blocks: int
     window: int | None = None
     max_held: int | None = None
+    is_state: bool = False
+
+    @classmethod
+    def of_state(cls, num_blocks: int) -> BlockGroup:
+        """Returns the group of layers with a recurrent state: a token reads what the one before it left.
+
+        A sequence holds its running state, and for one step the state that this is a copy of.
+        """
+        return cls(num_blocks, window=2, max_held=2, is_state=True)
 
 
 class OutOfBlocksError(Exception):
@@ -45,14 +55,20 @@ class BlockPool:
     Args:
         groups: blocks of each group, numbered consecutively from 0 across groups; an int means one group without a window.
         block_size: positions in one block, 1 to 256.
+
+    Attributes:
+        state_group: number of the group whose blocks hold states; None where there is none.
     """
 
     def __init__(self, groups: int | Sequence[BlockGroup], block_size: int) -> None:
         self.groups = (BlockGroup(groups),) if isinstance(groups, int) else tuple(groups)
         if any(group.num_blocks < 1 for group in self.groups) or not self.groups or not 1 <= block_size <= 256:
             raise ValueError("a pool needs at least one block in each group, of 1 to 256 positions")
+        if sum(group.is_state for group in self.groups) > 1:
+            raise ValueError("layers with a state are one group")
         self._ends = list(accumulate(group.num_blocks for group in self.groups))
         self.num_groups = len(self.groups)
+        self.state_group = next((number for number, group in enumerate(self.groups) if group.is_state), None)
         self.num_total = self._ends[-1]
         self.block_size = block_size
         self._free = [deque(range(end - group.num_blocks, end)) for group, end in zip(self.groups, self._ends, strict=True)]
@@ -79,8 +95,11 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks available for allocation in every group."""
-        return self.count_available(0) if self.num_groups == 1 else min(map(self.count_available, range(self.num_groups)))
+        """Blocks available for allocation in every group that has a block for each entry of a block table."""
+        if self.num_groups == 1 and self.state_group is None:
+            return self.count_available(0)
+        counts = [self.count_available(number) for number, group in enumerate(self.groups) if not group.is_state]
+        return min(counts, default=2**62)  # a model of states alone takes none for positions
 
     def count_available(self, group: int) -> int:
         """Returns the number of blocks of a group available for allocation: free ones, and cached ones that are not
@@ -105,6 +124,8 @@ class BlockPool:
     def has_room(self, num_missing: Iterable[int], num_spare: int, promised: Sequence[int] = ()) -> bool:
         """Whether each sequence can grow by the given number of table entries with `num_spare` blocks left in every group.
 
+        Of states one spare block for each sequence will do: none needs another for every entry that it grows by.
+
         Args:
             promised: blocks of each group that are needed beside those.
         """
@@ -114,7 +135,7 @@ class BlockPool:
         return all(
             self.count_available(number)
             >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing))
-            + num_spare
+            + (min(num_spare, len(missing)) if group.is_state else num_spare)
             + (promised[number] if promised else 0)
             for number, group in enumerate(self.groups)
         )

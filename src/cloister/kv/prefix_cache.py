@@ -4,6 +4,7 @@ Pure. A node has the blocks of one full entry of a block table, one for each gro
 makes the dictionary a tree. For layers that see all positions, unused leaves are evicted, least recently used first. For layers
 with a window any unused block may be evicted: a hit extends to an entry at which every group still has all blocks that the next
 query sees.
+A state is like a window of one entry: a node has one only where a sequence left a snapshot, and a hit ends at such a node.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
 from cloister.kv.pool import NO_BLOCK, BlockPool
-from cloister.kv.table import first_seen
+from cloister.kv.table import BlockTable, first_seen
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -46,7 +47,7 @@ class PrefixCache:
     Args:
         pool: pool of the blocks; the cache attaches itself to it.
         pinned: keys whose blocks are never evicted once cached: they are public, so an eviction would reveal whether others
-            used them recently.
+            used them recently. No states are kept under them.
         quotas: for each group the quota of an owner; None for one shared cache.
 
     Attributes:
@@ -105,6 +106,42 @@ class PrefixCache:
             if all(run > i - self._first_entry(i + 1, window) for run, window in zip(runs, self._windows, strict=True)):
                 longest = i + 1
         return longest
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether every prefix of a known key is known: some layers see all positions."""
+        return self._full is not None
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Returns how many leading keys are known, whether or not a hit can end there."""
+        return next((i for i, key in enumerate(keys) if key not in self._nodes), len(keys)) if self._full is not None else 0
+
+    def share_known(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
+        """Puts the kept blocks of layers that see all positions into a table that has equal ones of its own.
+
+        Where a hit ended early for want of a state, the same positions were computed again. Only a table that holds all kept
+        blocks before an entry may leave that entry to the cache (`insert`).
+
+        Args:
+            start: entries before it were offered to `insert` already.
+        """
+        full, num_groups = self._full, len(self._windows)
+        if full is None:
+            return
+        while start and not self._keeps(keys[start - 1], table.blocks[(start - 1) * num_groups + full]):
+            start -= 1
+        for i in range(start, len(keys)):
+            node = self._nodes.get(keys[i])
+            if node is None:
+                return
+            if node.blocks[full] != table.blocks[i * num_groups + full]:
+                table.adopt(i, full, node.blocks[full])
+
+    def drop_state(self, key: bytes) -> None:
+        """Drops a snapshot that a later one of the same sequence replaces, unless somebody uses it."""
+        node, group = self._nodes.get(key), self._pool.state_group
+        if node is not None and group is not None and self._is_evictable(node, group):
+            self._drop_or_remove(node, group)
 
     def _first_entry(self, num_entries: int, window: int | None) -> int:
         """Returns the first entry that the query after `num_entries` entries sees."""
@@ -186,10 +223,7 @@ class PrefixCache:
                 self._offer(node, group)
                 continue
             block = node.blocks[group]
-            if self._windows[group] is None or node.blocks.count(NO_BLOCK) == len(node.blocks) - 1:
-                self._remove(node)
-            else:
-                self._drop(node, group)
+            self._drop_or_remove(node, group)
             return block
         return None
 
@@ -261,6 +295,8 @@ class PrefixCache:
         for group, block in enumerate(entry):
             if block == NO_BLOCK or node.blocks[group] != NO_BLOCK or self._pool.is_kept(block):
                 continue
+            if node.key in self._pinned and group == self._pool.state_group:
+                continue  # a state is too large to stay for good, and whether it is there must not tell who was
             if group != self._full and not self._find_room(node.owner, group):
                 continue
             if node.key in self._pinned:
@@ -281,6 +317,13 @@ class PrefixCache:
         if node.parent is not None:
             node.parent.num_children -= 1
             self._offer_unused(node.parent)
+
+    def _drop_or_remove(self, node: _Node, group: int) -> None:
+        """Lets one block of a node go, and the node with it where nothing is left that a hit could use."""
+        if self._windows[group] is None or node.blocks.count(NO_BLOCK) == len(node.blocks) - 1:
+            self._remove(node)
+        else:
+            self._drop(node, group)
 
     def _drop(self, node: _Node, group: int) -> None:
         """Releases one block of a node."""

@@ -34,6 +34,12 @@ class SmallModel:
     """A small model that was read (protocol `executor.drafters.base.DraftModel`)."""
 
     def __init__(self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int) -> None:
+        if any(layer.state is not None for layer in model.spec.layers):
+            raise ConfigError(
+                f"a model of the family {model.spec.family!r} cannot draft: a state has no way back from drafts; name a model "
+                "that has attention alone",
+                param="draft_model",
+            )
         self.vocab_size = model.spec.vocab_size
         self.max_positions = model.spec.max_positions
         self._model = model
@@ -163,7 +169,31 @@ def open_drafters(
             found[name] = DRAFTERS.get(name)(_with_files(context, config, name))
         if is_auto:
             found = _find_all(context, config, model)
+        found = _without_positions(found, model, is_auto) if _has_states_alone(model) else found
     return DraftersAtHand(found, config.draft_tokens, config.profile == "open", is_auto, lent)
+
+
+def _has_states_alone(model: LoadedModel) -> bool:
+    layers = model.spec.layers
+    return bool(layers) and all(layer.attention is None for layer in layers)
+
+
+def _without_positions(found: dict[str, Drafter], model: LoadedModel, is_auto: bool) -> dict[str, Drafter]:
+    """Returns the drafters that keep no KV under the numbers of the model's blocks: without attention it has none of positions.
+
+    Raises:
+        ConfigError: the settings name another one.
+    """
+    from cloister.executor.drafters.draft_model import PagedDrafter
+
+    keeping = [name for name, drafter in found.items() if isinstance(drafter, PagedDrafter)]
+    if keeping and not is_auto:
+        raise ConfigError(
+            f"{keeping[0]} keeps KV beside that of the model, and one of the family {model.spec.family!r} has none; choose "
+            "ngram or another drafter without a model of its own",
+            param="speculate",
+        )
+    return {name: drafter for name, drafter in found.items() if name not in keeping}
 
 
 def _find_all(context: DrafterContext, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
-from cloister.backends.spec import DecoderSpec, group_layers
+from cloister.backends.spec import DecoderSpec, LayerGroup, group_layers
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import budget_memory
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
@@ -88,16 +88,16 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
-    windows = group_layers(model.spec, max_model_len) if need.kv_layer_bytes else []
-    if drafters.names and windows and windows[0][0] is not None:
-        windows = []  # drafters keep KV of every position, under the numbers of the first group's blocks
+    groups = group_layers(model.spec, max_model_len) if need.kv_layer_bytes else []
+    if drafters.names and groups and groups[0].window is not None:
+        groups = _without_windows(groups)  # drafters keep KV of every position, under the numbers of the first group's blocks
     budget = budget_memory(
         drafters.add_blocks(need),
         available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        windows=windows,
+        groups=groups,
         max_batched_tokens=max_batched_tokens(config),
         kv_memory_mb=config.kv_memory_mb,
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
@@ -241,7 +241,7 @@ def build_scheduler(
         ConfigError: those would take more than half of the blocks.
     """
     keys = PrefixKeys(model.fingerprint, config.block_size, public)
-    num_blocks = min(group.num_blocks for group in groups)
+    num_blocks = min((group.num_blocks for group in groups if not group.is_state), default=2**62)  # they take no states
     if len(keys.public) > num_blocks // 2:
         raise ConfigError(
             f"release_prefixes take {len(keys.public)} of {num_blocks} KV blocks; shorten them or raise kv_memory_mb",
@@ -264,7 +264,15 @@ def build_scheduler(
     )
 
 
+def _without_windows(groups: Sequence[LayerGroup]) -> list[LayerGroup]:
+    """Returns groups in which all layers with attention keep every position."""
+    layers = frozenset[int]().union(*(group.layers for group in groups if not group.is_state))
+    return [LayerGroup(layers), *(group for group in groups if group.is_state)]
+
+
 def _block_group(group: KVGroup, config: EngineConfig) -> BlockGroup:
+    if group.is_state:
+        return BlockGroup.of_state(group.num_blocks)
     if group.window is None:
         return BlockGroup(group.num_blocks)
     # What a query sees, and what one step computes before anything is behind the window. Blocks are given back when another is
@@ -290,6 +298,8 @@ def max_batched_tokens(config: EngineConfig) -> int:
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
     """What the bits of an answer depend on, as `system_fingerprint`."""
-    turns = repr([layer.attention.rope for layer in model.spec.layers])  # the greatest length of a sequence may decide them
+    turns = repr(
+        [layer.attention and layer.attention.rope for layer in model.spec.layers]
+    )  # the greatest length of a sequence may decide them
     parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

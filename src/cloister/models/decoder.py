@@ -13,10 +13,14 @@ from cloister.backends.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
+    Mamba2Spec,
     MlpSpec,
     MoeSpec,
+    ShortConvSpec,
+    StateSpec,
 )
 from cloister.backends.vision import vision_shapes
 from cloister.models.config import ConfigFields
@@ -35,6 +39,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -106,12 +111,16 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         raise ModelError(f"a model has {_MOST_LAYERS} layers at most, not {num_layers}", param="num_hidden_layers")
     max_positions = fields.take_size("max_position_embeddings", family.max_positions)
     sizes = (hidden, num_layers, max_positions)
-    attentions: Sequence[AnyAttentionSpec]
+    attentions: Sequence[AnyAttentionSpec | None]
     if family.attentions is None:
         attentions, max_positions = _read_attentions(family, fields, sizes, max_model_len)
     else:
         attentions, max_positions = family.attentions(fields, sizes, max_model_len)
-    feeds = family.feed_forwards(fields, _read_mlp(family, fields, hidden), num_layers)
+    mlp = _read_mlp(family, fields, hidden)
+    states = family.states(fields, hidden, num_layers, mlp.activation) if family.states else [None] * num_layers
+    if not family.side_by_side:
+        attentions = [attention if state is None else None for attention, state in zip(attentions, states, strict=True)]
+    feeds = family.feed_forwards(fields, mlp, num_layers)
     shape: dict[str, Any] = {
         "pre_norm": family.pre_norm,
         "post_norm": family.post_norm,
@@ -123,7 +132,10 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         family=family.name,
         vocab_size=fields.take_size("vocab_size"),
         hidden_size=hidden,
-        layers=tuple(LayerSpec(attention, feed, **shape) for attention, feed in zip(attentions, feeds, strict=True)),
+        layers=tuple(
+            LayerSpec(attention, feed, state=state, **shape)
+            for attention, feed, state in zip(attentions, feeds, states, strict=True)
+        ),
         norm_eps=fields.take("rms_norm_eps", float, 1e-6),
         max_positions=max_positions,
         tied_embeddings=fields.take("tie_word_embeddings", bool, False),
@@ -176,6 +188,8 @@ def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, 
         "qk_norm": family.qk_norm is not None
         and (family.qk_norm_field is None or fields.take(family.qk_norm_field, bool, False)),
         "qk_norm_over": family.qk_norm or "head",
+        "gated": family.gated_attention,
+        **{name: fields.take(field, float, 1.0) for name, field in family.attention_scales.items()},
     }
 
 
@@ -248,11 +262,16 @@ def _encoder_shapes(spec: EncoderSpec) -> Shapes:
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:
-    if layer.pre_norm:
+    if layer.pre_norm and layer.mixes:
         yield from _norm("attention_norm", hidden, norm_bias)
-    yield from _attention_shapes(layer.attention, hidden)
-    if layer.post_norm:
+    if layer.attention is not None:
+        yield from _attention_shapes(layer.attention, hidden)
+    if layer.state is not None:
+        yield from ((f"mixer.{name}", shape) for name, shape in _STATE_SHAPES[type(layer.state)](layer.state, hidden))
+    if layer.post_norm and layer.mixes:
         yield from _norm("attention_post_norm", hidden, norm_bias)
+    if layer.mlp is None:
+        return
     if layer.pre_norm:
         yield from _norm("mlp_norm", hidden, norm_bias)
     if isinstance(layer.mlp, MoeSpec):
@@ -261,6 +280,38 @@ def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:
         yield from _mlp_shapes("", layer.mlp, hidden)
     if layer.post_norm:
         yield from _norm("mlp_post_norm", hidden, norm_bias)
+
+
+def _mamba2_shapes(spec: Mamba2Spec, hidden: int) -> Shapes:
+    yield from _projection("in", spec.inner_size + spec.conv_size + spec.num_heads, hidden, spec.projection_bias)
+    yield from _projection("conv", spec.conv_size, spec.kernel_size, spec.conv_bias)
+    yield from ((name, (spec.num_heads,)) for name in ("A_log", "D", "dt_bias"))
+    if spec.norm is not None:
+        yield "norm.weight", (spec.inner_size,)
+    yield from _projection("out", hidden, spec.inner_size, spec.output_bias)
+
+
+def _delta_net_shapes(spec: GatedDeltaNetSpec, hidden: int) -> Shapes:
+    sizes = {"q": spec.key_size, "k": spec.key_size, "v": spec.value_size, "z": spec.value_size}
+    yield from ((f"{name}.weight", (size, hidden)) for name, size in sizes.items())
+    yield from ((f"{name}.weight", (spec.num_value_heads, hidden)) for name in ("b", "a"))
+    yield "conv.weight", (spec.conv_size, spec.kernel_size)
+    yield from ((name, (spec.num_value_heads,)) for name in ("A_log", "dt_bias"))
+    yield "norm.weight", (spec.value_head_dim,)
+    yield "out.weight", (hidden, spec.value_size)
+
+
+def _short_conv_shapes(spec: ShortConvSpec, hidden: int) -> Shapes:
+    yield from _projection("in", 3 * hidden, hidden, spec.bias)
+    yield from _projection("conv", hidden, spec.kernel_size, spec.bias)
+    yield from _projection("out", hidden, hidden, spec.bias)
+
+
+_STATE_SHAPES: Mapping[type[StateSpec], Callable[[Any, int], Shapes]] = {
+    Mamba2Spec: _mamba2_shapes,
+    GatedDeltaNetSpec: _delta_net_shapes,
+    ShortConvSpec: _short_conv_shapes,
+}
 
 
 def _latent_shapes(spec: LatentAttentionSpec, hidden: int) -> Shapes:
@@ -286,6 +337,8 @@ def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
     yield from _projection("k", kv_size, hidden, spec.qkv_bias)
     yield from _projection("v", kv_size, hidden, spec.qkv_bias)
     yield from _projection("o", hidden, q_size, spec.output_bias)
+    if spec.gated:
+        yield from _projection("q_gate", q_size, hidden, spec.qkv_bias)
     if spec.qk_norm:
         over_head = spec.qk_norm_over == "head"
         yield "q_norm.weight", (spec.head_dim if over_head else q_size,)

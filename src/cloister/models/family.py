@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from cloister.backends.encoder_spec import EncoderSpec
-from cloister.backends.spec import AnyAttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import Activation, AnyAttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec, StateSpec
 from cloister.backends.vision import VisionSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
@@ -34,7 +34,11 @@ PLAIN_TENSORS: Mapping[str, Source] = {
 """Of Llama, and of all that follow it."""
 
 
-AttentionReader: TypeAlias = Callable[[ConfigFields, tuple[int, int, int], int | None], tuple[Sequence[AnyAttentionSpec], int]]
+AttentionReader: TypeAlias = Callable[
+    [ConfigFields, tuple[int, int, int], int | None], tuple[Sequence[AnyAttentionSpec | None], int]
+]
+StateReader: TypeAlias = Callable[[ConfigFields, int, int, Activation], Sequence[StateSpec | None]]
+FeedForwards: TypeAlias = Sequence[MlpSpec | MoeSpec | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ def _scale_by_size(_fields: ConfigFields, head_dim: int, num_layers: int) -> Seq
     return [head_dim**-0.5] * num_layers
 
 
-def _feed_alike(_fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
+def _feed_alike(_fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> FeedForwards:
     return [mlp] * num_layers
 
 
@@ -117,6 +121,11 @@ class Family:
         windows: reads the window of each layer.
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
+        gated_attention: the outputs of attention are gated (`q_gate`).
+        attention_scales: fields of the config by what they set in `backends.spec.AttentionSpec`.
+        states: reads the mixer with a state of each layer, of `hidden_size`, layers, and the activation; None where no layer
+            has one. A layer that has one has no attention, but where both are side by side.
+        side_by_side: layers with a state have attention too.
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
@@ -160,7 +169,11 @@ class Family:
     windows: Callable[[ConfigFields, int], Sequence[int | None]] = see_everything
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
     scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
-    feed_forwards: Callable[[ConfigFields, MlpSpec, int], Sequence[MlpSpec | MoeSpec]] = _feed_alike
+    gated_attention: bool = False
+    attention_scales: Mapping[str, str] = field(default_factory=dict)
+    states: StateReader | None = None
+    side_by_side: bool = False
+    feed_forwards: Callable[[ConfigFields, MlpSpec, int], FeedForwards] = _feed_alike
     ends: Callable[[ConfigFields, int], Ends] = _plain_ends
     residual_scale: str | None = None
     encoder: Callable[[ConfigFields, DecoderSpec], EncoderSpec] | None = None

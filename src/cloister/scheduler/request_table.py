@@ -153,8 +153,42 @@ class RequestTable:
             state = sequence.request_state
             self._extend_keys(sequence, num_full)
             root = state.root if state.request.scope.lifetime_s is not None else None
+            self.share_known(sequence, num_full, sequence.num_kept)
+            if self.pool.state_group is not None and num_full * self.pool.block_size == sequence.num_committed:
+                self._replace_snapshot(sequence, num_full)
             self.prefix_cache.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root, state.owner)
             sequence.num_kept = num_full
+
+    def share_known(self, sequence: SequenceRecord, num_entries: int, start: int = 0) -> None:
+        """Lets a model with states, whose hits may end before what is known does, hold known blocks once.
+
+        Args:
+            start: entries before it were offered to the cache, by this sequence itself.
+        """
+        if self.prefix_cache is not None and self.pool.state_group is not None:
+            self._extend_keys(sequence, num_entries)
+            self.prefix_cache.share_known(sequence.keys[:num_entries], table_of(sequence), start)
+
+    def choose_snapshots(self, sequence: SequenceRecord) -> tuple[int, ...]:
+        """Returns behind how many leading entries the state of an admitted sequence shall be kept: where the next request with
+        this prompt can begin, and where this prompt leaves one that is known."""
+        state = sequence.request_state
+        if self.pool.state_group is None or self.prefix_cache is None or state.request.pooling is not None:
+            return ()
+        last = (state.num_prompt_tokens - 1) // self.pool.block_size
+        known = self.prefix_cache.count_known(self.match_keys(sequence))
+        return tuple(sorted({last, known} - {0}))
+
+    def _replace_snapshot(self, sequence: SequenceRecord, num_entries: int) -> None:
+        """Drops the state that was kept on the way to the one that is kept now: of those that nobody chose, only the latest is
+        likely to be found again, and they are large."""
+        assert self.prefix_cache is not None
+        is_prompt = sequence.num_committed <= sequence.request_state.num_prompt_tokens
+        if num_entries in sequence.snapshots or (is_prompt and not self.prefix_cache.is_tree):
+            return  # without a tree nobody knows where prompts will part
+        if sequence.last_snapshot:
+            self.prefix_cache.drop_state(sequence.keys[sequence.last_snapshot - 1])
+        sequence.last_snapshot = num_entries
 
     def reads_prefixes(self, request: Request) -> bool:
         """Whether a request looks up its prompt in the prefix cache."""

@@ -87,12 +87,14 @@ class Scheduler:
         self._policy = POLICIES.get(config.policy)()
         keys = keys if config.prefix_cache else None
         num_public = len(keys.public) if keys is not None else 0
-        self._num_usable = [group.num_blocks - num_public for group in pool.groups]
+        self._num_usable = [group.num_blocks - (0 if group.is_state else num_public) for group in pool.groups]
         quotas = None
         if keys is not None and config.cache_scopes:
             num_longest = -(-config.max_model_len // pool.block_size)
             quotas = [
-                CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
+                CacheQuotas.plan(config.cache_scopes, group.num_blocks, 2 * config.max_num_seqs)
+                if group.is_state
+                else CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
                 for group in pool.groups
             ]
             for number, share in enumerate(quotas):  # a sequence that runs alone must fit beside full shares
@@ -104,6 +106,9 @@ class Scheduler:
             if speculation is not None
             else None
         )
+        # Each sequence takes a state, and another one for a step.
+        states = [group.num_blocks // 2 for group in pool.groups if group.is_state]
+        self._max_num_seqs = min([config.max_num_seqs, *states])
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
         self.prefix_cache = self._requests.prefix_cache
@@ -172,7 +177,7 @@ class Scheduler:
         if state.beams is not None:
             state.beams.start({sequence.seq_id: 0.0})
         num_kv_tokens = self._count_usable(1 if request.sampling.beams is None else request.sampling.beams.width)
-        limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, num_kv_tokens, self.pool.block_size)
+        limits = EngineLimits(self.config.max_model_len, self._max_num_seqs, num_kv_tokens, self.pool.block_size)
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and state.beams is not None:
             refusal = state.beams.find_excess()
@@ -256,6 +261,9 @@ class Scheduler:
                     self._requests.renew(sequence, now)
                     if self._has_windows:
                         table_of(sequence).pass_positions(end)
+        for sequence in step.forked:
+            if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
+                self._requests.share_known(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
@@ -419,6 +427,7 @@ class Scheduler:
         sequence.num_planned = sequence.num_committed = num_hit
         self._requests.run(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
+        sequence.snapshots = self._requests.choose_snapshots(sequence)
         state = sequence.request_state
         self._requests.renew(sequence, step.now)
         resumed = state.scheduled_s is not None
@@ -448,7 +457,7 @@ class Scheduler:
         start = sequence.num_planned
         end = start + num_tokens + num_drafts
         table = table_of(sequence)
-        if not table.is_writable(start, end) and not self._grow(step, sequence, table, start, end):
+        if not table.is_writable(start, end) and not self._grow(step, sequence, start, end):
             return False
         num_known = len(sequence.token_ids) + sequence.num_pending
         is_decode = start == num_known - 1
@@ -487,19 +496,33 @@ class Scheduler:
                 self._fork(step, sequence)
         return True
 
-    def _grow(self, step: Step, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
+    def _grow(self, step: Step, sequence: SequenceRecord, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; returns False if the blocks are not available in this step."""
+        table, snapshots = table_of(sequence), self._snapshots_within(sequence, start, end)
         while True:
             try:
-                step.plan.copies.extend(table.grow(start, end))
+                step.plan.copies.extend(table.grow(start, end, snapshots))
                 return True
             except OutOfBlocksError:
+                if snapshots:
+                    snapshots = []
+                    continue
                 victim = self._choose_victim(step, behind=None)
                 if victim is None:
                     return False
                 self._requests.preempt(victim, step.now)
                 if victim is sequence or victim.num_in_flight:
                     return False  # its blocks are released when the plans that name it are committed
+
+    def _snapshots_within(self, sequence: SequenceRecord, start: int, end: int) -> list[int]:
+        """Returns the entries inside of positions [start, end) that shall get a block for the state at their end.
+
+        They take blocks that nobody needs: a running sequence needs two at most.
+        """
+        size, group = self.pool.block_size, self.pool.state_group
+        if group is None or self.pool.count_available(group) <= 2 * len(self._requests.running):
+            return []
+        return [number - 1 for number in sequence.snapshots if start < number * size < end]
 
     def _fork(self, step: Step, parent: SequenceRecord) -> None:
         """Forks the request's other sequences from the one that has just computed the prompt."""

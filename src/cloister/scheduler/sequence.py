@@ -99,6 +99,8 @@ class SequenceRecord:
         drafting: its statistics for `scheduler.speculation`.
         keys: prefix keys of its full blocks, computed as needed.
         num_kept: number of leading blocks offered to the prefix cache.
+        snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
+        last_snapshot: the same of the latest state that was kept beside those; 0 for none.
         is_unknown: it runs, but no plan has introduced it to the runner yet.
     """
 
@@ -107,6 +109,7 @@ class SequenceRecord:
         "index",
         "is_unknown",
         "keys",
+        "last_snapshot",
         "max_output",
         "num_committed",
         "num_drafts",
@@ -116,6 +119,7 @@ class SequenceRecord:
         "num_planned",
         "request_state",
         "seq_id",
+        "snapshots",
         "status",
         "table",
         "token_ids",
@@ -133,6 +137,8 @@ class SequenceRecord:
         self.num_pending = 0
         self.num_in_flight = 0
         self.num_kept = 0
+        self.snapshots: tuple[int, ...] = ()
+        self.last_snapshot = 0
         self.num_drafts = 0
         self.drafting: object | None = None
         self.is_unknown = False

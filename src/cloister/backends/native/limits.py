@@ -42,9 +42,19 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
-    if isinstance(layer.attention, AttentionSpec) and layer.attention.sinks:
+    attention, mlp = layer.attention, layer.mlp
+    if attention is None or mlp is None or layer.state is not None:
+        yield "layers with a state, or without attention or a feed-forward"
+    elif isinstance(attention, AttentionSpec) and (
+        attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)
+    ):
+        yield "gated or scaled attention"
+    if isinstance(attention, AttentionSpec) and attention.sinks:
         yield "attention sinks"
     if isinstance(layer.mlp, MoeSpec) and (layer.mlp.router_bias or layer.mlp.expert.bias):
         yield "biases of experts"
-    if (layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp).clipped is not None:
+    feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
+    if feed_forward is not None and feed_forward.clipped is not None:
         yield "clipped SwiGLU"
+    if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
+        yield "scaled feed-forwards or squared ReLU"

@@ -73,7 +73,7 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.required_attention, layer.feed_forward
     if isinstance(attention, LatentAttentionSpec):
         yield from _latent_matrices(attention, prefix)
     else:
@@ -126,7 +126,7 @@ def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
         yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
     if layer.post_norm:
         yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
-    attention = layer.attention
+    attention = layer.required_attention
     if isinstance(attention, LatentAttentionSpec):
         yield "kv_a_norm", attention.kv_lora_rank
         if attention.q_lora_rank is not None:

@@ -313,7 +313,8 @@ def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernel
 def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
     return 12 * spec.hidden_size + max(
-        _attention_bytes(layer.attention, is_wide) + _branch_bytes(layer, spec.hidden_size, is_wide) for layer in spec.layers
+        _attention_bytes(layer.required_attention, is_wide) + _branch_bytes(layer, spec.hidden_size, is_wide)
+        for layer in spec.layers
     )
 
 
@@ -323,9 +324,8 @@ def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
     heads, rank, width = attention.num_heads, attention.kv_lora_rank, 4 if is_wide else 2
     queries = heads * attention.qk_head_dim
     first = 4 * _padded((attention.q_lora_rank or queries) + attention.head_dim)
-    met = heads * (
-        4 * _padded(rank) + width * _padded(attention.head_dim)
-    )  # absorbed queries, mixed latents; and as attention reads them
+    # absorbed queries, mixed latents; and as attention reads them
+    met = heads * (4 * _padded(rank) + width * _padded(attention.head_dim))
     inner = heads * max(_input_bytes(attention.qk_nope_head_dim, is_wide), _input_bytes(rank, is_wide))
     beside = max(queries if attention.q_lora_rank else 0, heads * _padded(attention.v_head_dim))
     return (
@@ -339,7 +339,7 @@ def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
 
 def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     """What one token takes for a layer's feed-forward or mixture, and where branches wait to be joined."""
-    mlp = layer.mlp
+    mlp = layer.feed_forward
     beside = _padded(hidden) * 4 if layer.post_norm or layer.residual_scale != 1 or _shared(mlp) else 0
     early = _input_bytes(hidden, is_wide) if layer.parallel else 0
     if isinstance(mlp, MlpSpec):
@@ -369,12 +369,12 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
     """Bytes that one thread works in: gathered keys, scores, an unpacked panel, candidates of a draw; and a row of its own."""
 
     def widest(layer: LayerSpec) -> int:
-        attention = layer.attention
+        attention = layer.required_attention
         mixed, value_dim = attention.num_heads * attention.head_dim, 0
         if isinstance(attention, LatentAttentionSpec):
             mixed, value_dim = attention.num_heads * attention.v_head_dim, attention.kv_lora_rank
             mixed = max(mixed, attention.q_lora_rank or 0, value_dim)
-        inputs = max(spec.hidden_size, mixed, *(mlp.intermediate_size for mlp in _feed_forwards(layer.mlp)))
+        inputs = max(spec.hidden_size, mixed, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
         shape = attention.num_heads, attention.num_kv_heads, attention.head_dim, value_dim
         return _native.scratch_bytes(kernels, *shape, inputs, spec.vocab_size)
 
@@ -390,9 +390,9 @@ def _feed_forwards(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
 
 def _num_more_buffers(layer: LayerSpec) -> int:
     """Buffers that only some layers need."""
-    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.mlp) is not None
+    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.feed_forward) is not None
     latent = 2 * isinstance(layer.attention, LatentAttentionSpec)
-    return waits + layer.parallel + latent + _NUM_MIXTURE_BUFFERS * isinstance(layer.mlp, MoeSpec)
+    return waits + layer.parallel + latent + _NUM_MIXTURE_BUFFERS * isinstance(layer.feed_forward, MoeSpec)
 
 
 def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
@@ -401,7 +401,7 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
         return 0
     num_splits = -(-spec.max_positions // 256)
     widest = max(
-        min(num_tokens * layer.attention.num_heads, 4 * num_threads * 256) * (layer.attention.head_dim + 48)
+        min(num_tokens * layer.grouped_attention.num_heads, 4 * num_threads * 256) * (layer.grouped_attention.head_dim + 48)
         for layer in spec.layers
     )
     return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
@@ -409,5 +409,5 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
 
 def _rotation_bytes(spec: DecoderSpec) -> int:
     """Bytes of the cosines and sines of all positions."""
-    ropes = {layer.attention.rope for layer in spec.layers}
+    ropes = {layer.grouped_attention.rope for layer in spec.layers}
     return sum(8 * len(rope.inv_freq) * spec.max_positions for rope in ropes if rope is not None)

@@ -178,7 +178,7 @@ class NativeProgram(Program):
             first += group.num_blocks
         ropes: dict[RopeSpec, int] = {}
         for number, layer in enumerate(spec.layers):
-            rope = layer.attention.rope
+            rope = layer.grouped_attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = len(ropes)
                 self._program.add_rope(list(rope.inv_freq), rope.attention_scale)
@@ -201,7 +201,7 @@ class NativeProgram(Program):
         )
 
     def _add_layer(self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kv_dtype: str) -> None:
-        attention, matrices, vectors = layer.attention, self._model.matrices, self._model.vectors
+        attention, matrices, vectors = layer.required_attention, self._model.matrices, self._model.vectors
         prefix, num_blocks = f"layers.{number}.", len(self._blocks[number])
         num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
         block_bytes = kv_block_bytes(attention, kv_dtype, kv.block_size)
@@ -221,8 +221,8 @@ class NativeProgram(Program):
             qkv=matrices[f"{prefix}qkv"].bind(),
             latent=self._latent(attention, prefix) if isinstance(attention, LatentAttentionSpec) else None,
             output=matrices[f"{prefix}output"].bind(),
-            mlp=self._feed_forward(layer.mlp, prefix) if isinstance(layer.mlp, MlpSpec) else None,
-            mixture=self._mixture(layer.mlp, prefix) if isinstance(layer.mlp, MoeSpec) else None,
+            mlp=self._feed_forward(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MlpSpec) else None,
+            mixture=self._mixture(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MoeSpec) else None,
             attention_norm=self._norm(f"{prefix}attention_norm"),
             mlp_norm=self._norm(f"{prefix}mlp_norm"),
             attention_post_norm=self._norm(f"{prefix}attention_post_norm"),

@@ -63,11 +63,14 @@ class TorchBackend:
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
         mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
-        layer_bytes = tuple(kv_size(layer.attention) * block_size * self._dtype.itemsize for layer in spec.layers)
+        layer_bytes = tuple(
+            (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
+        )
         return MemoryNeed(
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
+            state_bytes=sum(4 * layer.state.state_size for layer in spec.layers if layer.state is not None),
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * self._thread_bytes(spec),
         )
 
@@ -117,9 +120,12 @@ def _row_bytes(spec: DecoderSpec) -> int:
 
 
 def _attention_numbers(layer: LayerSpec) -> int:
-    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed."""
-    attention = layer.attention
-    numbers = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed; and
+    those that meet a state."""
+    attention, numbers = layer.attention, 0 if layer.state is None else layer.state.step_size
+    if attention is None:
+        return numbers
+    numbers += (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     if isinstance(attention, LatentAttentionSpec):
         numbers += attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
     return numbers

@@ -45,7 +45,7 @@ def encoder_need(spec: EncoderSpec, weights: Weights, dtype: torch.dtype, *, blo
     mapped = {"positions.weight", "embed.weight"}
     held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
     widest = max(3 * widest_feed_forward(layer.mlp) for layer in spec.layers)
-    num_heads = max(layer.attention.num_heads for layer in spec.layers)
+    num_heads = max(layer.grouped_attention.num_heads for layer in spec.layers)
     row_bytes = 4 * (8 * spec.hidden_size + widest)
     longest = spec.max_positions
     return MemoryNeed(
@@ -77,7 +77,7 @@ class EncoderProgram(Program):
         self._classifier = None if spec.classifier is None else _Classifier(spec, spec.classifier, reader)
         linears = [linear for layer in self._layers for linear in layer.linears]
         self._tiles = common_tiles(*(linear.tiles for linear in linears))
-        ropes = {layer.attention.rope for layer in spec.layers} - {None}
+        ropes = {layer.grouped_attention.rope for layer in spec.layers} - {None}
         self._ropes = {rope: RopeTable(rope, torch.device("cpu")) for rope in ropes if rope is not None}
         self._tokens = np.zeros((kv.num_blocks * kv.block_size, 2), np.int32)
 
@@ -195,7 +195,7 @@ class _EncoderLayer:
         self._mlp_norm = reader.norm(f"{prefix}.mlp_norm", spec)
         self._projections = GroupedProjections(self.attention, reader, prefix, spec.norm_eps)
         self._o = reader.linear(f"{prefix}.o", bias=self.attention.output_bias)
-        self._mlp = make_feed_forward(layer.mlp, reader, prefix)
+        self._mlp = make_feed_forward(layer.feed_forward, reader, prefix)
         self.linears = (*self._projections.linears, self._o, *self._mlp.linears)
         self.project_operations = self._projections.num_operations
         self.finish_operations = self._o.num_operations + self._mlp.num_operations
