@@ -44,6 +44,8 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
 }
 """By model type."""
+CENTRED = {"qwen3_next"}
+"""Families whose norms are stored less one."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -151,11 +153,20 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
             AutoConfig.for_model(family, architectures=[ARCHITECTURES[family]], bos_token_id=0, eos_token_id=1, **fields)
         )
         randomise(model, fields["tie_word_embeddings"])
+        if family in CENTRED:
+            centre_norms(model)
     model.save_pretrained(directory, max_shard_size=shard_size)
     write_tokenizer(directory)
     generation = {"bos_token_id": 0, "eos_token_id": [1, 0], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
     (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
+
+
+def centre_norms(model: torch.nn.Module) -> None:
+    """Takes one from the norms that are stored less one, so that random attention is no sharper than that of others."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor.data.sub_(1)
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:

@@ -65,6 +65,11 @@ BASES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rope_parameters": PARTLY},
     "cohere2": SLIDING,
     "gpt_oss": {"rope_parameters": {**OF_GLOBAL, "truncate": False}},
+    "mamba2": {},
+    "qwen3_next": {"rope_parameters": PARTLY, "mlp_only_layers": [1]},
+    "lfm2": {},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "falcon_h1": {"mamba_rms_norm": True},
     "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
@@ -168,6 +173,25 @@ HONOURED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False, "rope_parameters.partial_rotary_factor": 1.0,
     },
 }  # fmt: skip
+LIMITS = {"time_step_limit": [0.4, 0.9]}
+HONOURED |= {
+    "mamba2": {"layer_norm_epsilon": 0.5, **ACTIVATION, **LIMITS},
+    "qwen3_next": {
+        **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "norm_topk_prob": False,
+        "rope_parameters.partial_rotary_factor": 1.0,
+    },
+    "lfm2": {"norm_eps": 0.5, **THETA},
+    "granitemoehybrid": {
+        **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_multiplier": 0.9, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+        "residual_multiplier": 1.0, "num_experts_per_tok": 2, "position_embedding_type": None,
+    },
+    "falcon_h1": {
+        **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_in_multiplier": 0.5, "attention_out_multiplier": 0.3,
+        "embedding_multiplier": 0.2, "key_multiplier": 2.0, "lm_head_multiplier": 1.5, "mamba_norm_before_gate": False,
+        "mlp_multipliers": [0.5, 1.4], "ssm_in_multiplier": 0.4, "ssm_multipliers": [0.2, 0.7, 1.8, 1.6, 1.1],
+        "ssm_out_multiplier": 0.6,
+    },
+}  # fmt: skip
 # fields that no tensor of the checkpoint would fit any more, or that are not computed
 REFUSED: dict[str, Any] = {
     "architectures": ["MambaForCausalLM"],
@@ -205,7 +229,35 @@ _LATENT = {
     "moe_intermediate_size": 20, "n_shared_experts": 1, "first_k_dense_replace": 2, "moe_layer_freq": 2,
     "topk_method": "best",
 }  # fmt: skip
+_NO_ATTENTION = {**_NO_ROPE, "num_attention_heads": None, "num_key_value_heads": None, "attention_bias": None,
+                 "use_sliding_window": None, "intermediate_size": None, "mlp_bias": None}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 4, "mamba_d_state": 16, "mamba_d_conv": 3,
+    "mamba_conv_bias": False, "mamba_proj_bias": True,
+}  # fmt: skip
 REFUSED_OF: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        **_NO_ATTENTION, "head_dim": 8, "num_heads": 4, "n_groups": 4, "state_size": 16, "conv_kernel": 3, "expand": 1,
+        "use_bias": True, "use_conv_bias": False,
+    },
+    "qwen3_next": {
+        "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
+        "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0],
+        "decoder_sparse_step": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    },
+    "lfm2": {
+        "use_sliding_window": None, "hidden_act": "gelu", "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 7,
+        "block_ffn_dim_multiplier": 2.0, "block_auto_adjust_ff_dim": False, "layer_types": ["conv"] * 3,
+    },
+    "granitemoehybrid": {
+        **_MAMBA, "use_sliding_window": None, "mamba_expand": 1, "shared_intermediate_size": 40, "num_local_experts": 4,
+        "layer_types": ["linear_attention"] * 3, "normalization_function": "layernorm",
+    },
+    "falcon_h1": {
+        **_MAMBA, "use_sliding_window": None, "mamba_d_ssm": 64, "mamba_rms_norm": False, "projectors_bias": True,
+    },
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
     "qwen2": {"use_sliding_window": False},
     "mixtral": {"num_local_experts": 4},
@@ -260,6 +312,7 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
 """What differs from `REFUSED`; None where the field has no place in the config."""
 ALONE = {
     "max_position_embeddings", "max_window_layers", "original_max_position_embeddings", "no_rope_layer_interval",
+    "chunk_size", "mamba_chunk_size", "mamba_expand", "full_attn_idxs",
 }  # fmt: skip
 """Fields with tests of their own below."""
 
@@ -273,7 +326,8 @@ def refused(family: str) -> dict[str, Any]:
 OTHER = {
     "summary_type": "mean", "summary_use_proj": False, "summary_proj_to_labels": False, "summary_activation": "tanh",
     "output_router_logits": True, "reorder_and_upcast_attn": True, "_sliding_window_pattern": 2, "max_window_layers": 1,
-    "attn_logit_softcapping": 9.0,
+    "attn_logit_softcapping": 9.0, "residual_in_fp32": False, "rescale_prenorm_residual": True, "time_step_rank": 3,
+    "num_logits_to_keep": 3,
 }  # fmt: skip
 """Values for fields that hold no number between 0 and 1."""
 
