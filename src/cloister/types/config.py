@@ -179,12 +179,16 @@ class ServerConfig:
             "deepseek",
             "deepseek_v31",
             "qwen3_coder",
+            "kimi_k2",
+            "glm45",
+            "minimax_m2",
+            "harmony",
         ),
     )
     reasoning_parser: str | None = setting(
         None,
         "How the model marks its reasoning; unset, as its chat template shows; none leaves it in the answer.",
-        choices=("think", "magistral", "none"),
+        choices=("think", "magistral", "harmony", "none"),
     )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
     strict_fields: bool = setting(
