@@ -18,7 +18,8 @@ from cloister.server.parse import ignored_fields
 from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, ImagePart, Message, NamedChoice, TextPart
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import grammar as grammars
-from cloister.text.answer_parser import REASONINGS, AnswerForm, Marks, detect_reasoning
+from cloister.text.answer_parser import REASONINGS, AnswerForm, ChannelMarks, Marks, detect_reasoning
+from cloister.text.harmony import FINAL
 from cloister.text.tools import FAMILIES, Tool, ToolCallFormat, detect_family
 from cloister.text.tools.base import json_value, literal
 from cloister.types.config import ServerConfig
@@ -206,6 +207,8 @@ class ChatFormat:
             call_example=self.family.example,
             **self._thinking(body),
         )
+        if grammar is not None and not tools.callable and isinstance(self.marks, ChannelMarks):
+            prompt += FINAL
         grammar = tools.grammar(self.family, self._spell, grammar)
         # A grammar holds from the first token on, so that there is no reasoning for which the prompt may have opened a mark.
         form = self._form(tools, prompt, self.marks if grammar is None else None)
@@ -276,7 +279,7 @@ class ChatFormat:
     def _shown(self, form: AnswerForm | None) -> tuple[int, ...]:
         if form is None:
             return ()
-        marks: tuple[str, ...] = () if form.marks is None else (form.marks.begin, form.marks.end)
+        marks: tuple[str, ...] = () if form.marks is None else form.marks.all
         if form.family is not None:
             marks += (*form.family.marks, *form.family.inner_marks)
         return tuple(token_id for mark in marks if (token_id := self._control_id(mark)) is not None)

@@ -179,12 +179,16 @@ class ServerConfig:
             "deepseek",
             "deepseek_v31",
             "qwen3_coder",
+            "kimi_k2",
+            "glm45",
+            "minimax_m2",
+            "harmony",
         ),
     )
     reasoning_parser: str | None = setting(
         None,
         "Format of the model's reasoning; unset, detected from its chat template; none leaves it in the answer.",
-        choices=("think", "magistral", "none"),
+        choices=("think", "magistral", "harmony", "none"),
     )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
     max_images: int = setting(8, "Most images in one request, for a model that sees; 0 refuses them.", low=0)
