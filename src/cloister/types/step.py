@@ -144,6 +144,7 @@ class StepResult(msgspec.Struct, kw_only=True):
         complete: sequences whose grammar lets nothing follow their sample.
         elapsed_s: time the step took, for the budget and for every figure.
         draft_s: drafter -> what of that time it took.
+        encode_s: what of that time pictures took that were encoded.
     """
 
     plan_id: int
@@ -154,6 +155,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     complete: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
+    encode_s: float = 0.0
 
 
 class Stop(msgspec.Struct, frozen=True):
