@@ -143,6 +143,7 @@ class StepResult(msgspec.Struct, kw_only=True):
         complete: sequences whose grammar is complete after their sample.
         elapsed_s: duration of the step, for the budget and metrics.
         draft_s: drafter -> its share of that time.
+        encode_s: its share for the encoding of images.
     """
 
     plan_id: int
@@ -153,6 +154,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     complete: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
+    encode_s: float = 0.0
 
 
 class Stop(msgspec.Struct, frozen=True):
