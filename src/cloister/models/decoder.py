@@ -120,7 +120,7 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         vocab_size=fields.take_size("vocab_size"),
         hidden_size=hidden,
         layers=tuple(LayerSpec(attention, feed, **shape) for attention, feed in zip(attentions, feeds, strict=True)),
-        norm_eps=fields.take("rms_norm_eps", float, 1e-6),
+        norm_eps=_take_eps(fields),
         max_positions=max_positions,
         tied_embeddings=fields.take("tie_word_embeddings", bool, False),
         norm=family.norm,
@@ -132,6 +132,13 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
     )
     fields.drop(family.harmless)
     return spec
+
+
+def _take_eps(fields: ConfigFields) -> float:
+    eps = fields.take("rms_norm_eps", float, 1e-6)
+    if eps < 0:
+        raise ModelError(f"the eps of norms must be 0 or more, not {eps}", param=fields.name_of("rms_norm_eps"))
+    return eps
 
 
 def _read_attentions(
