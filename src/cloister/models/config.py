@@ -103,8 +103,8 @@ class ConfigFields:
         """Returns field `name` as `kind`, or `default` when it is absent.
 
         Raises:
-            ModelError: it is absent and has no default, has another type, or is no finite number. Null counts as absent, but not
-                for a boolean whose default is true: transformers reads some of those as false.
+            ModelError: it is absent and has no default, has another type, or is no finite number. Null counts as absent, but
+                not for a boolean whose default is true: transformers reads some of those as false.
         """
         stored = self.name_of(name)
         if stored not in self._values:
