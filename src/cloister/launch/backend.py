@@ -31,12 +31,14 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
     if config.weights_cache and weights_cache(config) is None:
         _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
-    factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else chosen_backend(config))
+    name = FOREIGN_FAMILY if is_foreign else chosen_backend(config)
+    takes_any_kv = name == "native" and config.quant != NO_QUANT  # the torch back end keeps KV in `dtype`, whatever `quant` is
+    factory = BACKENDS.get(name)
     return factory(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",
         dtype=config.dtype,
-        kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else choose_kv_dtype(number_format(config.quant), spec)),
+        kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if takes_any_kv else None),
         numerics=config.numerics,
         store=weights_cache(config),
         store_bytes=cache_bytes(config),
