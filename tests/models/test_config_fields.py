@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -459,6 +460,35 @@ def test_a_field_of_null_counts_as_absent(copy: Callable[[str], Path]) -> None:
     change(path, "frobnication_depth", None)
     change(path, "num_key_value_heads", 2)
     assert load(path).spec == before
+
+
+YARN_PARAMETERS = [name for name, value in YARN.items() if isinstance(value, float)]
+NO_NUMBERS = [(field, value) for value in (math.nan, math.inf, 1e308) for field in (
+    "rms_norm_eps", "routed_scaling_factor", *(f"rope_parameters.{name}" for name in YARN_PARAMETERS),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*NO_NUMBERS, ("rms_norm_eps", -1.0), ("rope_parameters.original_max_position_embeddings", -1)],
+)
+def test_a_number_that_nothing_can_be_computed_with_is_refused_by_its_name(
+    field: str, value: float, copy: Callable[[str], Path]
+) -> None:
+    path = copy("deepseek_v3")
+    change(path, field, value)
+    with pytest.raises(ModelError, match=field.split(".")[-1].removeprefix("rms_norm_")):
+        load(path)
+
+
+@pytest.mark.parametrize("field", ["norm_topk_prob", "rope_interleave"])
+def test_null_is_refused_where_transformers_takes_it_for_false_and_the_default_is_true(
+    field: str, copy: Callable[[str], Path]
+) -> None:
+    path = copy("deepseek_v3")
+    change(path, field, None)
+    with pytest.raises(ModelError, match=field):
+        load(path)
 
 
 def test_yarn_stretches_the_context_that_the_config_still_calls_short(tmp_path: Path) -> None:

@@ -215,11 +215,15 @@ def check_download(name: str) -> Check:
 
 
 def check_model(name: str) -> Check:
-    """Opens the model, every tensor's shape included, without computing anything."""
+    """Opens the model, every tensor's shape included, without computing anything; does the back end have all that it needs?"""
+    from cloister.launch import budget_model, resolve_settings
     from cloister.models import load, locate
 
     try:
         model = load(locate(name))
+        budget_model(resolve_settings({"model": name}).engine.config, model)
+    except MemoryBudgetError:
+        pass  # the next check says so
     except CloisterError as error:
         return Check("model", False, name, error.message)
     drafts = sorted(path.name for path in (model.path / "drafters").glob("*/"))
@@ -247,8 +251,6 @@ def check_memory(name: str | None) -> Check:
         budget = budget_model(config, load(locate(name)))
     except MemoryBudgetError as error:
         return Check("memory", False, detail, error.message)
-    except CloisterError:  # no back end: another check says why
-        return Check("memory", True, detail)
     return Check("memory", True, f"{detail}; {name} takes {budget.total_bytes // MIB}")
 
 

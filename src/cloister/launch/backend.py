@@ -41,12 +41,12 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
             "the native back end does not compute %s, which this model needs; computing with the torch back end",
             " and ".join(list_missing(spec)),
         )
-    by_format = config.quant != NO_QUANT and (name == "native" or config.device == "cuda")
+    takes_any_kv = name == "native" and config.quant != NO_QUANT  # the torch back end keeps KV in `dtype`, whatever `quant` is
     return BACKENDS.get(name)(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",
         dtype=config.dtype,
-        kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if by_format else None),
+        kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if takes_any_kv else None),
         numerics=config.numerics,
         store=weights_cache(config),
         store_bytes=cache_bytes(config),

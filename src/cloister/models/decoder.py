@@ -136,7 +136,7 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
             LayerSpec(attention, feed, state=state, **shape)
             for attention, feed, state in zip(attentions, feeds, states, strict=True)
         ),
-        norm_eps=fields.take("rms_norm_eps", float, 1e-6),
+        norm_eps=_take_eps(fields),
         max_positions=max_positions,
         tied_embeddings=fields.take("tie_word_embeddings", bool, False),
         norm=family.norm,
@@ -150,6 +150,13 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         spec = family.encoder(fields, spec)
     fields.drop(family.harmless)
     return spec
+
+
+def _take_eps(fields: ConfigFields) -> float:
+    eps = fields.take("rms_norm_eps", float, 1e-6)
+    if eps < 0:
+        raise ModelError(f"the eps of norms must be 0 or more, not {eps}", param=fields.name_of("rms_norm_eps"))
+    return eps
 
 
 def _read_attentions(
