@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
 """By model type."""
@@ -120,6 +121,14 @@ INSTEAD: dict[str, dict[str, Any]] = {
     "mamba2": {
         "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "expand": 2,
         "state_size": 20, "n_groups": 2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    },
+    "nemotron_h": {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 24, "max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"], "mamba_num_heads": 8,
+        "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.7, "rescale_prenorm_residual": False,
     },
     "gpt2": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
     "opt": {

@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 
 from cloister.models import load
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
-from cloister.types.errors import ConfigError
+from cloister.types.errors import ConfigError, ModelError
 from tests.driving import build, build_from
 from tests.model_factory import make_model
 from tests.reference import compare, reference_logits
@@ -56,6 +56,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon_h1, norm after the gate, size from the hidden one": (
         "falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None, "mamba_d_head": "auto"},
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h, biases, one group of experts": (
+        "nemotron_h",
+        {"use_bias": True, "mlp_bias": True, "n_group": 1, "topk_group": 1, "use_conv_bias": False,
+         "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"]},
     ),
 }  # fmt: skip
 
@@ -121,6 +127,16 @@ def test_the_older_kinds_of_layers_of_granite_mean_the_same(tmp_path: Path) -> N
     spec = load(path).spec
     configure(path, "layer_types", layers_block_type=["mamba", "attention", "mamba"])
     assert load(path, strict=True).spec == spec
+
+
+def test_the_letters_of_nemotron_mean_the_same(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "nemotron_h")
+    spec = load(path).spec
+    configure(path, "layers_block_type", hybrid_override_pattern="ME*-M", num_hidden_layers=5)
+    assert load(path, strict=True).spec == spec
+    configure(path, hybrid_override_pattern="ME*-M", num_hidden_layers=4)
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        load(path)
 
 
 def test_qwen3_next_without_a_list_of_layers_attends_in_every_fourth(tmp_path: Path) -> None:
