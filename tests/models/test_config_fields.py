@@ -67,6 +67,8 @@ BASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": {**OF_GLOBAL, "truncate": False}},
     "mamba2": {},
     "qwen3_next": {"rope_parameters": PARTLY, "mlp_only_layers": [1]},
+    "qwen3_5_text": {"rope_parameters": PARTLY},
+    "qwen3_5_moe_text": {"rope_parameters": PARTLY},
     "lfm2": {},
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "falcon_h1": {"mamba_rms_norm": True},
@@ -181,6 +183,10 @@ HONOURED |= {
         **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "norm_topk_prob": False,
         "rope_parameters.partial_rotary_factor": 1.0,
     },
+    "qwen3_5_text": {**EPS, **ACTIVATION, **THETA, "rope_parameters.partial_rotary_factor": 1.0},
+    "qwen3_5_moe_text": {
+        **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
+    },
     "lfm2": {"norm_eps": 0.5, **THETA},
     "granitemoehybrid": {
         **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_multiplier": 0.9, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
@@ -236,6 +242,12 @@ _LATENT = {
 }  # fmt: skip
 _NO_ATTENTION = {**_NO_ROPE, "num_attention_heads": None, "num_key_value_heads": None, "attention_bias": None,
                  "use_sliding_window": None, "intermediate_size": None, "mlp_bias": None}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40}
+_DELTA_NET = {
+    "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
+    "linear_num_key_heads": 3, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 4, "mamba_d_state": 16, "mamba_d_conv": 3,
     "mamba_conv_bias": False, "mamba_proj_bias": True,
@@ -245,13 +257,9 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
         **_NO_ATTENTION, "head_dim": 8, "num_heads": 4, "n_groups": 4, "state_size": 16, "conv_kernel": 3, "expand": 1,
         "use_bias": True, "use_conv_bias": False,
     },
-    "qwen3_next": {
-        "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
-        "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0],
-        "decoder_sparse_step": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-    },
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, "intermediate_size": None, "norm_topk_prob": False},
     "nemotron_h": {
         **_NO_ROPE, "use_sliding_window": None, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 4, "ssm_state_size": 16,
         "conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "mamba_proj_bias": True, "mamba_hidden_act": "gelu",

@@ -18,6 +18,7 @@ from cloister.models.families.mistral import MISTRAL, MIXTRAL
 from cloister.models.families.nemotron_h import NEMOTRON_H
 from cloister.models.families.olmo3 import OLMO3
 from cloister.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from cloister.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from cloister.models.families.qwen3_next import QWEN3_NEXT
 from cloister.models.family import Family
 
@@ -26,6 +27,6 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX, SMOLLM3,
         GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS,
-        MAMBA2, QWEN3_NEXT, LFM2, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H,
+        MAMBA2, QWEN3_NEXT, LFM2, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE,
     )
 }  # fmt: skip

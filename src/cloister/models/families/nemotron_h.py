@@ -94,8 +94,8 @@ NEMOTRON_H = Family(
         "moe_shared_expert_intermediate_size": 7688, "n_group": 1, "topk_group": 1,
     },
     only={
-        "tie_word_embeddings": False, "attention_bias": False, "mamba_proj_bias": False, "mamba_hidden_act": "silu", "sliding_window": None,
-        "moe_latent_size": None, "n_shared_experts": 1,
+        "tie_word_embeddings": False, "attention_bias": False, "mamba_proj_bias": False, "mamba_hidden_act": "silu",
+        "sliding_window": None, "moe_latent_size": None, "n_shared_experts": 1,
     },
     harmless=TRAINING_OF_EXPERTS | (INITIALISATION - {"time_step_min"}) | {
         "expand", "time_step_limit", "residual_in_fp32", "hidden_dropout", "mamba_ssm_cache_dtype", "use_mamba_kernels",
