@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import KVGroup, KVLayout
+from cloister.backends.base import FloatArray, KVGroup, KVLayout
 from cloister.executor import ModelRunner
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.models import load
@@ -44,6 +44,7 @@ class Served:
 
     Attributes:
         num_hit, num_preempted: prompt tokens found in the prefix cache, and preemptions, so far.
+        encoded: how many pictures each step encoded that encoded some.
     """
 
     def __init__(
@@ -55,12 +56,18 @@ class Served:
         block_size: int = 8,
         num_threads: int = 1,
         num_seqs: int = 6,
+        images_per_step: int = 16,
     ) -> None:
         model = load(path)
         backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype="float32")
         program = backend.build(model.spec, model.weights, KVLayout(num_blocks, block_size))
         self.pool = BlockPool([BlockGroup(num_blocks, None, None)], block_size)
-        config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=num_seqs, budget=BudgetConfig(max_tokens=chunk))
+        config = SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=num_seqs,
+            budget=BudgetConfig(max_tokens=chunk),
+            max_images_per_step=images_per_step,
+        )
         self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block_size))
         self.runner = ModelRunner(
             program,
@@ -72,6 +79,14 @@ class Served:
         )
         self.num_hit = self.num_preempted = 0
         self.failures: list[str] = []
+        self.encoded: list[int] = []
+        encode = program.encode_images
+
+        def count(images: Sequence[bytes]) -> list[FloatArray]:
+            self.encoded.append(len(images))
+            return encode(images)
+
+        program.encode_images = count  # type: ignore[method-assign]
         self._now_s = 0.0
 
     def serve(self, requests: Sequence[Request]) -> dict[tuple[str, int], list[int]]:

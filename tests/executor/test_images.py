@@ -12,6 +12,7 @@ from cloister.executor.images import SequenceImages
 from cloister.kv import PrefixKeys
 from cloister.models import load
 from cloister.models.image_processing import open_image_processor
+from cloister.scheduler.budget import StepSize
 from cloister.types.images import ImageTile
 from cloister.types.scope import Scope, ScopeKind
 from tests.vision_factory import NUM_TOKENS, make_picture, make_vision_model
@@ -47,6 +48,28 @@ def test_chunks_that_cut_an_image_change_no_token(chunk: int, path: Path, tiles:
     assert serve_one(served, *prompt_of(tiles)) == expected
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_step_encodes_few_images_and_each_once(most: int, path: Path, tiles: list[bytes], expected: list[int]) -> None:
+    served = Served(path, images_per_step=most)
+    found = served.serve([make_request("a", *prompt_of(tiles)), make_request("b", *prompt_of(tiles[5:]))])
+    assert found["a", 0] == expected
+    assert max(served.encoded) == most
+    assert sum(served.encoded) == 10
+
+
+def test_the_time_of_images_is_not_learned_as_that_of_tokens(path: Path, tiles: list[bytes]) -> None:
+    served = Served(path)
+    prompt, images = prompt_of(tiles)
+    served.scheduler.add(make_request("a", prompt, images), 0.0)
+    plan = served.scheduler.plan(0.0)
+    assert plan is not None
+    result = served.runner.run(plan)
+    assert 0 < result.encode_s < result.elapsed_s
+    result.encode_s, result.elapsed_s = 1000.0, 1000.25
+    served.scheduler.commit(result, {}, 0.0)
+    assert served.scheduler.cost.predict(StepSize(plan.num_tokens, plan.num_attended, len(prompt))) < 1
+
+
 def test_logprobs_have_the_same_bits_in_any_chunks(path: Path, tiles: list[bytes]) -> None:
     prompt, images = prompt_of(tiles)
     seen = []
@@ -74,7 +97,7 @@ def test_company_forks_and_preemption_change_no_token(path: Path, tiles: list[by
     requests = [make_request("a", *prompt_of(tiles)), make_request("b", *prompt_of(tiles[5:])), make_request("c", [7] * 50, ())]
     requests += [make_request("d", *prompt_of(tiles), n=3, temperature=1.0)]
     alone = {request.request_id: Served(path).serve([request]) for request in requests}
-    crowded = Served(path, chunk=9, num_blocks=26)
+    crowded = Served(path, chunk=9, num_blocks=26, images_per_step=1)
     found = crowded.serve(requests)
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}

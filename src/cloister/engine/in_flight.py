@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import Arrived, Ended, Event, Outputs, Preempted, Progressed, Scheduled, Stepped, end_output
+from cloister.types.images import MAX_PIXELS_BYTES, MAX_REQUEST_PIXELS_BYTES
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
@@ -176,8 +177,13 @@ class InFlightRequests:
         """Checks whether another request can be accepted.
 
         Raises:
+<<<<<<< HEAD
             QueueFullError: too many wait.
             InvalidRequestError: its id is in use, or its `n` is zero or too large.
+=======
+            QueueFullError: too many wait, or those that are there have too many images.
+            InvalidRequestError: its id is in use, it asks for no sequence or too many, or its images are too many.
+>>>>>>> wt-vision
         """
         if not self.has_room():
             raise QueueFullError(
@@ -187,6 +193,17 @@ class InFlightRequests:
             raise InvalidRequestError("the request id is in use; choose another one", param="request_id")
         if not 1 <= request.sampling.n <= self._max_num_seqs:  # checked before anything is allocated for each sequence
             raise InvalidRequestError(f"n must be from 1 to {self._max_num_seqs}, the sequences that run at once", param="n")
+        if request.images:
+            self._check_pixels(request.pixels_bytes)
+
+    def _check_pixels(self, num_bytes: int) -> None:
+        if num_bytes > MAX_REQUEST_PIXELS_BYTES:
+            most = MAX_REQUEST_PIXELS_BYTES >> 20
+            raise InvalidRequestError(f"the images of a request may take {most} MiB of pixels; send fewer", param="messages")
+        if num_bytes + sum(found.request.pixels_bytes for found in self._by_id.values()) > MAX_PIXELS_BYTES:
+            raise QueueFullError(
+                "requests with too many images wait already; try again later", retry_after_s=self._estimate_retry_s()
+            )
 
     def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
         """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events."""

@@ -125,7 +125,9 @@ class ModelRunner:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
         if self._batch.num_with_images:
+            began_s = self._clock.now()
             self._encode_images(live)
+            result.encode_s = self._clock.now() - began_s
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]

@@ -14,7 +14,7 @@ import msgspec
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
 from cloister.backends.spec import DecoderSpec, LayerGroup, group_layers
 from cloister.engine.machine import read_machine, return_free_memory
-from cloister.engine.memory import budget_memory
+from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.launch.backend import (
     NO_QUANT,
@@ -34,6 +34,7 @@ from cloister.scheduler.speculation import Speculation
 from cloister.types.clock import Stopwatch
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+from cloister.types.images import MAX_PIXELS_BYTES
 from cloister.types.processes import overwrites
 from cloister.types.request import ModelInfo
 
@@ -103,6 +104,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
         drafters_bytes=drafters.fixed_bytes,
         num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
+        overhead_bytes=OVERHEAD_BYTES + (0 if model.spec.vision is None else MAX_PIXELS_BYTES),
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     layout = KVLayout.of_groups(budget.groups, config.block_size)
@@ -257,6 +259,7 @@ def build_scheduler(
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
             cache_scopes=config.cache_scopes or 0,
+            max_images_per_step=config.num_threads or 1,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,

@@ -44,7 +44,13 @@ class SchedulerConfig:
         max_num_seqs: maximum number of running sequences.
         eos_token_ids: ids that end an answer, unless a request ignores them.
         prefix_cache: keep and reuse the KV of full blocks.
+<<<<<<< HEAD
         cache_scopes: number of scopes with their own share of the prefix cache; 0 for one shared cache.
+=======
+        cache_scopes: scopes that get a share of the prefix cache of their own; 0 for one cache that all share.
+        max_images_per_step: pictures that one step encodes at most. One can take a second of a processor core, in which nobody
+            gets a token.
+>>>>>>> wt-vision
     """
 
     max_model_len: int
@@ -54,6 +60,7 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: bool = True
     cache_scopes: int = 0
+    max_images_per_step: int = 1
 
 
 class Scheduler:
@@ -274,7 +281,7 @@ class Scheduler:
         for sequence in step.forked:
             self._requests.release_blocks(sequence)
         if step.parts:
-            elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
+            elapsed_s = result.elapsed_s - result.encode_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
             if self._draft_allocator is not None:
                 self._draft_allocator.learn(step, size, result, elapsed_s)
@@ -353,7 +360,10 @@ class Scheduler:
 
     def _extend_chunk(self, step: Step, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
-        num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
+        num_most = sequence.max_chunk
+        if sequence.request_state.request.images:
+            num_most = step.fit_images(sequence, num_most, self.config.max_images_per_step)
+        num_tokens = step.budget.fit(sequence.num_planned, num_most, strict=step.prefill_level is not None)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 

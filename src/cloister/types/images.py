@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+MAX_REQUEST_PIXELS_BYTES: Final = 128 * 2**20
+"""Pixels of all pictures of one request, as the model takes them: one message between front and engine."""
+MAX_PIXELS_BYTES: Final = 2 * MAX_REQUEST_PIXELS_BYTES
+"""Pixels of all requests that an engine has at once."""
 
 
 class ImageTile(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,6 +140,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams | None = None
     images: tuple[ImageTile, ...] = ()
 
+    @property
+    def pixels_bytes(self) -> int:
+        """What its pictures take in memory."""
+        return sum(len(image.pixels) for image in self.images)
+
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""
         return f"Request(num_prompt_tokens={len(self.token_ids)})"

@@ -138,11 +138,20 @@ class StepResult(msgspec.Struct, kw_only=True):
         samples: one entry per sequence that sampled, including forked children.
         prompt_logprobs: seq_id -> logprobs of the prompt tokens at the positions start + 1 .. start + num_tokens that
             are still prompt, in order.
+<<<<<<< HEAD
         embeddings: seq_id -> vector of a pooled prompt that is complete.
         failures: seq_id -> message for the client; such a sequence has no sample.
         complete: sequences whose grammar is complete after their sample.
         elapsed_s: duration of the step, for the budget and metrics.
         draft_s: drafter -> its share of that time.
+=======
+        embeddings: seq_id -> vector of a prompt that was to be pooled and is computed to its end.
+        failures: seq_id -> what to tell the client; such a sequence has no sample.
+        complete: sequences whose grammar lets nothing follow their sample.
+        elapsed_s: time the step took, for the budget and for every figure.
+        draft_s: drafter -> what of that time it took.
+        encode_s: what of that time pictures took that were encoded.
+>>>>>>> wt-vision
     """
 
     plan_id: int
@@ -153,6 +162,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     complete: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
+    encode_s: float = 0.0
 
 
 class Stop(msgspec.Struct, frozen=True):
