@@ -105,6 +105,10 @@ class ForwardBatch:
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
+        token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (pictures), as the
+            first layer reads it.
+        embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
         state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens
             [first, end) of one sequence go on from the state in the one block (zeros before position 0) and leave theirs in the
             other, often the same one. Spans of a sequence are in order, and cover its tokens. The block written is -1 for
@@ -120,6 +124,9 @@ class ForwardBatch:
     logit_rows: IntArray
     parents: IntArray | None = None
     adapters: IntArray | None = None
+    token_types: IntArray | None = None
+    embeddings: FloatArray | None = None
+    embedding_rows: IntArray | None = None
     state_spans: IntArray | None = None
 
 
@@ -198,6 +205,11 @@ class Capability(Flag):
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
         ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
+        ENCODER: reads in both directions (`backends.encoder_spec`): a step computes the sequences whose last token is one of
+            `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
+            sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
+            chosen.
+        IMAGES: encodes pictures (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -210,6 +222,8 @@ class Capability(Flag):
     ADAPTERS = auto()
     RECORDING = auto()
     ASYNCHRONOUS = auto()
+    ENCODER = auto()
+    IMAGES = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -325,6 +339,14 @@ class Program(ABC):
             ids [num_samples] int32; -1 where all tokens are masked, or a logit is not a number or plus infinity.
         """
         raise self._lacks(Capability.SAMPLING)
+
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings [num_tokens, hidden] of each picture, alone as in company (IMAGES).
+
+        Args:
+            images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).
+        """
+        raise self._lacks(Capability.IMAGES)
 
     def project(self, hidden: FloatArray) -> FloatArray:
         """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the bits that a

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from cloister.backends.vision import VisionSpec
+
 FOREIGN_FAMILY: Final = "transformers"
 """The family of a model without a spec: no layers are known of it."""
 
@@ -376,6 +378,17 @@ class LayerSpec:
         return self.attention
 
     @property
+    def required_attention(self) -> AnyAttentionSpec:
+        """The attention of a layer that was checked to have one.
+
+        Raises:
+            TypeError: it has none.
+        """
+        if self.attention is None:
+            raise TypeError("this computes layers with attention only; the spec must be checked before")
+        return self.attention
+
+    @property
     def feed_forward(self) -> MlpSpec | MoeSpec:
         """The feed-forward of a layer that was checked to have one.
 
@@ -402,6 +415,7 @@ class DecoderSpec:
         logit_scale: multiplies logits (Granite).
         logit_softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after `logit_scale`; None is off.
         head_bias: the head carries a bias.
+        vision: the tower that makes embeddings of pictures; None for a decoder that reads text only.
         family: the family's name, for people and fingerprints only; no back end may branch on it.
     """
 
@@ -419,6 +433,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
+    vision: VisionSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,9 @@ def kernels(
     if as_json:
         print_json({"model": engine.model.name, "chip": asdict(roof), "steps": [asdict(table) for table in tables]})
         return
-    out.print(f"{engine.model.name} on {config.backend}; roof: {roof.name}, {roof.source}", highlight=False, soft_wrap=True)
+    out.print(
+        f"{engine.model.name} on {engine.model.backend}; roof: {roof.name}, {roof.source}", highlight=False, soft_wrap=True
+    )
     for table in tables:
         _print_kernels(table)
 
@@ -120,9 +122,9 @@ def profile(
         print_json({kind: _describe(chosen) for kind, chosen in by_kind.items()})
     else:
         for kind, chosen in by_kind.items():
-            _print_profile(kind, chosen, str(config.backend))
+            _print_profile(kind, chosen, engine.model.backend)
     if trace is not None:
-        trace.write_text(json.dumps(to_trace(steps, str(config.backend))) + "\n", encoding="utf-8")
+        trace.write_text(json.dumps(to_trace(steps, engine.model.backend)) + "\n", encoding="utf-8")
         err.print(f"Written: {trace}; open it in ui.perfetto.dev or chrome://tracing", highlight=False)
 
 

@@ -94,8 +94,9 @@ def check_python() -> Check:
 def chosen_backend() -> str:
     """The back end that `serve` would take here."""
     from cloister.launch import resolve_settings
+    from cloister.launch.backend import chosen_backend as choose
 
-    return str(resolve_settings().engine.config.backend)
+    return choose(resolve_settings().engine.config)
 
 
 def check_kernels(needed: bool, find: Callable[[], tuple[Sequence[str], Sequence[str]]] | None = None) -> Check:

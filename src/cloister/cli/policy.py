@@ -101,7 +101,7 @@ def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:
         about = (row.name, show_letters(row), "yes" if row in in_build else "no")
         matrix.add_row(*about, *_show_rulings(row.rulings, profile))
     console.print(matrix)
-    parts = _start_table("Parts that are judged by themselves", profile)
+    parts = _start_table("Parts with their own verdict", profile)
     for feature in judged_apart():
         parts.add_row(feature.name, show_letters(row_of(feature.slug)), "yes", *_show_rulings(feature.rulings, profile))
     console.print(parts)

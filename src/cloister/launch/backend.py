@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cloister.backends import BACKENDS, native
 from cloister.backends.base import Backend
+from cloister.backends.encoder_spec import EncoderSpec
+from cloister.backends.native.limits import list_missing
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
 from cloister.engine.machine import Machine
 from cloister.models import LoadedModel
@@ -26,17 +29,24 @@ NO_QUANT: Final = "none"
 
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
     """Returns the back end that the settings name, for a model of that spec."""
-    is_foreign = spec.family == FOREIGN_FAMILY
-    if is_foreign and config.quant != NO_QUANT:
+    name = choose_backend_for(config, spec)
+    if isinstance(spec, EncoderSpec) and config.quant != NO_QUANT:
+        raise ConfigError("an encoder is computed as its weights are stored; leave `quant` out", param="quant")
+    if name == FOREIGN_FAMILY and config.quant != NO_QUANT:
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
     if config.weights_cache and weights_cache(config) is None:
         _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
-    factory = BACKENDS.get(FOREIGN_FAMILY if is_foreign else chosen_backend(config))
-    return factory(
+    if name == "torch" and chosen_backend(config) == "native":
+        _logger.warning(
+            "the native back end does not compute %s, which this model needs; computing with the torch back end",
+            " and ".join(list_missing(spec)),
+        )
+    by_format = config.quant != NO_QUANT and (name == "native" or config.device == "cuda")
+    return BACKENDS.get(name)(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",
         dtype=config.dtype,
-        kv_dtype=config.kv_dtype or (None if config.quant == NO_QUANT else choose_kv_dtype(number_format(config.quant), spec)),
+        kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if by_format else None),
         numerics=config.numerics,
         store=weights_cache(config),
         store_bytes=cache_bytes(config),
@@ -44,8 +54,22 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
 
 
 def chosen_backend(config: EngineConfig) -> str:
-    """Returns the name of the back end: the setting, or what `_resolve_machine` would choose."""
+    """Returns the name of the back end: the setting, or what computes most models on this machine."""
     return config.backend or choose_backend(config.device or "cpu")[0]
+
+
+def choose_backend_for(config: EngineConfig, spec: DecoderSpec) -> str:
+    """Returns the name of the back end for a model of that spec.
+
+    Unless the settings name one, torch computes what the native kernels do not, if it is installed; if not, the native back end
+    says what it lacks.
+    """
+    if spec.family == FOREIGN_FAMILY:
+        return FOREIGN_FAMILY
+    name = chosen_backend(config)
+    if config.backend is None and name == "native" and list_missing(spec) and find_spec("torch") is not None:
+        return "torch"
+    return name
 
 
 def choose_backend(device: str) -> tuple[str, str]:

@@ -14,9 +14,16 @@ import msgspec
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
 from cloister.backends.spec import DecoderSpec, LayerGroup, group_layers
 from cloister.engine.machine import read_machine, return_free_memory
-from cloister.engine.memory import budget_memory
+from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.launch.backend import NO_QUANT, kept_tokenizers, make_backend, weights_cache, write_in_few_bits
+from cloister.launch.backend import (
+    NO_QUANT,
+    choose_backend_for,
+    kept_tokenizers,
+    make_backend,
+    weights_cache,
+    write_in_few_bits,
+)
 from cloister.launch.drafters import open_drafters
 from cloister.launch.loading import Loading
 from cloister.launch.processes import close_engine
@@ -27,6 +34,7 @@ from cloister.scheduler.speculation import Speculation
 from cloister.types.clock import Stopwatch
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+from cloister.types.images import MAX_PIXELS_BYTES
 from cloister.types.processes import overwrites
 from cloister.types.request import ModelInfo
 
@@ -71,7 +79,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     digests = None if cache is None else cache / "digests.json"
     model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
     max_model_len = _max_model_len(config, model)
-    pooling = read_pooling(model.path, config.pooling)
+    pooling = read_pooling(model.path, config.pooling, is_encoder=model.info.encoder is not None)
     loading.begin("reading the tokenizer")
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
     watch.lap("read")
@@ -96,6 +104,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
         drafters_bytes=drafters.fixed_bytes,
         num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
+        overhead_bytes=OVERHEAD_BYTES + (0 if model.spec.vision is None else MAX_PIXELS_BYTES),
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     layout = KVLayout.of_groups(budget.groups, config.block_size)
@@ -109,6 +118,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     info = msgspec.structs.replace(
         model.info,
         max_model_len=max_model_len,
+        backend=choose_backend_for(config, model.spec),
         fingerprint=fingerprint,
         hidden_size=model.spec.hidden_size,
         pooling=pooling,
@@ -130,6 +140,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         grammars=grammars,
         drafters=drafters.drafters,
         groups=budget.groups,
+        vision=model.spec.vision,
     )
     drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)
@@ -248,6 +259,7 @@ def build_scheduler(
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
             cache_scopes=config.cache_scopes or 0,
+            max_images_per_step=config.num_threads or 1,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,
@@ -266,9 +278,10 @@ def _block_group(group: KVGroup, config: EngineConfig) -> BlockGroup:
         return BlockGroup.of_state(group.num_blocks)
     if group.window is None:
         return BlockGroup(group.num_blocks)
-    # what a query sees, and what one step computes before anything is behind the window
-    max_held = -(-(group.window + max_batched_tokens(config)) // config.block_size) + 1
-    return BlockGroup(group.num_blocks, group.window, max_held)
+    # What a query sees, and what one step computes before anything is behind the window. Blocks are given back when another is
+    # full, so a step may begin anywhere in a block: the two parts need not share one.
+    parts = (group.window, max_batched_tokens(config))
+    return BlockGroup(group.num_blocks, group.window, 1 + sum(-(-part // config.block_size) for part in parts))
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:

@@ -169,7 +169,11 @@ def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolv
         chosen["device"] = ("cuda", "there is an NVIDIA device") if has_gpu else ("cpu", "there is no NVIDIA device")
     if engine.config.backend is None:
         device = str(chosen["device"][0]) if "device" in chosen else engine.config.device
-        chosen["backend"] = choose_backend(device or "cpu")
+        name, why = choose_backend(device or "cpu")
+        # the model decides between the two where both are there (`launch.backend.choose_backend_for`)
+        chosen["backend"] = (
+            (None, f"native where it computes the model, else torch: {why}") if name == "native" else (name, why)
+        )
     return engine.explain(**chosen)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -111,10 +111,10 @@ def _num_heads(spec: DecoderSpec, name: str) -> int:
     return num_heads_of(spec.layers[int(parts[1])]) if parts[0] == "layers" else 0
 
 
-def digest_files(path: Path, digests: Digests) -> str:
-    """Returns the SHA-256 of config.json and every checkpoint file, names included (hex)."""
+def digest_files(path: Path, digests: Digests, others: Sequence[Path] = ()) -> str:
+    """Returns the SHA-256 of config.json, every checkpoint file and `others`, names included (hex)."""
     digest = hashlib.sha256()
-    for file in (path / "config.json", *_files(path)):
+    for file in (path / "config.json", *_files(path), *others):
         digest.update(file.name.encode() + b"\0" + bytes.fromhex(digests.of(file)))
     return digest.hexdigest()
 

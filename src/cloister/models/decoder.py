@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
     Activation,
     AnyAttentionSpec,
@@ -20,6 +22,7 @@ from cloister.backends.spec import (
     ShortConvSpec,
     StateSpec,
 )
+from cloister.backends.vision import vision_shapes
 from cloister.models.config import ConfigFields
 from cloister.models.families import FAMILIES
 from cloister.models.family import Bias, Family
@@ -85,11 +88,12 @@ def read_spec(
     Raises:
         ModelError: a field is missing, has no meaning, or is one that changes models and that this family would have to ignore.
     """
-    fields = ConfigFields(config, names=family.names, defaults=family.defaults)
+    parts = None if family.vision is None else family.vision(config)
+    fields = ConfigFields(config if parts is None else parts.text, names=family.names, defaults=family.defaults)
     spec = _read_fields(family, fields, max_model_len)
-    if unknown := fields.find_unknown():
+    if unknown := (*fields.find_unknown(), *(() if parts is None else parts.unknown)):
         on_unknown(unknown)
-    return spec
+    return spec if parts is None else replace(spec, vision=parts.spec)
 
 
 def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None = None) -> DecoderSpec:
@@ -144,6 +148,8 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         logit_scale=ends.logit_scale,
         logit_softcap=ends.logit_softcap,
     )
+    if family.encoder is not None:
+        spec = family.encoder(fields, spec)
     fields.drop(family.harmless)
     return spec
 
@@ -223,6 +229,9 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
     yield "embed.weight", (spec.vocab_size, hidden)
     if spec.position_embeddings:
         yield "positions.weight", (spec.max_positions, hidden)
+    if isinstance(spec, EncoderSpec):
+        yield from _encoder_shapes(spec)
+        return
     for number, layer in enumerate(spec.layers):
         for name, shape in _layer_shapes(layer, hidden, spec.norm_bias):
             yield f"layers.{number}.{name}", shape
@@ -231,6 +240,27 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
         yield "head.weight", (spec.vocab_size, hidden)
     if spec.head_bias:
         yield "head.bias", (spec.vocab_size,)
+    if spec.vision is not None:
+        yield from vision_shapes(spec.vision, hidden)
+
+
+def _encoder_shapes(spec: EncoderSpec) -> Shapes:
+    """Yields what follows the embeddings of tokens and positions."""
+    hidden = spec.hidden_size
+    if spec.num_token_types:
+        yield "token_types.weight", (spec.num_token_types, hidden)
+    yield from _norm("embed_norm", hidden, spec.norm_bias)
+    for number, layer in enumerate(spec.layers):
+        for name, shape in _layer_shapes(replace(layer, pre_norm=True), hidden, spec.norm_bias):
+            if number or spec.first_norm or not name.startswith("attention_norm."):
+                yield f"layers.{number}.{name}", shape
+    if spec.final_norm:
+        yield from _norm("norm", hidden, spec.norm_bias)
+    if spec.classifier is not None:
+        yield from _projection("classifier_dense", hidden, hidden, spec.classifier.dense_bias)
+        if spec.classifier.norm:
+            yield from _norm("classifier_norm", hidden, spec.norm_bias)
+        yield from _projection("classifier", spec.classifier.num_labels, hidden, True)
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:

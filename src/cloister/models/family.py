@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from cloister.backends.spec import Activation, AnyAttentionSpec, MlpSpec, MoeSpec, RopeSpec, StateSpec
+from cloister.backends.encoder_spec import EncoderSpec
+from cloister.backends.spec import Activation, AnyAttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec, StateSpec
+from cloister.backends.vision import VisionSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -37,6 +39,20 @@ AttentionReader: TypeAlias = Callable[
 ]
 StateReader: TypeAlias = Callable[[ConfigFields, int, int, Activation], Sequence[StateSpec | None]]
 FeedForwards: TypeAlias = Sequence[MlpSpec | MoeSpec | None]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """A config.json of a decoder with a vision tower, taken apart.
+
+    Attributes:
+        text: the decoder's fields.
+        unknown: fields outside of them of which nothing is known.
+    """
+
+    text: Mapping[str, Any]
+    spec: VisionSpec
+    unknown: tuple[str, ...] = ()
 
 
 class Bias(Enum):
@@ -119,11 +135,13 @@ class Family:
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
+        encoder: makes an encoder of the spec that the other fields give; None for decoders.
         tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on. A tensor
             that lies elsewhere than the others of its module has an entry of its own.
         mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
         prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
         buffers: names in old checkpoints of what is no weight.
+        vision: takes the config of a decoder with a vision tower apart; None where there is no tower.
     """
 
     name: str
@@ -166,7 +184,9 @@ class Family:
     feed_forwards: Callable[[ConfigFields, MlpSpec, int], FeedForwards] = _feed_alike
     ends: Callable[[ConfigFields, int], Ends] = _plain_ends
     residual_scale: str | None = None
+    encoder: Callable[[ConfigFields, DecoderSpec], EncoderSpec] | None = None
     tensors: Mapping[str, Source] = field(default_factory=lambda: PLAIN_TENSORS)
     mtp: bool = False
     prefix: str = "model."
     buffers: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    vision: Callable[[Mapping[str, Any]], VisionConfig] | None = None

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, rotate_blocks, round_inputs, rounding_of
 from cloister.quant.base import FloatArray, KVDtype, NumberFormat, reciprocal
 from cloister.types.errors import ConfigError
@@ -75,6 +75,8 @@ SHORTEST_INT4_HEAD = 64
 
 def choose_kv_dtype(number_format: NumberFormat, spec: DecoderSpec) -> KVDtype:
     """Returns what the KV cache of a model should hold beside weights in this format."""
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        return "bfloat16"  # there are no kernels for latents in few bits
     attentions = [layer.attention for layer in spec.layers if layer.attention is not None]
     shortest = min((attention.head_dim for attention in attentions), default=SHORTEST_INT4_HEAD)
     return "int8" if number_format.kv_dtype == "int4" and shortest < SHORTEST_INT4_HEAD else number_format.kv_dtype

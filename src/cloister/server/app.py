@@ -6,6 +6,7 @@ From the outside in: failures (and counting), other origins, host, authenticatio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
@@ -21,6 +22,7 @@ from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
 from cloister.server.files.service import FileService
+from cloister.server.images import ImageReader
 from cloister.server.logs import RequestLog
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
@@ -162,11 +164,14 @@ def create_routes(
         num_threads: of the kernels; text work gets as many, but 2 to 8.
     """
     model_name, *other_names = names or (engine.model.name,)
+    images = None  # a sealed node takes none: the shape of its requests does not cover them
+    if not config.sealed and engine.model.path:
+        images = ImageReader.open(Path(engine.model.path), tokenizer, gate.policy, config.max_images)
     reader = PromptReader(
         model=engine.model,
         model_name=model_name,
         tokenizer=tokenizer,
-        chat_format=ChatFormat.of(tokenizer, template, config),
+        chat_format=ChatFormat.of(tokenizer, template, config, images),
         max_n=config.max_n,
         request_timeout_s=request_timeout_s,
         gate=gate,

@@ -13,15 +13,18 @@ from typing import Any, Final
 import msgspec
 
 from cloister.server.errors import invalid
+from cloister.server.images import CutImage, ImageReader
 from cloister.server.parse import ignored_fields
-from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, Message, NamedChoice
+from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, ImagePart, Message, NamedChoice, TextPart
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import grammar as grammars
-from cloister.text.answer_parser import REASONINGS, AnswerForm, Marks, detect_reasoning
+from cloister.text.answer_parser import REASONINGS, AnswerForm, ChannelMarks, Marks, detect_reasoning
+from cloister.text.harmony import FINAL
 from cloister.text.tools import FAMILIES, Tool, ToolCallFormat, detect_family
 from cloister.text.tools.base import json_value, literal
 from cloister.types.config import ServerConfig
 from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.images import ImageTile
 from cloister.types.request import SamplingParams
 
 # The tools of a request: which there are, which may be called, and whether one must be.
@@ -139,12 +142,14 @@ class Opening:
         form: what the answer may hold beside text; None if nothing.
         grammar: the form of the answer, with that of calls where there may be some.
         shown_token_ids: control tokens that the parser of the answer has to see.
+        images: those of the prompt.
     """
 
     token_ids: list[int]
     form: AnswerForm | None
     grammar: Grammar | None
     shown_token_ids: tuple[int, ...]
+    images: tuple[ImageTile, ...] = ()
 
     def shape(self, sampling: SamplingParams) -> SamplingParams:
         """Returns the sampling parameters with what the conversation asks of them."""
@@ -158,20 +163,29 @@ class ChatFormat:
     Attributes:
         family: how it calls tools.
         marks: around its reasoning, if it reasons.
+        images: reads those of a conversation; None where none are taken.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate
     family: ToolCallFormat
     marks: Marks | None
+    images: ImageReader | None = None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, template: ChatTemplate, config: ServerConfig) -> ChatFormat:
+    def of(
+        cls, tokenizer: Tokenizer, template: ChatTemplate, config: ServerConfig, images: ImageReader | None = None
+    ) -> ChatFormat:
         """Reads it from the settings, else from the chat template."""
         family = config.tool_parser or detect_family(template.source) or FALLBACK_FAMILY
         reasoning = config.reasoning_parser or detect_reasoning(template.source) or NO_REASONING
         marks = None if reasoning == NO_REASONING else REASONINGS.get(reasoning)
-        return cls(tokenizer, template, FAMILIES.get(family), marks)
+        return cls(tokenizer, template, FAMILIES.get(family), marks, images)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a conversation may have images."""
+        return self.images is not None and self.images.is_allowed
 
     def open(self, body: ChatBody, grammar: Grammar | None = None) -> Opening:
         """Renders a conversation and tokenizes it.
@@ -184,6 +198,7 @@ class ChatFormat:
         """
         tools = read_tools(body)
         messages = template_messages(body.messages)
+        images = self._read_images(body.messages)
         prompt = self.template.render(
             messages,
             tools.to_template(),
@@ -192,15 +207,43 @@ class ChatFormat:
             call_example=self.family.example,
             **self._thinking(body),
         )
+        if grammar is not None and not tools.callable and isinstance(self.marks, ChannelMarks):
+            prompt += FINAL
         grammar = tools.grammar(self.family, self._spell, grammar)
         # A grammar holds from the first token on, so that there is no reasoning for which the prompt may have opened a mark.
         form = self._form(tools, prompt, self.marks if grammar is None else None)
+        token_ids = self.tokenizer.encode(prompt)
+        tiles: tuple[ImageTile, ...] = ()
+        if self.images is not None and images:
+            token_ids, tiles = self.images.place(token_ids, images)
         return Opening(
-            token_ids=self.tokenizer.encode(prompt),
+            token_ids=token_ids,
             form=form,
             grammar=grammar,
             shown_token_ids=self._shown(form),
+            images=tiles,
         )
+
+    def _read_images(self, messages: Sequence[Message]) -> list[CutImage]:
+        """Decodes the images of a conversation.
+
+        Raises:
+            InvalidRequestError: there are some, and none are taken, or one cannot be used.
+        """
+        urls = [
+            part.image_url.url
+            for message in messages
+            if message.has_images
+            for part in message.content or ()
+            if isinstance(part, ImagePart)
+        ]
+        if not urls:
+            return []
+        if self.images is None:
+            raise invalid(
+                "`messages` has an image, and what is served here reads text only.", "messages", "unsupported_parameter"
+            )
+        return self.images.read(urls)
 
     def _form(self, tools: ToolUse, prompt: str, marks: Marks | None) -> AnswerForm | None:
         if marks is None and not tools.callable:
@@ -236,7 +279,7 @@ class ChatFormat:
     def _shown(self, form: AnswerForm | None) -> tuple[int, ...]:
         if form is None:
             return ()
-        marks: tuple[str, ...] = () if form.marks is None else (form.marks.begin, form.marks.end)
+        marks: tuple[str, ...] = () if form.marks is None else form.marks.all
         if form.family is not None:
             marks += (*form.family.marks, *form.family.inner_marks)
         return tuple(token_id for mark in marks if (token_id := self._control_id(mark)) is not None)
@@ -275,6 +318,16 @@ def _ignore(param: str) -> None:
     fields.add(param)
 
 
+def _with_images(message: Message, path: str) -> list[dict[str, Any]]:
+    """Returns the parts of a content that has images; a template writes the model's placeholder for each of them."""
+    if message.role != "user":
+        raise invalid(f"`{path}.content` has an image; these belong to the role user.", f"{path}.content")
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+        for part in message.content or ()
+    ]
+
+
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Returns messages as chat templates take them.
 
@@ -293,7 +346,7 @@ def _template_message(message: Message, path: str) -> dict[str, Any]:
         raise invalid(f"`{path}.tool_call_id` is required for the role tool, and only there.", f"{path}.tool_call_id")
     # Templates know the role by its older name.
     rendered: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    rendered["content"] = message.text
+    rendered["content"] = _with_images(message, path) if message.has_images else message.text
     if message.name is not None:
         rendered["name"] = message.name
     if message.tool_calls:

@@ -25,6 +25,7 @@ from cloister.types.request import Embedding, PoolingParams, SamplingParams
 MAX_INPUTS: Final = 2048
 """Texts in one request, as the OpenAI API has it."""
 NOTHING: Final = SamplingParams(max_tokens=0)
+NO_VECTORS: Final = "This model classifies texts and makes no vectors; ask /classify, or /v1/rerank if it has one class."
 
 Text = str | list[int]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -140,9 +141,26 @@ def pooled_job(
     prefix: str,
 ) -> GenerationJob:
     """Returns a job with a pooled request for each (name of its field, text); errors as in `read_embeddings`."""
+    encoder = reader.model.encoder
+    if encoder is not None and encoder.labels and pooling.kind != "classify":
+        raise invalid(NO_VECTORS, "model", "no_embeddings")
+    prompts = [_tokenize(reader, text, field) for field, text in texts]
+    return make_pooled_job(reader, body, prompts, pooling, admission, prefix=prefix)
+
+
+def make_pooled_job(
+    reader: PromptReader,
+    body: PooledBody,
+    prompts: Sequence[list[int]],
+    pooling: PoolingParams | Sequence[PoolingParams],
+    admission: Admission,
+    *,
+    prefix: str,
+) -> GenerationJob:
+    """As `pooled_job`, of tokenized prompts that fit into the context window."""
     adapter = reader.find_adapter(body.model)
     return make_job(
-        [_tokenize(reader, text, field) for field, text in texts],
+        prompts,
         NOTHING,
         reader.gate.with_request_options(admission, priority=body.priority),
         reader.model,
@@ -163,13 +181,17 @@ def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
         raise invalid(f"`{field}` has a token id that is not in [0, {reader.vocab_size}).", field, "token_id_out_of_range")
     if not token_ids:
         raise invalid(f"`{field}` has an empty text; send at least one token.", field, "empty_prompt")
-    window = reader.model.max_model_len
-    if len(token_ids) > window:
-        raise ContextLengthError(
-            f"The context window holds {window} tokens; a text of `{field}` has {len(token_ids)}. Cut it in pieces.",
-            param=field,
-        )
+    check_fits(reader, len(token_ids), field)
     return token_ids
+
+
+def check_fits(reader: PromptReader, num_tokens: int, field: str) -> None:
+    """Raises ContextLengthError for a text of a field that the context window does not hold."""
+    window = reader.model.max_model_len
+    if num_tokens > window:
+        raise ContextLengthError(
+            f"The context window holds {window} tokens; a text of `{field}` has {num_tokens}. Cut it in pieces.", param=field
+        )
 
 
 async def run_pooled(generate: Generate, job: GenerationJob) -> list[Embedding]:

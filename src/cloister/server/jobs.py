@@ -19,6 +19,7 @@ from cloister.server.calls import HttpCall
 from cloister.server.errors import TOO_LATE, failure_of
 from cloister.text.answer_parser import AnswerForm
 from cloister.types.errors import DeadlineError
+from cloister.types.images import ImageTile
 from cloister.types.request import FinishReason, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
 
 # A generation job: one HTTP request as engine requests, one per prompt, with what the reply needs.
@@ -86,18 +87,21 @@ def make_job(
     continuous_usage: bool = False,
     num_kept: int | None = None,
     shows_logprobs: bool = True,
-    pooling: PoolingParams | None = None,
+    pooling: PoolingParams | Sequence[PoolingParams] | None = None,
     adapter: str | None = None,
+    images: tuple[ImageTile, ...] = (),
 ) -> GenerationJob:
     """Returns a job for tokenized prompts.
 
     Args:
         prefix: of the id, such as "chatcmpl".
         timeout_s: deadline of every request of the job, in the engine.
-        pooling: the prompts become vectors.
+        pooling: the prompts become vectors, all in one way or each in its own.
         adapter: digest of the adapter that the prompts are for.
+        images: those of the only prompt.
     """
     job_id = f"{prefix}-{secrets.token_hex(12)}"
+    ways = pooling if isinstance(pooling, Sequence) else [pooling] * len(prompts)
     requests = tuple(
         Request(
             request_id=f"{job_id}-{i}",
@@ -107,10 +111,11 @@ def make_job(
             tenant=admission.tenant,
             priority=admission.priority,
             timeout_s=timeout_s,
-            pooling=pooling,
+            pooling=way,
             adapter=adapter,
+            images=images,
         )
-        for i, prompt in enumerate(prompts)
+        for i, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
     )
     return GenerationJob(
         job_id=job_id,

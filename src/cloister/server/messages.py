@@ -43,11 +43,26 @@ class _Block(Strict):
 
 
 class TextBlock(_Block):
-    """Text; the models here read nothing else."""
+    """Text."""
 
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ImageSource(Strict):
+    """The image itself, in base64; this server fetches none."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: str
+
+
+class ImageBlock(_Block):
+    """An image in a message of the user, for a model that sees."""
+
+    type: Literal["image"]
+    source: ImageSource
 
 
 class ToolUseBlock(_Block):
@@ -85,7 +100,7 @@ class ThinkingBlock(_Block):
     signature: str | None = None
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
 Blocks = Annotated[list[Block], Field(max_length=MAX_MESSAGES)]
 
 
@@ -259,6 +274,8 @@ def _assistant(message: MessageParam, path: str) -> dict[str, Any]:
                 made.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
                 raise invalid(f"`{path}.content` has a result of a tool; these belong to the role user.", f"{path}.content")
+            case ImageBlock():
+                raise invalid(f"`{path}.content` has an image; these belong to the role user.", f"{path}.content")
     return made if "content" in made or "tool_calls" in made else made | {"content": ""}
 
 
@@ -269,13 +286,19 @@ def _others(message: MessageParam, path: str) -> list[dict[str, Any]]:
         match block:
             case ToolResultBlock() if message.role == "user":
                 made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or [])})
-            case TextBlock():
+            case TextBlock() | ImageBlock() if isinstance(block, TextBlock) or message.role == "user":
                 if not made or made[-1]["role"] != message.role:
-                    made.append({"role": message.role, "content": ""})
-                made[-1]["content"] += block.text
+                    made.append({"role": message.role, "content": []})
+                made[-1]["content"].append(_part(block))
             case _:
                 raise invalid(f"`{path}.content` has a block that does not belong to its role.", f"{path}.content")
     return made or [{"role": message.role, "content": ""}]
+
+
+def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    return {"type": "image_url", "image_url": {"url": f"data:{block.source.media_type};base64,{block.source.data}"}}
 
 
 def _text(blocks: list[TextBlock]) -> str:

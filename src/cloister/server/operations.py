@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel
 
 from cloister.server.answers import ChatChunk, ChatCompletion, CompletionResponse, Model, ModelList
+from cloister.server.classification import Classification, ClassifyBody
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.files.batches import BatchBody
 from cloister.server.llamacpp import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
@@ -290,6 +291,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _health("GET", "/ping", _VLLM),
     _health("POST", "/ping", _VLLM),
     Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
+    Operation("POST", "/classify", _VLLM, "Tell which class texts are of", ClassifyBody, Classification),
     Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
     _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
     _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),

@@ -175,6 +175,8 @@ UNKNOWN: Final = "extra_forbidden"
 NEAR: Final = 0.7
 """How alike a known name has to be to be suggested; 1 is equal."""
 _INDEX: Final = re.compile(r"\[\d+\]")
+_TAGS: Final = frozenset({"text", "image_url", "thinking"})
+"""Types of entries that are names of fields too."""
 
 _TYPES: Final[Mapping[str, str]] = {
     "string_type": "a string",
@@ -274,7 +276,7 @@ def _read(body: Mapping[str, Any], kind: type[Body]) -> Body:
 def _note(problems: Iterable[ErrorDetails], kind: type[BaseModel]) -> None:
     known = set(_field_names(kind))
     for problem in problems:
-        *parents, name = problem["loc"]
+        *parents, name = _without_tags(problem["loc"])
         parent = _path(tuple(parents), known) if parents else ""
         path = f"{parent}.{shown_name(str(name))}" if parent else shown_name(str(name))
         ignored_fields().add(_INDEX.sub("[]", path))
@@ -297,7 +299,7 @@ def parse_json(raw: bytes) -> object:
 
 def _explain(details: ErrorDetails, kind: type[BaseModel]) -> InvalidRequestError:
     known = set(_field_names(kind))
-    location, problem, context = details["loc"], details["type"], details.get("ctx", {})
+    location, problem, context = _without_tags(details["loc"]), details["type"], details.get("ctx", {})
     if problem == UNKNOWN:
         return _unknown_field(location, kind, known)
     path = _path(location, known)
@@ -344,6 +346,14 @@ def _tagged(kinds: set[type[BaseModel]], tag: int | str) -> set[type[BaseModel]]
         kind for kind in kinds if (info := kind.model_fields.get("type")) is not None and tag in get_args(info.annotation)
     }
     return tagged or kinds
+
+
+def _without_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Returns a location without the `type` of entries of a list, where it is called as a field of theirs is."""
+    last = len(location) - 1
+    return tuple(
+        part for i, part in enumerate(location) if not (part in _TAGS and 0 < i < last and isinstance(location[i - 1], int))
+    )
 
 
 def _path(location: tuple[int | str, ...], known: set[str]) -> str:

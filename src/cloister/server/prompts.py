@@ -32,6 +32,10 @@ from cloister.text.infill import Infill
 from cloister.types.errors import InvalidRequestError, NotFoundError
 from cloister.types.request import AdapterInfo, ModelInfo
 
+NO_TEXT: Final = (
+    "This model is an encoder, which generates no text; ask it at /v1/embeddings, /v1/rerank or /classify, or serve another."
+)
+
 
 def require_infill(tokenizer: Tokenizer, param: str | None = None) -> Infill:
     """Returns how the model fills in the middle.
@@ -177,7 +181,16 @@ class PromptReader:
         sampling = self.model.bound(sampling, len(opening.token_ids))
         sampling = opening.shape(sampling)
         fields = self._reply_fields(body)
-        return make_job([opening.token_ids], sampling, admission, self.model, prefix=prefix, form=opening.form, **fields)
+        return make_job(
+            [opening.token_ids],
+            sampling,
+            admission,
+            self.model,
+            prefix=prefix,
+            form=opening.form,
+            images=opening.images,
+            **fields,
+        )
 
     def read_response(self, raw: bytes, admission: Admission) -> tuple[GenerationJob, ResponsesBody]:
         """Reads a body of /v1/responses; errors as in `read_chat`."""
@@ -257,6 +270,8 @@ class PromptReader:
 
     def _check(self, body: GenerationBody, admission: Admission) -> Admission:
         self.find_adapter(body.model)
+        if self.model.encoder is not None:
+            raise invalid(NO_TEXT, "model", "no_generation")
         return self.gate.with_request_options(admission, stream=bool(body.stream), priority=body.priority)
 
     def find_adapter(self, name: str | None) -> str | None:

@@ -64,7 +64,7 @@ RESPONSE_FORMAT: Final = one_of(
     where("type", "text", "json_object", takes={"json_schema": _ABSENT}),
 )
 MESSAGE_PARAM: Final = one_of(
-    where("role", "user", takes=_blocks("text", "tool_result")),
+    where("role", "user", takes=_blocks("text", "image", "tool_result")),
     where("role", "assistant", takes=_blocks("text", "thinking", "tool_use")),
     where("role", "system", takes=_blocks("text")),
 )

@@ -149,10 +149,24 @@ class GenerationBody(Strict):
 
 
 class TextPart(Strict):
-    """A part of a message's content; the models here read text only."""
+    """A part of a message's content that is text."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Strict):
+    """Where an image is: in a data URL. `detail` is of no effect: the model's own processor decides."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Strict):
+    """A part of a user's message that is an image, for a model that sees."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class FunctionCall(Strict):
@@ -175,7 +189,8 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
 Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=str | Parts)]
 
 
@@ -198,8 +213,13 @@ class Message(Strict):
 
     @property
     def text(self) -> str | None:
-        """The content's parts, joined as they stand."""
-        return None if self.content is None else "".join(part.text for part in self.content)
+        """The content's parts of text, joined as they stand."""
+        return None if self.content is None else "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a part of the content is an image."""
+        return self.content is not None and any(isinstance(part, ImagePart) for part in self.content)
 
     @property
     def reasoned(self) -> str | None:

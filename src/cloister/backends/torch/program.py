@@ -36,6 +36,7 @@ from cloister.backends.torch.schedule import (
 )
 from cloister.backends.torch.states import States, StateStep
 from cloister.backends.torch.trees import TreeNode, unfold
+from cloister.backends.torch.vision import VisionTower
 
 # Operator spans: methods are wrapped only while they are recorded.
 
@@ -100,6 +101,9 @@ class TorchProgram(Program):
         self._mixers = {number: layer.mixer for number, layer in enumerate(self._layers) if layer.mixer is not None}
         self._states = States(kv, specs, team, device) if specs else None
         self._adapters = TorchAdapters(spec, team, dtype, device)
+        self._vision = None if spec.vision is None else VisionTower(spec.vision, reader, team)
+        if self._vision is not None:
+            self.capabilities |= Capability.IMAGES
 
     @torch.no_grad()
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
@@ -125,6 +129,10 @@ class TorchProgram(Program):
         rows[: len(hidden)] = torch.from_numpy(hidden)
         logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
         return logits
+
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings of pictures (`backends.base.Program.encode_images`)."""
+        return super().encode_images(images) if self._vision is None else self._vision.encode(images)
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer."""
@@ -205,6 +213,8 @@ class TorchProgram(Program):
         found.copy_(to_torch(self._embedding[batch.token_ids]))
         if self._spec.embedding_scale != 1.0:
             found.mul_(self._spec.embedding_scale)
+        if batch.embeddings is not None and batch.embedding_rows is not None:
+            found[torch.from_numpy(batch.embedding_rows).long()] = torch.from_numpy(batch.embeddings)
         if self._learned is not None:
             found.add_(to_torch(self._learned[batch.positions]).to(self._device))
         return hidden

@@ -167,12 +167,17 @@ def _names(state: ServerState) -> Iterable[tuple[str, int]]:
 
 
 def _capabilities(state: ServerState) -> Iterable[str]:
+    if state.reader.model.encoder is not None:
+        yield "embedding"
+        return
     yield "completion"
     template = state.reader.chat_format.template
     if template.exists and detect_family(template.source) is not None:
         yield "tools"
     if state.reader.chat_format.marks is not None:
         yield "thinking"
+    if state.reader.chat_format.takes_images:
+        yield "vision"
     if Infill.of(state.reader.tokenizer) is not None:
         yield "insert"
 

@@ -183,7 +183,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []
     for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.thinking and message.role == "assistant":
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -203,6 +203,16 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
                 fields["name"] = message.tool_name
         made.append(fields)
     return made
+
+
+def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
+    """Returns a message's text, with its images before it."""
+    text = message.content or ""
+    if not message.images:
+        return text
+    # what an image is is read in its own header
+    urls = [f"data:image/png;base64,{image}" for image in message.images]
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": text}]
 
 
 def _close_call(open_calls: list[tuple[str, str]], name: str | None) -> str:

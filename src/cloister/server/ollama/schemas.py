@@ -34,7 +34,7 @@ _CUT: Final = "a prompt that is too long is refused, not cut"
 REFUSED: Final[Mapping[str, Refused]] = {
     "template": Refused("the template is the model's own; a client's would run here as a program", ("",)),
     "context": Refused("nothing is kept here; send the whole conversation to /api/chat", ([],)),
-    "images": Refused(_TEXT, ([],)),
+    "images": Refused("send images to /api/chat", ([],)),
     "width": Refused(_TEXT, (0,)),
     "height": Refused(_TEXT, (0,)),
     "steps": Refused(_TEXT, (0,)),
@@ -133,7 +133,7 @@ class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    images: Annotated[list[str], Field(max_length=MAX_MESSAGES)] | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None

@@ -11,6 +11,7 @@ from cloister.server.responses.schemas import (
     CallOutputItem,
     Choice,
     FunctionTool,
+    InputImage,
     InputPart,
     Item,
     MessageItem,
@@ -61,9 +62,9 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
     match item:
         case MessageItem(role="assistant"):
             message = _assistant(messages, "content")
-            message["content"] = _text(item.content)
+            message["content"] = _parts(item.content)
         case MessageItem():
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _parts(item.content)})
         case ReasoningItem():
             # Clients send back reasoning of which they were shown nothing; it is nothing here too.
             if reasoning := _text(item.content or item.summary or ()):
@@ -84,6 +85,15 @@ def _assistant(messages: list[dict[str, Any]], starts: str = "") -> dict[str, An
 
 def _text(parts: Iterable[InputPart]) -> str:
     return "".join(part.text for part in parts)
+
+
+def _parts(parts: Iterable[InputPart | InputImage]) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, InputPart)
+        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
+        for part in parts
+    ]
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:

@@ -42,7 +42,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Strict):
-    """A part of a content; the models here read text only. The last two fields come with an answer that is sent back."""
+    """A part of a content that is text. The last two fields come with an answer that is sent back."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
@@ -54,7 +54,18 @@ def _as_parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
+class InputImage(Strict):
+    """A part of a user's content that is an image, in a data URL, for a model that sees."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: None = None
+
+
 InputParts = Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)]
+MessageParts = Annotated[list[Annotated[InputPart | InputImage, Field(discriminator="type")]], Field(max_length=MAX_MESSAGES)]
+MessageContent = Annotated[MessageParts, BeforeValidator(_as_parts, json_schema_input_type=str | MessageParts)]
 Parts = Annotated[InputParts, BeforeValidator(_as_parts, json_schema_input_type=str | InputParts)]
 
 
@@ -70,7 +81,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    content: MessageContent
     phase: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and vLLM's `/pooling`."""
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank`, and vLLM's `/classify` and `/pooling`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.server.classification import read_classify, write_classes
 from cloister.server.embeddings import EmbeddingUsage, read_embeddings, run_pooled, usage_of, vector_of, write_embeddings
 from cloister.server.scoring import rank_documents, read_rerank, read_score, score_pairs
 from cloister.server.state import admission_of, json_response, state_of
@@ -65,6 +66,15 @@ async def create_ranking(request: Request) -> Response:
     asked = await state.off_the_loop(read_rerank, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
     return json_response(await state.off_the_loop(rank_documents, asked, embeddings))
+
+
+@router.post("/classify")
+async def create_classification(request: Request) -> Response:
+    """Says which of the model's classes each text is of."""
+    state = state_of(request)
+    asked = await state.off_the_loop(read_classify, state.reader, await request.body(), admission_of(request))
+    scores = await run_pooled(state.generate, asked.job)
+    return json_response(await state.off_the_loop(write_classes, asked, scores))
 
 
 @router.post("/pooling")

@@ -77,7 +77,7 @@ def describe_props(state: ServerState) -> dict[str, Any]:
         "chat_template": reader.chat_format.template.source,
         "bos_token": info.bos_token or "",
         "eos_token": info.eos_token or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": reader.chat_format.takes_images, "audio": False},
         "build_info": f"cloister {__version__}",
     }
 

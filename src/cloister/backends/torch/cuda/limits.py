@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.types.errors import ConfigError
 
@@ -39,6 +40,8 @@ def rope_of(layer: LayerSpec) -> RopeSpec:
 
 
 def _missing(spec: DecoderSpec) -> Iterator[str]:
+    if isinstance(spec, EncoderSpec):
+        yield "encoders"
     if spec.norm != "rms" or spec.norm_bias:
         yield "layer norms"
     if spec.position_embeddings:
@@ -49,6 +52,8 @@ def _missing(spec: DecoderSpec) -> Iterator[str]:
         yield "soft caps"
     if spec.head_bias:
         yield "a bias of the head"
+    if spec.vision is not None:
+        yield "a vision tower"
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
