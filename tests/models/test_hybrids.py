@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from cloister.backends.base import LOGITS
 from cloister.models import load
+from cloister.models.adapters import read_adapter
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
 from cloister.types.errors import ConfigError, ModelError
+from tests.adapter_factory import MergedWeights, write_adapter
 from tests.driving import build, build_from
 from tests.model_factory import make_model
 from tests.reference import compare, reference_logits
@@ -174,3 +178,35 @@ def test_matrices_of_mixers_are_written_in_few_bits(family: str, tmp_path: Path)
     exact = build(model.spec, model.weights).run("a", TOKENS[:30])
     difference = build(model.spec, weights).run("a", TOKENS[:30]) - exact
     assert 0 < difference.std() < 0.1 * exact.std()
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2"])
+def test_an_adapter_changes_what_merged_weights_change(family: str, tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", family)
+    model, adapter = load(path), read_adapter(write_adapter(tmp_path / "adapter", path), load(path).spec, max_rank=16)
+    driver = build(model.spec, model.weights)
+    driver.program.load_adapter(0, adapter.weights)
+    found = driver.program.step(replace(driver.plan({"a": TOKENS[:60]}), adapters=np.zeros(1, np.int32)), LOGITS).logits
+    expected = build(model.spec, MergedWeights(model.weights, adapter.weights)).run("a", TOKENS[:60])
+    assert np.abs(found - expected).max() <= 1e-3
+    assert np.abs(found - build(model.spec, model.weights).run("a", TOKENS[:60])).max() > 0.1
+
+
+def test_an_adapter_of_queries_changes_their_gates_too(tmp_path: Path) -> None:
+    path, rng = make_model(tmp_path / "model", "qwen3_next"), np.random.default_rng(4)
+    a, b = (rng.standard_normal(shape, dtype=np.float32) * np.float32(0.2) for shape in ((8, 64), (256, 8)))
+    module = "model.layers.1.self_attn.q_proj"
+    write_adapter(tmp_path / "adapter", path, names=())
+    sides = {f"base_model.model.{module}.lora_{side}.weight": matrix for side, matrix in (("A", a), ("B", b))}
+    save_file(sides, tmp_path / "adapter" / "adapter_model.safetensors")
+    model = load(path)
+    adapter = read_adapter(tmp_path / "adapter", model.spec, max_rank=16)
+    assert set(adapter.weights.updates) == {"layers.1.q", "layers.1.q_gate"}
+    driver = build(model.spec, model.weights)
+    driver.program.load_adapter(0, adapter.weights)
+    found = driver.program.step(replace(driver.plan({"a": TOKENS[:60]}), adapters=np.zeros(1, np.int32)), LOGITS).logits
+    plain, file = build(model.spec, model.weights).run("a", TOKENS[:60]), path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, f"{module}.weight": tensors[f"{module}.weight"] + 2 * (b @ a)}, file, {"format": "pt"})
+    assert np.abs(found - build_from(path).run("a", TOKENS[:60])).max() <= 1e-4
+    assert np.abs(found - plain).max() > 1e-2
