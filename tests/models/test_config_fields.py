@@ -68,9 +68,12 @@ BASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": {**OF_GLOBAL, "truncate": False}},
     "mamba2": {},
     "qwen3_next": {"rope_parameters": PARTLY, "mlp_only_layers": [1]},
+    "qwen3_5_text": {"rope_parameters": PARTLY},
+    "qwen3_5_moe_text": {"rope_parameters": PARTLY},
     "lfm2": {},
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "falcon_h1": {"mamba_rms_norm": True},
+    "nemotron_h": {},
     "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
@@ -181,6 +184,10 @@ HONOURED |= {
         **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "norm_topk_prob": False,
         "rope_parameters.partial_rotary_factor": 1.0,
     },
+    "qwen3_5_text": {**EPS, **ACTIVATION, **THETA, "rope_parameters.partial_rotary_factor": 1.0},
+    "qwen3_5_moe_text": {
+        **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
+    },
     "lfm2": {"norm_eps": 0.5, **THETA},
     "granitemoehybrid": {
         **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_multiplier": 0.9, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
@@ -191,6 +198,10 @@ HONOURED |= {
         "embedding_multiplier": 0.2, "key_multiplier": 2.0, "lm_head_multiplier": 1.5, "mamba_norm_before_gate": False,
         "mlp_multipliers": [0.5, 1.4], "ssm_in_multiplier": 0.4, "ssm_multipliers": [0.2, 0.7, 1.8, 1.6, 1.1],
         "ssm_out_multiplier": 0.6,
+    },
+    "nemotron_h": {
+        "layer_norm_epsilon": 0.5, "mlp_hidden_act": "gelu", "time_step_min": 1.2, "topk_group": 3, "n_group": 2,
+        "num_experts_per_tok": 2, "routed_scaling_factor": 0.5, "norm_topk_prob": False,
     },
 }  # fmt: skip
 # fields that no tensor of the checkpoint would fit any more, or that are not computed
@@ -232,6 +243,12 @@ _LATENT = {
 }  # fmt: skip
 _NO_ATTENTION = {**_NO_ROPE, "num_attention_heads": None, "num_key_value_heads": None, "attention_bias": None,
                  "use_sliding_window": None, "intermediate_size": None, "mlp_bias": None}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40}
+_DELTA_NET = {
+    "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
+    "linear_num_key_heads": 3, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 4, "mamba_d_state": 16, "mamba_d_conv": 3,
     "mamba_conv_bias": False, "mamba_proj_bias": True,
@@ -241,12 +258,14 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
         **_NO_ATTENTION, "head_dim": 8, "num_heads": 4, "n_groups": 4, "state_size": 16, "conv_kernel": 3, "expand": 1,
         "use_bias": True, "use_conv_bias": False,
     },
-    "qwen3_next": {
-        "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
-        "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0],
-        "decoder_sparse_step": 2, "linear_num_key_heads": 3, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, "intermediate_size": None, "norm_topk_prob": False},
+    "nemotron_h": {
+        **_NO_ROPE, "use_sliding_window": None, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 4, "ssm_state_size": 16,
+        "conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "mamba_proj_bias": True, "mamba_hidden_act": "gelu",
+        "n_routed_experts": 4, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 20, "n_shared_experts": 2,
+        "moe_latent_size": 16, "sliding_window": 40, "layers_block_type": ["mlp"] * 5,
     },
     "lfm2": {
         "use_sliding_window": None, "hidden_act": "gelu", "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 7,
@@ -327,10 +346,13 @@ def refused(family: str) -> dict[str, Any]:
 OTHER = {
     "summary_type": "mean", "summary_use_proj": False, "summary_proj_to_labels": False, "summary_activation": "tanh",
     "output_router_logits": True, "reorder_and_upcast_attn": True, "_sliding_window_pattern": 2, "max_window_layers": 1,
-    "attn_logit_softcapping": 9.0, "residual_in_fp32": False, "rescale_prenorm_residual": True, "time_step_rank": 3,
-    "num_logits_to_keep": 3,
+    "attn_logit_softcapping": 9.0, "residual_in_fp32": False, "rescale_prenorm_residual": False, "time_step_rank": 3,
+    "num_logits_to_keep": 3, "expand": 3, "time_step_limit": [0.5, 0.7], "mamba_ssm_cache_dtype": "bfloat16",
+    "moe_shared_expert_overlap": False, "mtp_layers_block_type": ["mlp"], "num_nextn_predict_layers": 0,
+    "use_mamba_kernels": False,
 }  # fmt: skip
-"""Values for fields that hold no number between 0 and 1."""
+"""Values for fields that hold no number between 0 and 1; `rescale_prenorm_residual` stays, as transformers scales
+the weights that it loads where it is true."""
 
 
 def change(path: Path, field: str, value: Any) -> None:

@@ -106,7 +106,7 @@ def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None 
 def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None) -> DecoderSpec:
     for name, only in family.only.items():
         fields.require(name, only)
-    hidden, num_layers = fields.take_size("hidden_size"), fields.take_size("num_hidden_layers")
+    hidden, num_layers = fields.take_size("hidden_size"), family.num_layers(fields)
     if num_layers > _MOST_LAYERS:
         raise ModelError(f"a model has {_MOST_LAYERS} layers at most, not {num_layers}", param="num_hidden_layers")
     max_positions = fields.take_size("max_position_embeddings", family.max_positions)
@@ -121,6 +121,8 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
     if not family.side_by_side:
         attentions = [attention if state is None else None for attention, state in zip(attentions, states, strict=True)]
     feeds = family.feed_forwards(fields, mlp, num_layers)
+    if family.one_part:
+        attentions = [attention if feed is None else None for attention, feed in zip(attentions, feeds, strict=True)]
     shape: dict[str, Any] = {
         "pre_norm": family.pre_norm,
         "post_norm": family.post_norm,

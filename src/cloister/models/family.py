@@ -76,6 +76,10 @@ def _turn_all(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | 
     return [reader.read(fields)] * len(windows)
 
 
+def _take_num_layers(fields: ConfigFields) -> int:
+    return fields.take_size("num_hidden_layers")
+
+
 def _scale_by_size(_fields: ConfigFields, head_dim: int, num_layers: int) -> Sequence[float]:
     return [head_dim**-0.5] * num_layers
 
@@ -115,6 +119,7 @@ class Family:
         learned_positions: positions are learned, and nothing is turned.
         partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
         rope_types: what this family means by a kind of scaling.
+        num_layers: reads how many layers there are.
         attentions: reads the attention of each layer, and the positions that can be used, of (hidden_size, layers,
             `max_position_embeddings`) and the greatest length of a sequence; None where it is grouped-query attention, which
             the fields above and three functions below describe.
@@ -126,6 +131,7 @@ class Family:
         states: reads the mixer with a state of each layer, of `hidden_size`, layers, and the activation; None where no layer
             has one. A layer that has one has no attention, but where both are side by side.
         side_by_side: layers with a state have attention too.
+        one_part: a layer with a feed-forward has no attention either.
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
@@ -165,6 +171,7 @@ class Family:
     learned_positions: bool = False
     partial_rotary: float | None = None
     rope_types: Mapping[str, str] = field(default_factory=dict)
+    num_layers: Callable[[ConfigFields], int] = _take_num_layers
     attentions: AttentionReader | None = None
     windows: Callable[[ConfigFields, int], Sequence[int | None]] = see_everything
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
@@ -173,6 +180,7 @@ class Family:
     attention_scales: Mapping[str, str] = field(default_factory=dict)
     states: StateReader | None = None
     side_by_side: bool = False
+    one_part: bool = False
     feed_forwards: Callable[[ConfigFields, MlpSpec, int], FeedForwards] = _feed_alike
     ends: Callable[[ConfigFields, int], Ends] = _plain_ends
     residual_scale: str | None = None
