@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 from cloister.types.errors import ModelError
 from cloister.types.gguf import read_gguf
@@ -44,7 +44,7 @@ def read_pooling(path: Path, kind: str | None = None, *, is_encoder: bool = Fals
         raise ModelError(
             f"the model pools by {kind or found!r}, which is not computed here; set pooling to last or mean", param="pooling"
         )
-    return PoolingParams(kind=cast(Kind, chosen), normalize=normalize)
+    return PoolingParams(kind=chosen, normalize=normalize)
 
 
 def _read_gguf(path: Path) -> str | None:
