@@ -23,7 +23,8 @@ BOTH = Wants(hidden=True, logits=True)
 
 
 def text(number: int, size: int) -> list[int]:
-    return np.random.default_rng(number).integers(4, 320, size).tolist()
+    ids: list[int] = np.random.default_rng(number).integers(4, 320, size).tolist()
+    return ids
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -129,8 +129,8 @@ class EncoderProgram(Program):
         """Returns a sequence's tokens and their types, [num_tokens, 2]."""
         places = np.arange(int(batch.context_lens[number]))
         blocks = batch.block_tables[number, places // self._block_size].astype(np.int64)
-        read: IdArray = self._tokens[blocks * self._block_size + places % self._block_size].astype(np.int64)
-        return read
+        found: IdArray = self._tokens[blocks * self._block_size + places % self._block_size].astype(np.int64)
+        return found
 
     def _encode(self, texts: Sequence[IdArray]) -> list[Tensor]:
         """Returns the hidden states of each text, [num_tokens, hidden]."""

@@ -81,9 +81,11 @@ BERT = Family(
     names={"rms_norm_eps": ("layer_norm_eps",)},
     defaults={"hidden_act": "gelu", "rms_norm_eps": 1e-12, "tie_word_embeddings": True},
     only={"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
-    # a tied head would be that of a language model, which an encoder has not
-    harmless=frozenset(("hidden_dropout_prob", "attention_probs_dropout_prob", "gradient_checkpointing"))
-    | OF_SENTENCE_TRANSFORMERS,
+    # of training, and of exports that nothing reads any more
+    harmless=frozenset((
+        "hidden_dropout_prob", "attention_probs_dropout_prob", "gradient_checkpointing", "output_past", "directionality",
+        "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
+    )) | OF_SENTENCE_TRANSFORMERS,
     qkv_bias=Bias.ALWAYS,
     output_bias=Bias.ALWAYS,
     mlp_bias=Bias.ALWAYS,
@@ -97,7 +99,7 @@ BERT = Family(
     tensors=_BERT_TENSORS,
     prefix="bert.",
     buffers=re.compile("bert" + _UNUSED),
-)
+)  # fmt: skip
 BERT_CLASSIFIER = replace(BERT, architecture="BertForSequenceClassification", encoder=_classifies(_read_bert))
 
 
