@@ -96,7 +96,7 @@ class ForwardBatch:
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
-        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (pictures), as the
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images), as the
             first layer reads it.
         embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
     """
@@ -175,7 +175,7 @@ class Capability(Flag):
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
         ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
-        IMAGES: encodes pictures (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
+        IMAGES: encodes images (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -306,7 +306,7 @@ class Program(ABC):
         raise self._lacks(Capability.SAMPLING)
 
     def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
-        """Returns the embeddings [num_tokens, hidden] of each picture, alone as in company (IMAGES).
+        """Returns the embeddings [num_tokens, hidden] of each image, alone as in company (IMAGES).
 
         Args:
             images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).

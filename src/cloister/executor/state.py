@@ -39,7 +39,7 @@ class SequenceState:
         adapter: slot of its adapter; -1 is none.
         stops: tokens that end it wherever they are sampled.
         failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
-        images: the pictures of its prompt; None where all their positions are computed.
+        images: the images of its prompt; None where all their positions are computed.
     """
 
     seq_id: int
@@ -106,12 +106,12 @@ class BatchState:
     Args:
         adapters: digest -> slot of the program's adapters.
         num_groups: of layers, each with a block of every entry of a block table.
-        vision: the tower that encodes pictures; None where there is none.
+        vision: the tower that encodes images; None where there is none.
 
     Attributes:
         num_pooled: sequences whose prompt becomes a vector.
         num_guided: sequences that follow a grammar.
-        num_with_images: sequences that have pictures left to compute.
+        num_with_images: sequences that have images left to compute.
         num_not_greedy, num_processed: sequences that are not `is_greedy`, not `is_unprocessed`.
     """
 
@@ -247,7 +247,7 @@ class BatchState:
         self._free_slots.append(state.slot)
 
     def drop_images(self, state: SequenceState, position: int) -> None:
-        """Forgets the pictures of a sequence that end before a position."""
+        """Forgets the images of a sequence that end before a position."""
         if state.images is None:
             return
         state.images.drop_before(position)

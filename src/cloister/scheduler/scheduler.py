@@ -45,7 +45,7 @@ class SchedulerConfig:
         eos_token_ids: ids that end an answer, unless a request ignores them.
         prefix_cache: keep and reuse the KV of full blocks.
         cache_scopes: scopes that get a share of the prefix cache of their own; 0 for one cache that all share.
-        max_images_per_step: pictures that one step encodes at most. One can take a second of a processor core, in which nobody
+        max_images_per_step: images that one step encodes at most. One can take a second of a processor core, in which nobody
             gets a token.
     """
 

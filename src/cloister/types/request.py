@@ -121,7 +121,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: from arrival at the engine until its last token; the deadline of every state it waits in.
         adapter: digest of a LoRA adapter (`AdapterInfo`), or None.
         pooling: the prompt becomes a vector and no token is sampled (`max_tokens` 0); reads no prefix hits.
-        images: pictures in the prompt, in its order; their positions hold the placeholder token.
+        images: images in the prompt, in its order; their positions hold the placeholder token.
     """
 
     request_id: str
@@ -137,7 +137,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pixels_bytes(self) -> int:
-        """What its pictures take in memory."""
+        """What its images take in memory."""
         return sum(len(image.pixels) for image in self.images)
 
     def __repr__(self) -> str:

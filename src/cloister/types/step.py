@@ -23,7 +23,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
         seed: key of the sampling noise, with `index` and the position (batch invariance).
         index: which of the request's n sequences.
         stop_token_ids: ids that end the sequence (EOS included unless ignored); barred until `min_tokens`.
-        images: pictures in the prompt (`Request.images`).
+        images: images in the prompt (`Request.images`).
     """
 
     seq_id: int
@@ -144,7 +144,7 @@ class StepResult(msgspec.Struct, kw_only=True):
         complete: sequences whose grammar lets nothing follow their sample.
         elapsed_s: time the step took, for the budget and for every figure.
         draft_s: drafter -> what of that time it took.
-        encode_s: what of that time pictures took that were encoded.
+        encode_s: what of that time images took that were encoded.
     """
 
     plan_id: int
