@@ -13,6 +13,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
+from cloister.cli import main
 from cloister.models import load
 from cloister.models.image_processing import ImageProcessor, open_image_processor
 from cloister.types.errors import ConfigError, ModelError
@@ -188,3 +189,17 @@ def test_a_text_model_has_no_image_processor(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert open_image_processor(tmp_path) is None
     assert NUM_TOKENS == (TILE // 6 // 2) ** 2
+
+
+def test_a_model_is_quantised_but_for_its_tower(tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path / "plain", text={"hidden_size": 128, "intermediate_size": 128})
+    with pytest.raises(SystemExit, match="0"):
+        main(["quantize", str(path), str(tmp_path / "few"), "--method", "rtn", "--measure", "0"])
+    few, plain = load(tmp_path / "few"), load(path)
+    assert few.spec == plain.spec
+    for name in plain.weights.names():
+        if name.startswith("vision."):
+            assert np.array_equal(few.weights.read(name), plain.weights.read(name))
+    assert few.weights.form("layers.0.q.weight") is not None
+    prompt, images = place_tiles(list(range(5, 20)), our_tiles(path, [make_picture(24, 24)])[:1], [3], NUM_TOKENS)
+    assert len(serve_one(Served(tmp_path / "few"), prompt, images)) == 12

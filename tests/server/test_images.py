@@ -24,6 +24,7 @@ from cloister.launch.engine import build_engine
 from cloister.policy import Policy
 from cloister.server import images
 from cloister.server.images import ImageReader, decode_image
+from cloister.server.responses.keeping import ResponseStore
 from cloister.text import Tokenizer
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import InvalidRequestError
@@ -305,3 +306,28 @@ def test_ollamas_chat_takes_images_and_says_so(server: RunningServer) -> None:
     shown = httpx.post(f"{server.url}/api/show", json={"model": server.engine.model.name})
     assert "vision" in shown.json()["capabilities"]
     assert httpx.get(f"{server.url}/props").json()["modalities"] == {"vision": True, "audio": False}
+
+
+def test_a_kept_response_goes_on_with_its_image(path: Path) -> None:
+    content = [{"type": "input_image", "image_url": url_of(PNG)}, {"type": "input_text", "text": "what is that?"}]
+    user = {"role": "user", "content": content}
+    config = ServerConfig(port=0, drain_timeout_s=1.0)
+    with (
+        serving(path, lambda: start(path), config=config, responses_kept=ResponseStore()) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        options = {"model": server.engine.model.name, "max_output_tokens": 4, "temperature": 0}
+        first = client.responses.create(input=[user], **options)
+        second = client.responses.create(input="sure?", previous_response_id=first.id, **options)
+        answer = {"role": "assistant", "content": first.output_text}
+        whole = client.responses.create(input=[user, answer, {"role": "user", "content": "sure?"}], **options)
+    assert second.output_text == whole.output_text
+    assert second.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+
+
+def test_tokenize_sends_elsewhere_for_images(server: RunningServer) -> None:
+    reply = httpx.post(f"{server.url}/tokenize", json={"messages": asks(part(PNG))})
+    assert reply.status_code == 400
+    assert "count_tokens" in reply.json()["error"]["message"]
+    shown = httpx.post(f"{server.url}/apply-template", json={"messages": asks(part(PNG))})
+    assert shown.json()["prompt"].count("<image>") == 5 * NUM_TOKENS

@@ -237,7 +237,14 @@ class AsyncLLM:
         )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Returns the prompt of a conversation, as the model's chat template writes it."""
+        """Returns the prompt of a conversation, as the model's chat template writes it.
+
+        Raises:
+            InvalidRequestError: the template refuses it, or it has parts that are not text.
+        """
+        contents = [message.get("content") for message in messages]
+        if any(part.get("type") != "text" for content in contents if isinstance(content, list) for part in content):
+            raise InvalidRequestError("LLM takes messages of text only; send images to `cloister serve`", param="messages")
         if self._template is None:
             from cloister.text import ChatTemplate  # brings jinja2, which a program that renders nothing can do without
 

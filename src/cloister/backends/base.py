@@ -106,7 +106,7 @@ class ForwardBatch:
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
         token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
-        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (pictures), as the
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images), as the
             first layer reads it.
         embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
         state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens
@@ -209,7 +209,7 @@ class Capability(Flag):
             `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
             sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
             chosen.
-        IMAGES: encodes pictures (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
+        IMAGES: encodes images (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -341,7 +341,7 @@ class Program(ABC):
         raise self._lacks(Capability.SAMPLING)
 
     def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
-        """Returns the embeddings [num_tokens, hidden] of each picture, alone as in company (IMAGES).
+        """Returns the embeddings [num_tokens, hidden] of each image, alone as in company (IMAGES).
 
         Args:
             images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).

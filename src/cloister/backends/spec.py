@@ -415,7 +415,7 @@ class DecoderSpec:
         logit_scale: multiplies logits (Granite).
         logit_softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after `logit_scale`; None is off.
         head_bias: the head carries a bias.
-        vision: the tower that makes embeddings of pictures; None for a decoder that reads text only.
+        vision: the tower that makes embeddings of images; None for a decoder that reads text only.
         family: the family's name, for people and fingerprints only; no back end may branch on it.
     """
 

@@ -1,4 +1,4 @@
-"""A vision tower as data: what makes embeddings of the pictures in a prompt.
+"""A vision tower as data: what makes embeddings of the images in a prompt.
 
 Canonical weight names (L is the layer number from 0): `vision.patch.weight [hidden, 3, patch, patch]`, `vision.patch.bias`,
 `vision.positions.weight [num_patches, hidden]`, `vision.layers.L.attention_norm`, `.q`, `.k`, `.v`, `.o`, `.mlp_norm`, `.up
@@ -15,14 +15,14 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """SigLIP (Zhai et al. 2023) on square pictures, and a projection of pixel-shuffled patches (Idefics3, arXiv:2408.12637).
+    """SigLIP (Zhai et al. 2023) on square images, and a projection of pixel-shuffled patches (Idefics3, arXiv:2408.12637).
 
     Attributes:
-        image_size: side of a picture in pixels.
+        image_size: side of an image in pixels.
         patch_size: side of a patch in pixels.
         merge: side of the square of patches that become one token (pixel shuffle, Shi et al. 2016).
-        rescale: multiplies the bytes of a picture, before mean and deviation of each channel.
-        mean, std: what the picture is normalised by, one for each of red, green and blue.
+        rescale: multiplies the bytes of an image, before mean and deviation of each channel.
+        mean, std: what the image is normalised by, one for each of red, green and blue.
     """
 
     image_size: int
@@ -44,12 +44,12 @@ class VisionSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Positions that one picture takes in a prompt."""
+        """Positions that one image takes in a prompt."""
         return (self.patches_per_side // self.merge) ** 2
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of a picture, [image_size, image_size, 3]."""
+        """Bytes of an image, [image_size, image_size, 3]."""
         return 3 * self.image_size**2
 
 

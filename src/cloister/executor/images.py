@@ -1,4 +1,4 @@
-"""Pictures of prompts: encoded when a step reaches their positions, and kept until it has passed them."""
+"""Images of prompts: encoded when a step reaches their positions, and kept until it has passed them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_OFFERED = "this engine encodes no images; send text only"
 
 @dataclass(slots=True)
 class SequenceImages:
-    """The pictures of one sequence.
+    """The images of one sequence.
 
     Attributes:
         tiles: those whose positions are not computed yet, in the order of the prompt.
@@ -27,18 +27,18 @@ class SequenceImages:
     embeddings: dict[int, FloatArray] = field(default_factory=dict)
 
     def drop_before(self, position: int) -> None:
-        """Forgets the pictures that end before a position; what was computed of them is overwritten."""
+        """Forgets the images that end before a position; what was computed of them is overwritten."""
         while self.tiles and self.tiles[0].end <= position:
             found = self.embeddings.pop(self.tiles.pop(0).offset, None)
             if found is not None:
                 found.fill(0)
 
     def missing(self, end: int) -> list[ImageTile]:
-        """Returns the pictures that begin before a position and are not encoded yet."""
+        """Returns the images that begin before a position and are not encoded yet."""
         return [tile for tile in self.tiles if tile.offset < end and tile.offset not in self.embeddings]
 
     def rows(self, start: int, end: int) -> list[tuple[int, FloatArray]]:
-        """Returns (first position, embeddings) of the positions of pictures in [start, end)."""
+        """Returns (first position, embeddings) of the positions of images in [start, end)."""
         found = []
         for tile in self.tiles:
             first, last = max(tile.offset, start), min(tile.end, end)
@@ -48,10 +48,10 @@ class SequenceImages:
 
 
 def encode_missing(program: Program, parts: Sequence[tuple[SequenceImages, int]]) -> None:
-    """Encodes the pictures that a step reaches.
+    """Encodes the images that a step reaches.
 
     Args:
-        parts: pictures of a sequence, and one past the last position that the step computes of it.
+        parts: images of a sequence, and one past the last position that the step computes of it.
     """
     wanted = []
     for images, end in parts:
@@ -66,7 +66,7 @@ def gather(parts: Sequence[tuple[SequenceImages, int, int, int]]) -> tuple[Float
     """Returns embeddings and the tokens that they stand at (`ForwardBatch.embeddings`, `embedding_rows`); None where none do.
 
     Args:
-        parts: pictures of a sequence, the positions [start, end) that the step computes, and where its tokens begin.
+        parts: images of a sequence, the positions [start, end) that the step computes, and where its tokens begin.
     """
     pieces, places = [], []
     for images, start, end, first_token in parts:
@@ -77,7 +77,7 @@ def gather(parts: Sequence[tuple[SequenceImages, int, int, int]]) -> tuple[Float
 
 
 def find_objection(vision: VisionSpec | None, tiles: Sequence[ImageTile], num_tokens: int) -> str | None:
-    """Says why a sequence of `num_tokens` known tokens cannot have these pictures, or None."""
+    """Says why a sequence of `num_tokens` known tokens cannot have these images, or None."""
     if vision is None:
         return NOT_OFFERED
     end = 0

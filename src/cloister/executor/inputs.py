@@ -151,7 +151,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
 
 
 def _images(parts: Sequence[ScheduledSequence], query_starts: Sequence[int]) -> tuple[FloatArray | None, IntArray | None]:
-    """Returns what stands at the positions of pictures, and where these are."""
+    """Returns what stands at the positions of images, and where these are."""
     found = gather(
         [
             (part.state.images, part.plan.start, part.end, first)

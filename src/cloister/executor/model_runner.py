@@ -169,7 +169,7 @@ class ModelRunner:
         )
 
     def _encode_images(self, parts: list[ScheduledSequence]) -> None:
-        """Encodes the pictures whose positions the step reaches, and forgets those that it is past."""
+        """Encodes the images whose positions the step reaches, and forgets those that it is past."""
         for part in parts:
             self._batch.drop_images(part.state, part.plan.start)
         encode_missing(self._program, [(part.state.images, part.end) for part in parts if part.state.images is not None])

@@ -39,15 +39,15 @@ class PrefixKeys:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
 
-    def next(self, parent: bytes, token_ids: Sequence[int], pictures: bytes = b"") -> bytes:
+    def next(self, parent: bytes, token_ids: Sequence[int], image_digests: bytes = b"") -> bytes:
         """Returns the key of a full block of `token_ids` (exactly `block_size`) that follows `parent`.
 
         Args:
-            pictures: names what stands at its positions in place of the tokens (`name_pictures`).
+            image_digests: of the images at its positions, with their places (`digest_images`).
         """
         if len(token_ids) != self.block_size:
             raise ValueError("only a full block has a key")
-        return hashlib.sha256(parent + array("q", token_ids).tobytes() + pictures).digest()
+        return hashlib.sha256(parent + array("q", token_ids).tobytes() + image_digests).digest()
 
     def extend(
         self,
@@ -63,26 +63,26 @@ class PrefixKeys:
 
         Args:
             reads_public: the chain may begin with public prefixes; False if an adapter is used.
-            images: pictures among the tokens: equal placeholders of other pictures have other keys.
+            images: images among the tokens: equal placeholders of other images have other keys.
         """
         size = self.block_size
         parent = chain[-1] if chain else None
         for i in range(len(chain), num_blocks):
             block = token_ids[i * size : (i + 1) * size]
-            pictures = name_pictures(images, i * size, (i + 1) * size) if images else b""
+            image_digests = digest_images(images, i * size, (i + 1) * size) if images else b""
             if reads_public and self.public and (parent is None or parent in self.public):
-                key = self.next(parent or self._public_root, block, pictures)
+                key = self.next(parent or self._public_root, block, image_digests)
                 if key in self.public:
                     parent = key
                     chain.append(key)
                     continue
                 parent = root if parent is None else hashlib.sha256(root + parent).digest()
-            parent = self.next(root if parent is None else parent, block, pictures)
+            parent = self.next(root if parent is None else parent, block, image_digests)
             chain.append(parent)
 
 
-def name_pictures(images: Sequence[ImageTile], start: int, end: int) -> bytes:
-    """Returns the places and digests of the pictures that have positions in [start, end)."""
+def digest_images(images: Sequence[ImageTile], start: int, end: int) -> bytes:
+    """Returns the places and digests of the images that have positions in [start, end)."""
     found = [image for image in images if image.offset < end and image.end > start]
     return b"".join(
         image.offset.to_bytes(8, "little") + image.num_tokens.to_bytes(8, "little") + image.digest for image in found

@@ -1,7 +1,7 @@
-"""From a picture to what a vision tower reads, as the model's processor config says and transformers computes it.
+"""From an image to what a vision tower reads, as the model's processor config says and transformers computes it.
 
 Resizing and cutting are done here, on bytes; the tower normalises them (`VisionSpec.mean`, `std`). Pillow is imported when the
-first picture comes: the package starts without it.
+first image comes: the package starts without it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LANCZOS: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
-    """How pictures are cut into the tiles of one model (Idefics3, SmolVLM).
+    """How images are cut into the tiles of one model (Idefics3, SmolVLM).
 
     Attributes:
         tile_size: side of a tile in pixels: the size that the tower takes.
-        longest_edge: what a picture's longer side is resized to before it is cut.
-        splits: a picture becomes rows and columns of tiles, and one of the whole; else only the latter.
-        resizes: pictures are resized to `longest_edge` first.
+        longest_edge: what an image's longer side is resized to before it is cut.
+        splits: an image becomes rows and columns of tiles, and one of the whole; else only the latter.
+        resizes: images are resized to `longest_edge` first.
         resample: number of Pillow's filter.
     """
 
@@ -46,14 +46,14 @@ class ImageProcessor:
     resample: int = _LANCZOS
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Returns (rows, columns) of tiles beside the one of the whole picture; (0, 0) where that is the only one."""
+        """Returns (rows, columns) of tiles beside the one of the whole image; (0, 0) where that is the only one."""
         if not self.splits:
             return 0, 0
         columns, rows = (side // self.tile_size for side in self._sizes(width, height)[-1])
         return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
 
     def cut(self, image: Image) -> list[bytes]:
-        """Returns the tiles of a picture in the order of the prompt, each RGB bytes [tile_size, tile_size, 3].
+        """Returns the tiles of an image in the order of the prompt, each RGB bytes [tile_size, tile_size, 3].
 
         Args:
             image: of the mode RGB.
@@ -69,7 +69,7 @@ class ImageProcessor:
         return [*tiles, whole.tobytes()]
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """Returns the sizes (width, height) that a picture is resized to, one after another."""
+        """Returns the sizes (width, height) that an image is resized to, one after another."""
         sizes = []
         if self.resizes:
             width, height = _fit(width, height, self.longest_edge)
@@ -111,14 +111,14 @@ def _round_up(width: int, height: int, side: int) -> tuple[int, int]:
 
 
 def has_pillow() -> bool:
-    """Whether pictures can be decoded here."""
+    """Whether images can be decoded here."""
     return find_spec("PIL") is not None
 
 
 def open_image_processor(path: Path) -> tuple[ImageProcessor, int, int] | None:
-    """Returns how a model's pictures are cut, the id of the token that stands for one, and how many positions a tile takes.
+    """Returns how a model's images are cut, the id of the token that stands for one, and how many positions a tile takes.
 
-    None where it takes no pictures.
+    None where it takes no images.
 
     Raises:
         ModelError: the processor's config is missing, or asks for what is not computed here.
@@ -165,7 +165,7 @@ def read_processor(path: Path) -> ConfigFields:
 
 
 def normalised_as_configured(spec: DecoderSpec, path: Path) -> DecoderSpec:
-    """Returns a spec whose tower normalises pictures as the model's image processor does; itself where there is no tower."""
+    """Returns a spec whose tower normalises images as the model's image processor does; itself where there is no tower."""
     if spec.vision is None:
         return spec
     fields = read_processor(path)
@@ -179,7 +179,7 @@ def normalised_as_configured(spec: DecoderSpec, path: Path) -> DecoderSpec:
 
 
 def processor_files(path: Path) -> Sequence[Path]:
-    """Returns the file that says how a model's pictures are prepared, where there is one."""
+    """Returns the file that says how a model's images are prepared, where there is one."""
     return [file for name in PROCESSOR_FILES if (file := path / name).exists()][:1]
 
 

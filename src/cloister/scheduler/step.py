@@ -42,7 +42,7 @@ class Step:
         """Planning has reached levels less urgent than a prompt in this step, and may lengthen it by `LEVEL_SLACK` only."""
         self.may_admit = True
         self.num_images = 0
-        """Pictures at whose positions parts of it begin or end."""
+        """Images at whose positions parts of it begin or end."""
 
     @property
     def only_decodes(self) -> bool:
@@ -50,9 +50,9 @@ class Step:
         return not any(num_prefill for _, _, num_prefill in self.parts)
 
     def fit_images(self, sequence: SequenceRecord, num_wanted: int, most: int) -> int:
-        """Returns how many of the next positions of a sequence a chunk may have: the step encodes `most` pictures at most.
+        """Returns how many of the next positions of a sequence a chunk may have: the step encodes `most` images at most.
 
-        The pictures are counted, whether the chunk is planned or not; one that a chunk before began with counts again.
+        The images are counted, whether the chunk is planned or not; one that a chunk before began with counts again.
         """
         start = sequence.num_planned
         for image in sequence.request_state.request.images:

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Final
 
 Message = Mapping[str, Any]
@@ -110,12 +109,15 @@ def _in_parts(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _add(first: Any, second: Any, between: str) -> Any:
-    """Returns two contents, texts or lists of parts, as one."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{between}{second}"
-    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)]
-    return [*parts[0], {"type": "text", "text": between}, *parts[1]]
+def _merge(contents: Sequence[Any], between: str) -> Any:
+    """Returns contents, texts or lists of parts, as one."""
+    if all(isinstance(content, str) for content in contents):
+        return between.join(contents)
+    parts: list[Mapping[str, Any]] = []
+    for content in contents:
+        parts += [{"type": "text", "text": between}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def with_objects(messages: Iterable[Message]) -> list[Message]:
@@ -200,13 +202,13 @@ def _joined(messages: Iterable[Message]) -> list[Message]:
 
 
 def _join(messages: Sequence[Message]) -> Message:
-    return {**messages[0], "content": reduce(lambda first, second: _add(first, second, "\n"), [m["content"] for m in messages])}
+    return {**messages[0], "content": _merge([message["content"] for message in messages], "\n")}
 
 
 def _with_user(messages: list[Message], text: str) -> list[Message]:
     """Puts a text before what the user says first."""
     place = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
-    told = {**messages[place], "content": _add(text, messages[place]["content"], "\n\n")}
+    told = {**messages[place], "content": _merge([text, messages[place]["content"]], "\n\n")}
     return [*messages[:place], told, *messages[place + 1 :]]
 
 

@@ -1,4 +1,4 @@
-"""Pictures in a prompt, on their way from the front to the program that encodes them."""
+"""Images in a prompt, on their way from the front to the program that encodes them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 import msgspec
 
 MAX_REQUEST_PIXELS_BYTES: Final = 128 * 2**20
-"""Pixels of all pictures of one request, as the model takes them: one message between front and engine."""
+"""Pixels of all images of one request, as the model takes them: one message between front and engine."""
 MAX_PIXELS_BYTES: Final = 2 * MAX_REQUEST_PIXELS_BYTES
 """Pixels of all requests that an engine has at once."""
 
 
 class ImageTile(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture, or a part of one, whose embeddings stand at some positions of a prompt.
+    """An image, or a part of one, whose embeddings stand at some positions of a prompt.
 
     Attributes:
         offset, num_tokens: the positions [offset, offset + num_tokens).

@@ -142,7 +142,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pixels_bytes(self) -> int:
-        """What its pictures take in memory."""
+        """What its images take in memory."""
         return sum(len(image.pixels) for image in self.images)
 
     def __repr__(self) -> str:

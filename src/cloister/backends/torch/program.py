@@ -131,7 +131,7 @@ class TorchProgram(Program):
         return logits
 
     def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
-        """Returns the embeddings of pictures (`backends.base.Program.encode_images`)."""
+        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
         return super().encode_images(images) if self._vision is None else self._vision.encode(images)
 
     def move_positions(self, moves: IntArray) -> None:

@@ -39,7 +39,7 @@ class _LayerNorm:
 
 
 class _Layer:
-    """A block of the encoder: every patch attends to all patches of its picture."""
+    """A block of the encoder: every patch attends to all patches of its image."""
 
     def __init__(self, spec: VisionSpec, reader: WeightReader, number: int) -> None:
         prefix = f"vision.layers.{number}"
@@ -63,7 +63,7 @@ class _Layer:
 
 
 class VisionTower:
-    """Encodes pictures, one after another on each thread of the team: a picture's bits do not depend on its company."""
+    """Encodes images, one after another on each thread of the team: an image's bits do not depend on its company."""
 
     def __init__(self, spec: VisionSpec, reader: WeightReader, team: Team) -> None:
         self._spec, self._team = spec, team
@@ -76,7 +76,7 @@ class VisionTower:
 
     @torch.no_grad()
     def encode(self, images: Sequence[bytes]) -> list[FloatArray]:
-        """Returns embeddings [num_tokens, decoder's hidden] of each picture, RGB bytes [image_size, image_size, 3]."""
+        """Returns embeddings [num_tokens, decoder's hidden] of each image, RGB bytes [image_size, image_size, 3]."""
         use_one_thread_per_operation()
         found: list[FloatArray] = [np.empty(0, np.float32)] * len(images)
         tasks = [partial(self._encode_into, found, number, image) for number, image in enumerate(images)]
@@ -85,7 +85,7 @@ class VisionTower:
 
     @property
     def operations(self) -> float:
-        """Of one picture, about."""
+        """Of one image, about."""
         spec = self._spec
         per_patch = spec.num_layers * (8 * spec.hidden_size**2 + 4 * spec.hidden_size * spec.intermediate_size)
         return float(spec.patches_per_side**2 * per_patch)
@@ -113,7 +113,7 @@ class VisionTower:
 
 
 def tower_bytes(spec: VisionSpec) -> int:
-    """Returns what a thread takes at the widest place of the tower: all patches of one picture, in float32."""
+    """Returns what a thread takes at the widest place of the tower: all patches of one image, in float32."""
     widest = max(8 * spec.hidden_size + 2 * spec.intermediate_size, 6 * 3 * spec.patch_size**2)
     return 4 * spec.patches_per_side**2 * widest
 
@@ -126,7 +126,7 @@ def _levels(spec: VisionSpec) -> npt.NDArray[np.float32]:
 
 
 def _position_ids(count: int) -> Tensor:
-    """Returns the row of the learned positions for each patch of a full picture.
+    """Returns the row of the learned positions for each patch of a full image.
 
     transformers finds it by float32 fractions of the side, which fall into the bucket before where they are rounded down.
     """

@@ -155,6 +155,8 @@ def _piece(reader: PromptReader, token: int) -> Piece:
 
 
 def _render(reader: PromptReader, body: TokenizeBody) -> str:
+    if any(message.has_images for message in body.messages or ()):
+        raise invalid("`messages` has an image; /v1/messages/count_tokens counts its tokens.", "messages")
     messages: list[dict[str, Any]] = template_messages(body.messages or [])
     return reader.chat_format.template.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
 
