@@ -25,7 +25,7 @@ NO_QUANT: Final = "none"
 
 
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
-    """Returns the back end that the settings name, for a model of that spec."""
+    """Returns the back end from the settings, for a model with this spec."""
     is_foreign = spec.family == FOREIGN_FAMILY
     if is_foreign and config.quant != NO_QUANT:
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
@@ -44,12 +44,12 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
 
 
 def chosen_backend(config: EngineConfig) -> str:
-    """Returns the name of the back end: the setting, or what `_resolve_machine` would choose."""
+    """Returns the name of the back end: the setting, or the default of `_resolve_machine`."""
     return config.backend or choose_backend(config.device or "cpu")[0]
 
 
 def choose_backend(device: str) -> tuple[str, str]:
-    """Returns a back end's name and why."""
+    """Returns the default back end's name and the reason."""
     if device != "cpu":
         return "torch", f"the device is {device}"
     reason = native.available()
@@ -57,18 +57,18 @@ def choose_backend(device: str) -> tuple[str, str]:
 
 
 def number_format(name: str) -> NumberFormat:
-    """Returns the number format of that name with its own options."""
+    """Returns the number format of that name with its default options."""
     return FORMATS.get(name)(FormatOptions())
 
 
 def write_in_few_bits(
     config: EngineConfig, model: LoadedModel, loading: Loading, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """Returns the model with its weights in the number format that the settings name: calibrated, or rounded as they are read.
+    """Returns the model with its weights in the number format from the settings: calibrated, or rounded as they are read.
 
     Args:
-        loading: told of a calibration.
-        tokenizer: the model's own, where one is open already.
+        loading: reports the progress of a calibration.
+        tokenizer: the model's tokenizer, if already open.
     """
     if config.quant == NO_QUANT:
         return model
@@ -82,21 +82,21 @@ def write_in_few_bits(
 
 
 def cache_bytes(config: EngineConfig) -> int:
-    """Returns what packed weights may take on disk, and calibrated ones as much again."""
+    """Returns the disk limit of packed weights, and equally of calibrated ones."""
     return round(config.weights_cache_mb * (1 << 20))
 
 
 def kept_tokenizers(config: EngineConfig) -> Path | None:
-    """Returns the directory of tokenizers that took long to make; None keeps none."""
+    """Returns the cache directory for tokenizers that are slow to build; None disables it."""
     cache = weights_cache(config)
     return None if cache is None else cache / "tokenizers"
 
 
 def weights_cache(config: EngineConfig) -> Path | None:
-    """Returns the directory of packed weights; None keeps none, as does a user who has no home to keep it in."""
+    """Returns the cache directory for packed weights; None disables it, as for a user without a home directory."""
     if not config.weights_cache:
         return None
     try:
         return Path(config.weights_cache).expanduser()
-    except RuntimeError:  # neither HOME nor an entry in the list of users, as in many containers
+    except RuntimeError:  # neither HOME nor a user entry, as in many containers
         return None
