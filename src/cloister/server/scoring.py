@@ -1,6 +1,6 @@
 """/v1/score and /v1/rerank: request bodies and replies.
 
-A score is the cosine of the angle between two texts' vectors, from -1 to 1: what the model's own embeddings say, no judgement.
+A score is the cosine of the angle between two texts' vectors, from -1 to 1, computed from the model's embeddings.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RerankBody(PooledBody):
 
 
 class RankedDocument(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One document's place; `document` is left out where the request does not want it."""
+    """One ranked document; `document` is omitted unless requested."""
 
     index: int
     relevance_score: float
@@ -99,10 +99,10 @@ class Ranking(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """What one call of /v1/score asks for.
+    """A parsed request of /v1/score.
 
     Attributes:
-        pairs: places of two texts among the job's requests, one pair for each score.
+        pairs: indices of two texts in the job's requests, one pair for each score.
     """
 
     job: GenerationJob
@@ -111,7 +111,7 @@ class ScoreJob:
 
 @dataclass(frozen=True, slots=True)
 class RerankJob:
-    """What one call of /v1/rerank asks for; the query is the job's first request, the documents follow."""
+    """A parsed request of /v1/rerank; the query is the job's first request, the documents follow."""
 
     job: GenerationJob
     documents: tuple[str, ...]
