@@ -463,7 +463,7 @@ class Scheduler:
         start = sequence.num_planned
         end = start + num_tokens + num_drafts
         table = table_of(sequence)
-        if not table.is_writable(start, end) and not self._grow(step, sequence, start, end):
+        if not table.is_writable(start, end) and not self._grow(step, sequence, table, start, end):
             return False
         num_known = len(sequence.token_ids) + sequence.num_pending
         is_decode = start == num_known - 1
@@ -502,9 +502,9 @@ class Scheduler:
                 self._fork(step, sequence)
         return True
 
-    def _grow(self, step: Step, sequence: SequenceRecord, start: int, end: int) -> bool:
+    def _grow(self, step: Step, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; returns False if the blocks are not available in this step."""
-        table, snapshots = table_of(sequence), self._snapshots_within(sequence, start, end)
+        snapshots = [] if self.pool.state_group is None else self._snapshots_within(sequence, start, end)
         while True:
             try:
                 step.plan.copies.extend(table.grow(start, end, snapshots))
