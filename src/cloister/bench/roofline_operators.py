@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
@@ -128,8 +129,10 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
 
     Raises:
-        ConfigError: the decoder cannot be cut into that many parts, or has latent attention.
+        ConfigError: the decoder cannot be cut into that many parts, or has latent attention, or is none.
     """
+    if isinstance(spec, EncoderSpec):
+        raise ConfigError("the roofline counts decoders only, not encoders", param="model")
     if not all(isinstance(layer.attention, AttentionSpec) for layer in spec.layers):
         raise ConfigError("the roofline counts grouped-query attention only, not latent attention", param="model")
     count = _Counting(work, numbers, spec.hidden_size, num_chips)

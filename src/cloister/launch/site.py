@@ -38,7 +38,8 @@ def describe_start(
 ) -> Iterator[str]:
     """Yields the lines that an operator reads at start: what runs and drafts, the profile, where memory and time went."""
     config = settings.engine.config
-    yield f"{model.name} ({model.fingerprint}) on {config.backend}, {config.device}, {config.num_threads} threads"
+    backend = config.backend if model.encoder is None else "torch"  # `launch.backend.make_backend`
+    yield f"{model.name} ({model.fingerprint}) on {backend}, {config.device}, {config.num_threads} threads"
     yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
     yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"
     yield f"drafts: {_say_drafts(config, model.drafters)}"
