@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.model_factory import SPECIAL_TOKENS, make_model
 
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512}
 """Sizes that hold whole blocks of every type."""
 _FLOATS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -69,7 +69,7 @@ def make_family_gguf(directory: Path, family: str, kind: str, **config: Any) -> 
     settings = json.loads((directory / "config.json").read_text())
     file = directory.parent / f"{directory.name}-{kind}.gguf"
     writer = GGUFWriter(file, ARCHITECTURES.get(family, family))
-    _write_settings(writer, settings)
+    write_settings(writer, settings)
     write_tokens(writer, directory)
     stored = load_file(directory / "model.safetensors")
     experts: dict[str, list[Array]] = defaultdict(list)
@@ -95,7 +95,8 @@ def make_family_gguf(directory: Path, family: str, kind: str, **config: Any) -> 
     return file
 
 
-def _write_settings(writer: GGUFWriter, settings: Mapping[str, Any]) -> None:
+def write_settings(writer: GGUFWriter, settings: Mapping[str, Any]) -> None:
+    """Writes a config as llama.cpp's converter does."""
     for name, value in settings.items():
         if name in _KEYS and value is not None and (name != "sliding_window" or value):
             kind = type(value)
@@ -119,6 +120,10 @@ def _write_rope(writer: GGUFWriter, settings: Mapping[str, Any], rope: Mapping[s
     if rope["rope_type"] == "linear":
         writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
         writer.add_float32(f"{writer.arch}.rope.scaling.factor", rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "yarn")
+        writer.add_float32(f"{writer.arch}.rope.scaling.factor", rope["factor"])
+        writer.add_uint32(f"{writer.arch}.rope.scaling.original_context_length", rope["original_max_position_embeddings"])
     if rope["rope_type"] == "longrope":
         writer.add_uint32(f"{writer.arch}.rope.scaling.original_context_length", settings["original_max_position_embeddings"])
         writer.add_float32(f"{writer.arch}.rope.scaling.attn_factor", rope["attention_factor"])

@@ -31,11 +31,12 @@ class OnlyThere:  # before the finders of an editable installation, which know w
 sys.meta_path.insert(0, OnlyThere())
 import cloister.backends.native as native
 from cloister.launch import resolve_settings
+from cloister.launch.backend import chosen_backend
 from cloister.backends import BACKENDS
 from cloister.cli.doctor import check_kernels
 from cloister.types.errors import ConfigError
 check = check_kernels(needed=False)
-print(native.available(), resolve_settings().engine.config.backend, check.good, check.detail, sep="\\n")
+print(native.available(), chosen_backend(resolve_settings().engine.config), check.good, check.detail, sep="\\n")
 try:
     BACKENDS.get("native")(num_threads=1, device="cpu")
 except ConfigError as error:

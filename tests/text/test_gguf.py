@@ -44,7 +44,18 @@ PUBLISHED: dict[str, str] = {
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
 }
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
+PUBLISHED |= {"minimax-m2": PUBLISHED["gpt-4o"], "glm4": PUBLISHED["llama-bpe"]}
 """As the tokenizer.json of these models has them."""
 
 
@@ -55,7 +66,10 @@ def byte_level_with(path: Path, name: str) -> Path:
     if name in PUBLISHED:
         cut = pre_tokenizers.Split(Regex(PUBLISHED[name]), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    if name == "smollm":
+    if name == "deepseek-v3":
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK_V3]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    if name in ("smollm", "command-r"):
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -121,7 +135,7 @@ def words_of(tokenizer: OurTokenizer, text: str) -> list[str]:
     return [word for word, _ in library.pre_tokenizer.pre_tokenize_str(normal)]
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "smollm", *PUBLISHED])
+@pytest.mark.parametrize("name", ["gpt-2", "smollm", "command-r", "deepseek-v3", *PUBLISHED])
 def test_byte_level_text_becomes_the_tokens_of_the_original(name: str, tmp_path: Path) -> None:
     path = byte_level_with(tmp_path / "model", name)
     ours, theirs = OurTokenizer(to_gguf(path, pre=name)), OurTokenizer(path)

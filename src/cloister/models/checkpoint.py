@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,9 @@ from cloister.models.decoder import list_tensors
 from cloister.models.family import Family
 from cloister.models.location import Digests
 from cloister.models.quantized import Scheme, Stored
+from cloister.models.quantized.mxfp4 import MXFP4Scheme, StackedMatrices
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
-from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of
+from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of, num_heads_of
 from cloister.types.errors import ModelError
 
 _MOST_PARTS = 3  # of a fused tensor
@@ -35,14 +36,14 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
     """
     found = _read_headers(path, family)
     shapes = list_tensors(spec, _MOST_PARTS * len(found) + _MOST_MISSING)
-    stored: dict[str, Stored] = {}
+    stored: dict[str, Stored | StackedMatrices] = {}
     entries: dict[str, Stored] = {}
     for name in shapes:
         place = find_place(source_of(family, name), name, shapes, _num_heads(spec, name))
         whole = stored_name(family, name)
         if whole not in stored:
             stored[whole] = _take(whole, place, found, scheme)
-        entries[name] = stored[whole] if place.source.is_plain else Mapped(stored[whole], place)
+        entries[name] = _cut(stored[whole], place)
     if spec.tied_embeddings:
         _check_tied(found.pop(f"{family.tensors['head'].name}.weight", None), entries["embed.weight"])
     if family.mtp:
@@ -51,9 +52,14 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
     return StoredWeights(entries)
 
 
-def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored:
+def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored | StackedMatrices:
     """Takes one tensor, or the parts of one, out of what the files hold."""
     shape = place.stored_shape
+    if isinstance(scheme, MXFP4Scheme) and len(shape) == 3:
+        num_out, num_in = reversed(shape[1:]) if place.source.transposed else shape[1:]
+        stack = scheme.take_stack(stored, (shape[0], num_out, num_in), found)
+        if stack is not None:
+            return stack
     if scheme is not None and len(shape) == 2:
         matrix = scheme.take(stored.removesuffix(".weight"), (shape[0], shape[1]), found)
         if matrix is not None:
@@ -67,6 +73,15 @@ def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme
     if entry.shape != shape:
         raise ModelError(f"tensor {stored!r} has the shape {entry.shape}, config.json asks for {shape}")
     return entry
+
+
+def _cut(stored: Stored | StackedMatrices, place: TensorSlice) -> Stored:
+    """Returns one tensor of what was taken."""
+    if isinstance(stored, StackedMatrices):
+        step = len(place.source.parts) if place.source.by_row else 1
+        start = place.start // place.num_heads if place.source.by_row else place.start
+        return stored.take(place.expert or 0, slice(start, start + step * place.shape[0], step))
+    return stored if place.source.is_plain else Mapped(stored, place)
 
 
 def _check_cut(stored: str, place: TensorSlice) -> None:
@@ -86,18 +101,20 @@ def source_of(family: Family, name: str) -> Source:
 def stored_name(family: Family, name: str) -> str:
     """Returns the name in a family's checkpoint of what holds the tensor of a canonical name."""
     numbers = [part for part in name.split(".") if part.isdigit()]
-    return f"{source_of(family, name).name.format(*numbers)}.{name.rpartition('.')[2]}"
+    source = source_of(family, name)
+    found = source.name.format(*numbers)
+    return found if source.is_tensor else f"{found}.{name.rpartition('.')[2]}"
 
 
 def _num_heads(spec: DecoderSpec, name: str) -> int:
     parts = name.split(".")
-    return spec.layers[int(parts[1])].attention.num_heads if parts[0] == "layers" else 0
+    return num_heads_of(spec.layers[int(parts[1])]) if parts[0] == "layers" else 0
 
 
-def digest_files(path: Path, digests: Digests) -> str:
-    """Returns the SHA-256 of config.json and every checkpoint file, names included (hex)."""
+def digest_files(path: Path, digests: Digests, others: Sequence[Path] = ()) -> str:
+    """Returns the SHA-256 of config.json, every checkpoint file and `others`, names included (hex)."""
     digest = hashlib.sha256()
-    for file in (path / "config.json", *_files(path)):
+    for file in (path / "config.json", *_files(path), *others):
         digest.update(file.name.encode() + b"\0" + bytes.fromhex(digests.of(file)))
     return digest.hexdigest()
 

@@ -147,6 +147,10 @@ class ConfigFields:
             self._values[stored] = value
         return value
 
+    def peek_any(self, name: str) -> Any:
+        """Returns field `name` as it is, None when absent, and leaves it to be taken."""
+        return self._values.get(self.name_of(name), self._defaults.get(name))
+
     def need(self, *names: str) -> None:
         """Raises ModelError for the first field that is absent, whatever its default."""
         for stored in map(self.name_of, names):

@@ -74,6 +74,25 @@ class SentencePieceSpelling:
         return token.encode()
 
 
+@dataclass(frozen=True, slots=True)
+class WordPieceSpelling:
+    """Words in pieces (Schuster and Nakajima 2012; BERT): what does not begin a word begins with `prefix`.
+
+    Spaces are not in the vocabulary: each word gets one before it. What the normalizer took away stays away.
+    """
+
+    prefix: str
+    num_leading_spaces: int = 1
+
+    def to_bytes(self, token: str) -> bytes:
+        if token.startswith(self.prefix):
+            return token[len(self.prefix) :].encode()
+        return b" " + token.encode()
+
+    def added_bytes(self, token: str) -> bytes:
+        return b" " + token.encode()
+
+
 def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
     """Reads the `decoder` of tokenizer.json.
 
@@ -84,10 +103,13 @@ def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return ByteLevelSpelling()
+    if kinds == ["WordPiece"]:
+        return WordPieceSpelling(steps[0].get("prefix", "##"))
     unknown = sorted(set(kinds) - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
     if unknown or not kinds:
         named = ", ".join(unknown) or "none"
-        raise ModelError(f"tokenizer.json has a decoder that is not supported ({named}); use ByteLevel or SentencePiece")
+        known = "ByteLevel, WordPiece or SentencePiece"
+        raise ModelError(f"tokenizer.json has a decoder that is not supported ({named}); use {known}")
     return SentencePieceSpelling(
         replacements=tuple(pair for step in steps for pair in _replacement(step)),
         byte_fallback="ByteFallback" in kinds,
@@ -134,6 +156,14 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +194,8 @@ class Split:
 
 _LLAMA3_SPLIT = Split((_LLAMA3,), adds_bos=True, takes_whole_words=True)
 _QWEN2_SPLIT = Split((_QWEN2,), normalizes=True)
+_O200K_SPLIT = Split((_O200K,))
+_DIGITS_SPLIT = Split((r"\p{N}", _GPT2))
 
 SPLITS: Final[Mapping[str, Split]] = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -173,7 +205,12 @@ SPLITS: Final[Mapping[str, Split]] = {
     "llama3": _LLAMA3_SPLIT,
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
-    "smollm": Split((r"\p{N}", _GPT2)),
+    "smollm": _DIGITS_SPLIT,
+    "command-r": _DIGITS_SPLIT,
+    "gpt-4o": _O200K_SPLIT,
+    "minimax-m2": _O200K_SPLIT,
+    "deepseek-v3": Split((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3)),
+    "glm4": Split((_LLAMA3,)),
     "tekken": Split((_TEKKEN,), adds_bos=True, takes_whole_words=True),
 }
 

@@ -20,7 +20,13 @@ _VECTOR = 32  # exp is taken on whole vectors: torch rounds the scalar tail of a
 
 
 def attend(
-    queries: Tensor, slots: Tensor, layout: SlotLayout, batch: UnitBatch, out: Tensor, softcap: float | None = None
+    queries: Tensor,
+    slots: Tensor,
+    layout: SlotLayout,
+    batch: UnitBatch,
+    out: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Writes the attention outputs of one batch of units.
 
@@ -29,14 +35,16 @@ def attend(
         slots: [num_slots + 1, size], one layer of the cache.
         out: [num_tokens * num_heads + 1, value_dim] float32.
         softcap: bends scores (`backends.spec.AttentionSpec`).
+        sinks: [num_heads] float32, the logit of each head that takes part in the softmax without a value; None for none.
     """
     shape = (layout.num_kv_heads, batch.num_units, batch.num_rows)
     rows = queries.index_select(0, batch.sources).view(*shape, layout.key_dim)
-    state = _State(
-        highest=queries.new_full((*shape, 1), _NOTHING_YET),
-        total=queries.new_zeros(*shape, 1),
-        mixed=queries.new_zeros(*shape, layout.value_dim),
-    )
+    if sinks is None:
+        highest, total = queries.new_full((*shape, 1), _NOTHING_YET), queries.new_zeros(*shape, 1)
+    else:  # the sink is the first score, so it joins in the same order whatever follows
+        highest = sinks[batch.sources % len(sinks)].view(*shape, 1)
+        total = torch.ones_like(highest)
+    state = _State(highest, total, mixed=queries.new_zeros(*shape, layout.value_dim))
     for run in batch.runs:
         pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
         found = pages.index_select(0, run.pages).float()

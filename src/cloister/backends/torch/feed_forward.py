@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cloister.backends.spec import MlpSpec, MoeSpec
+from cloister.backends.spec import ClippedSwiGLU, MlpSpec, MoeSpec
 from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.layers import ACTIVATIONS, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles, pad_rows
@@ -22,7 +22,8 @@ class Mlp:
     """
 
     def __init__(self, spec: MlpSpec, reader: WeightReader, prefix: str) -> None:
-        self._activate, self._is_gated = ACTIVATIONS[spec.activation], spec.gated
+        self._activate, self._is_gated, self._clipped = ACTIVATIONS[spec.activation], spec.gated, spec.clipped
+        self._gate_scale, self._output_scale = spec.gate_scale, spec.output_scale
         self._prefix, self._names = prefix, ("gate", "up") if spec.gated else ("up",)
         self._into = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.bias)
         self._down = reader.linear(f"{prefix}.down", bias=spec.bias)
@@ -38,13 +39,21 @@ class Mlp:
         out = self._down(inner)
         if adapters is not None:
             adapters.add(self._prefix, ("down",), inner, out)
-        return out
+        return out if self._output_scale == 1.0 else out.mul_(self._output_scale)
 
     def _bend(self, inner: Tensor) -> Tensor:
         if not self._is_gated:
             return on_whole_vectors(self._activate, inner)
         gate, up = inner.chunk(2, dim=-1)
-        return self._activate(gate).mul_(up)
+        gate = gate if self._gate_scale == 1.0 else gate * self._gate_scale
+        return self._activate(gate).mul_(up) if self._clipped is None else clipped_swiglu(gate, up, self._clipped)
+
+
+def clipped_swiglu(gate: Tensor, up: Tensor, spec: ClippedSwiGLU) -> Tensor:
+    """Returns what enters the last product of a feed-forward, [num_rows, intermediate] as both arguments."""
+    gate = gate.clamp(max=spec.limit)
+    opening = on_whole_vectors(torch.sigmoid, gate * spec.alpha)
+    return gate.mul_(opening).mul_(up.clamp(-spec.limit, spec.limit).add_(1))
 
 
 class Mixture:
@@ -59,7 +68,7 @@ class Mixture:
 
     def __init__(self, spec: MoeSpec, reader: WeightReader, prefix: str) -> None:
         self._spec = spec
-        self._router = reader.linear(f"{prefix}.router", bias=False, wide=True)
+        self._router = reader.linear(f"{prefix}.router", bias=spec.router_bias, wide=True)
         self._correction = reader.vector(f"{prefix}.router.e_score_correction_bias") if spec.correction_bias else None
         self._experts = [Mlp(spec.expert, reader, f"{prefix}.experts.{number}") for number in range(spec.num_experts)]
         self._shared = None if spec.shared is None else Mlp(spec.shared, reader, f"{prefix}.shared")

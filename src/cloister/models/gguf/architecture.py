@@ -15,6 +15,7 @@ from cloister.models.config import ConfigFields
 from cloister.models.decoder import read_fields
 from cloister.models.families.gemma import GEMMA2, GEMMA3
 from cloister.models.families.gpt import GPT2, GPT_NEOX
+from cloister.models.families.gpt_oss import GPT_OSS
 from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from cloister.models.families.mistral import MIXTRAL
 from cloister.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -77,6 +78,8 @@ class Architecture:
         names: what it calls fields that only some families have.
         fixed: fields that its files do not hold, and that are always so.
         sources: where modules lie, where that is not as in `SOURCES`.
+        rope: what its YaRN says beside what files hold.
+        unread: entries that only say again what others say.
         root_of_head: what llama.cpp scales scores by when there are that many layers: the root of hidden_size by heads in place
             of the size of a head (the 27B sizes of Gemma, whose files do not say so).
     """
@@ -86,6 +89,8 @@ class Architecture:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, Source] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
     root_of_head: int = 0
 
 
@@ -103,6 +108,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture(SMOLLM3, paired=True),
     "granite": Architecture(GRANITE, paired=True, names=_GRANITE),
     "olmo2": Architecture(OLMO2),
+    "gpt-oss": Architecture(
+        GPT_OSS,
+        names={**_WINDOW, **_EXPERTS, "intermediate_size": ("expert_feed_forward_length",)},
+        sources={
+            "mlp_norm": Source("blk.{}.post_attention_norm"),
+            "attention.sinks": Source("blk.{}.attn_sinks.weight", is_tensor=True),
+        },
+        rope={"truncate": False},
+        unread=frozenset(("feed_forward_length",)),
+    ),
 }
 MIXTRAL_AS_LLAMA = Architecture(MIXTRAL, paired=True, names=_EXPERTS)
 """What "llama" stands for in a file with experts."""
@@ -124,6 +139,8 @@ def read_rotation(file: GGUFFile, fields: ConfigFields, architecture: Architectu
     by_kind = architecture.family.name == "gemma3"
     theta = _take_base(fields, "rope.freq_base", _GEMMA_BASE if by_kind else 10000.0)
     scaling = _read_stretching(file, fields) or _read_scaling(fields)
+    if scaling.get("rope_type") == "yarn":
+        scaling = {**scaling, **architecture.rope}
     parameters = {"rope_theta": theta, **scaling, **_read_part(fields, architecture, head_dim)}
     if by_kind:  # local layers are not scaled
         local = {"rope_theta": _take_base(fields, "rope.freq_base_swa", 10000.0)}
@@ -241,7 +258,8 @@ def find_architecture(file: GGUFFile) -> tuple[str, Architecture]:
 def source_of(architecture: Architecture, name: str) -> Source:
     """Returns where a file has the module of a canonical tensor name (`backends.base`)."""
     module = module_of(name)
-    return architecture.sources.get(module) or SOURCES[module]
+    own = architecture.sources
+    return own.get(f"{module}.{name.rpartition('.')[2]}") or own.get(module) or SOURCES[module]
 
 
 def read_spec(file: GGUFFile, max_model_len: int | None = None) -> DecoderSpec:
@@ -298,7 +316,7 @@ def _prepare(file: GGUFFile, name: str, architecture: Architecture) -> ConfigFie
         fields.require("expert_used_count", 0)
     fields.require("expert_gating_func", _SOFTMAX)
     fields.require("attention.causal", True)
-    fields.drop(_SAYS_NOTHING)
+    fields.drop((*_SAYS_NOTHING, *architecture.unread))
     defaults = {key: value for key, value in architecture.family.defaults.items() if key in _DEFAULTS}
     return fields.extended(said, defaults)
 
@@ -328,16 +346,17 @@ def _fit_biases(file: GGUFFile, number: int, layer: LayerSpec) -> LayerSpec:
     def has(*names: str) -> bool:
         return any(f"blk.{number}.{name}.bias" in file.tensors for name in names)
 
-    attention: Any = replace(layer.attention, qkv_bias=has("attn_q", "attn_qkv"), output_bias=has("attn_output"))
+    attention: Any = replace(layer.grouped_attention, qkv_bias=has("attn_q", "attn_qkv"), output_bias=has("attn_output"))
     mlp = replace(layer.mlp, bias=has("ffn_down")) if isinstance(layer.mlp, MlpSpec) else layer.mlp
     return replace(layer, attention=attention, mlp=mlp)
 
 
 def _slow(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
     """Divides each frequency by a factor of its own, which is how a file says what Llama 3.1's scaling came to."""
-    rope = layer.attention.rope
+    attention = layer.grouped_attention
+    rope = attention.rope
     if rope is None:
         return layer
     scaled = np.array(rope.inv_freq, np.float32) / read_factors(file, ROPE_FACTORS, len(rope.inv_freq))
     slowed = RopeSpec(tuple(float(frequency) for frequency in scaled), rope.attention_scale)
-    return replace(layer, attention=replace(layer.attention, rope=slowed))
+    return replace(layer, attention=replace(attention, rope=slowed))

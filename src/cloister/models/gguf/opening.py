@@ -20,6 +20,8 @@ _ENDS = ("eos", "eot", "eom")
 _END_TEXTS = frozenset(
     ("</s>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 )
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
+"""Of gpt-oss, where `<|end|>` ends a message and another may follow."""
 _SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float), "top_p": ("top_p", float), "top_k": ("top_k", int), "min_p": ("min_p", float),
     "penalty_repeat": ("repetition_penalty", float),
@@ -72,7 +74,7 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
     for name in shapes:
         source = source_of(architecture, name)
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        stored = f"{source.name.format(*numbers)}.{name.rpartition('.')[2]}"
+        stored = source.name.format(*numbers) + ("" if source.is_tensor else f".{name.rpartition('.')[2]}")
         if stored not in file.tensors:
             raise ModelError(f"{file.path.name} lacks the tensor {stored!r} that its metadata asks for; download it again")
         left.discard(stored)
@@ -100,7 +102,7 @@ def _num_paired_heads(spec: DecoderSpec, name: str) -> int | None:
     parts = name.split(".")
     if parts[0] != "layers" or parts[2] not in ("q", "k"):
         return None
-    attention = spec.layers[int(parts[1])].attention
+    attention = spec.layers[int(parts[1])].grouped_attention
     return attention.num_heads if parts[2] == "q" else attention.num_kv_heads
 
 
@@ -114,8 +116,9 @@ def _find_ends(file: GGUFFile, vocab_size: int) -> Iterator[int]:
         if token_id is not None:
             yield token_id
     tokens, kinds = file.strings("tokenizer.ggml.tokens") or [], file.numbers("tokenizer.ggml.token_type") or []
+    ends = _END_TEXTS - {"<|end|>"} | _HARMONY_ENDS if _HARMONY_ENDS.issubset(tokens) else _END_TEXTS
     for token_id, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind in (_CONTROL, _USER_DEFINED) and text in _END_TEXTS:
+        if kind in (_CONTROL, _USER_DEFINED) and text in ends:
             yield token_id
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor
+from cloister.models.quantized.mxfp4 import CODES, half_scales
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
@@ -101,6 +102,12 @@ def _unpack_q6_k(blocks: Bytes) -> Parts:
     return (low | (high << _HALF)) + np.uint8(128 - 32), _float(blocks, 208) * scales, None
 
 
+def _unpack_mxfp4(blocks: Bytes) -> Parts:
+    """E2M1 numbers with an E8M0 scale; 255 is no number, and is found out as others are."""
+    scales = np.where(blocks[:, :1] == 255, np.float32(np.nan), half_scales(blocks[:, :1]))
+    return CODES[_halves(blocks[:, 1:])], scales, None
+
+
 def _float(blocks: Bytes, start: int) -> Floats:
     """The float16 at a place in each block, [num_blocks, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
@@ -146,13 +153,14 @@ TYPES: Mapping[int, PlainType | BlockType] = {
     12: BlockType("Q4_K", 256, 144, 4, 32, 0, _unpack_q4_k),
     13: BlockType("Q5_K", 256, 176, 8, 32, 128, _unpack_q5_k),
     14: BlockType("Q6_K", 256, 210, 8, 16, 128, _unpack_q6_k),
+    39: BlockType("MXFP4", 32, 17, 8, 32, 128, _unpack_mxfp4),
 }
 """By the format's number for the type."""
 
 NAMES_OF_OTHERS: Mapping[int, str] = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 """For messages."""
 
@@ -237,7 +245,7 @@ def find_entry(file: GGUFFile, name: str, num_heads: int | None = None, expert: 
     """Returns a tensor of the file.
 
     Args:
-        expert: returns that matrix of a tensor that holds one for each expert.
+        expert: returns that matrix, or bias, of a tensor that holds one for each expert.
 
     Raises:
         ModelError: it is of a type that is not supported, its rows are no whole blocks, or it lies outside the file.
@@ -260,7 +268,7 @@ def find_entry(file: GGUFFile, name: str, num_heads: int | None = None, expert: 
 
 
 def _take_expert(entry: GGUFEntry, number: int, file: GGUFFile) -> GGUFEntry:
-    if len(entry.shape) != 3 or number >= entry.shape[0]:
+    if len(entry.shape) != (2 if entry.name.endswith(".bias") else 3) or number >= entry.shape[0]:
         raise ModelError(
             f"tensor {entry.name!r} in {file.path.name} has the shape {entry.shape}, and no matrix for each expert"
         )

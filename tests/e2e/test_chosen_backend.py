@@ -1,0 +1,60 @@
+"""Which back end computes a model when the settings name none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloister import LLM, SamplingParams
+from cloister.launch import resolve_settings
+from cloister.types.errors import CloisterError
+from tests.model_factory import make_model
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "block_size": 8, "max_model_len": 256}
+PROMPTS = ["the cat sat on the mat", "what is that"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss")
+
+
+def answer(path: Path, **settings: Any) -> tuple[str, list[Any]]:
+    with LLM(str(path), **SETTINGS, **settings) as llm:
+        return llm.model.backend, [completion.outputs[0].token_ids for completion in llm.generate(PROMPTS, PARAMS)]
+
+
+def test_torch_computes_what_the_native_kernels_do_not_and_a_line_says_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert answer(path) == answer(path, backend="torch")
+    (line,) = [record.message for record in caplog.records if "back end" in record.message]
+    assert "native back end does not compute attention sinks and" in line
+    assert "computing with the torch back end" in line
+
+
+def test_a_number_format_of_weights_needs_no_setting_of_kv(path: Path) -> None:
+    assert answer(path, quant="int8") == answer(path, quant="int8", backend="torch")
+
+
+def test_a_model_that_the_native_kernels_compute_is_theirs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert answer(make_model(tmp_path, "llama"))[0] == "native"
+    assert not caplog.records
+
+
+def test_a_back_end_that_is_named_is_taken_or_refuses(path: Path) -> None:
+    with pytest.raises(CloisterError, match=r"attention sinks.*--backend torch"):
+        LLM(str(path), **SETTINGS, backend="native")
+
+
+def test_without_torch_the_native_back_end_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.launch.backend.find_spec", lambda _name: None)
+    with pytest.raises(CloisterError, match=r"attention sinks.*--backend torch"):
+        LLM(str(path), **SETTINGS)
+
+
+def test_the_explanation_says_that_the_model_decides() -> None:
+    (reason,) = (each for each in resolve_settings({"device": "cpu"}).engine.reasons if each.name == "backend")
+    assert reason.value is None
+    assert reason.why == "native where it computes the model, else torch: the device is a CPU"
