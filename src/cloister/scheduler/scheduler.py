@@ -275,6 +275,8 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or not sequence.max_output:
                 self._after_step(sequence, now)
         for sequence in step.forked:
+            if self._has_windows and sequence.status is Status.RUNNING:  # it forked with all that its parent held in this step
+                table_of(sequence).pass_positions(sequence.num_committed)
             self._requests.release_blocks(sequence)
         if step.parts:
             elapsed_s = result.elapsed_s - result.encode_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
