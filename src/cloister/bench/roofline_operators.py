@@ -129,8 +129,8 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
 
     Raises:
-        ConfigError: it is an encoder; the decoder cannot be cut into that many parts, or has latent attention, layers with a state, or layers
-            without attention or feed-forward.
+        ConfigError: it is an encoder, cannot be cut into that many parts, or has latent attention, layers with a state, or
+            layers without attention or feed-forward.
     """
     if isinstance(spec, EncoderSpec):
         raise ConfigError("the roofline counts decoders only, not encoders", param="model")
