@@ -259,7 +259,7 @@ def test_the_first_token_of_a_decoder_knows_of_no_other() -> None:
 def test_kernels_that_read_in_one_direction_refuse_an_encoder(tmp_path: Path) -> None:
     spec = load(make_encoder(tmp_path, "ModernBertModel")).spec
     with pytest.raises(ConfigError, match=r"both directions.*modernbert.*--backend torch"):
-        native_limits.check_computable(spec)
+        native_limits.check_computable(spec, "float32")
     with pytest.raises(ConfigError, match=r"encoders.*device cpu"):
         cuda_limits.check_computable(spec)
     with pytest.raises(ConfigError, match="decoders only"):
