@@ -16,6 +16,7 @@ from cloister.backends.base import Wants
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.native import limits as native_limits
 from cloister.backends.torch.cuda import limits as cuda_limits
+from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.models import load, read_pooling
 from cloister.models.config import HARMLESS
 from cloister.models.families import FAMILIES
@@ -258,6 +259,8 @@ def test_the_first_token_of_a_decoder_knows_of_no_other() -> None:
 def test_kernels_that_read_in_one_direction_refuse_an_encoder(tmp_path: Path) -> None:
     spec = load(make_encoder(tmp_path, "ModernBertModel")).spec
     with pytest.raises(ConfigError, match=r"both directions.*modernbert.*--backend torch"):
-        native_limits.check_computable(spec)
+        native_limits.check_computable(spec, "float32")
     with pytest.raises(ConfigError, match=r"encoders.*device cpu"):
         cuda_limits.check_computable(spec)
+    with pytest.raises(ConfigError, match="decoders only"):
+        list_operators(spec, Work.decode(9, 1), Numbers())
