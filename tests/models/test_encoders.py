@@ -16,6 +16,7 @@ from cloister.backends.base import Wants
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.native import limits as native_limits
 from cloister.backends.torch.cuda import limits as cuda_limits
+from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.models import load, read_pooling
 from cloister.models.config import HARMLESS
 from cloister.models.families import FAMILIES
@@ -261,3 +262,5 @@ def test_kernels_that_read_in_one_direction_refuse_an_encoder(tmp_path: Path) ->
         native_limits.check_computable(spec)
     with pytest.raises(ConfigError, match=r"encoders.*device cpu"):
         cuda_limits.check_computable(spec)
+    with pytest.raises(ConfigError, match="decoders only"):
+        list_operators(spec, Work.decode(9, 1), Numbers())

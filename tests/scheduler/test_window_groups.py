@@ -100,3 +100,11 @@ def test_no_sequence_holds_more_blocks_of_a_window_than_admission_and_shares_cou
         most = max([most, *(table.count_held(1) for table in tables if table is not None)])
         scheduler.commit(runner.run(plan), {}, 0.0)
     assert most == scheduler.pool.groups[1].max_held == 5
+
+
+def test_forks_give_back_what_is_behind_a_window_as_soon_as_their_parent_does():
+    served = Served((60, None, None), (40, 9, 21), max_tokens=70)
+    served.add("forked", 62, n=4, max_tokens=9)
+    plan = served.scheduler.plan(0.0)
+    served.scheduler.commit(served.runner.run(plan), {}, 0.0)
+    assert served.pool.count_available(1) == 40 - 3  # they share the last 3 of 16 entries

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
@@ -128,9 +129,11 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
 
     Raises:
-        ConfigError: the decoder cannot be cut into that many parts, or has latent attention, layers with a state, or layers
-            without attention or feed-forward.
+        ConfigError: it is an encoder, cannot be cut into that many parts, or has latent attention, layers with a state, or
+            layers without attention or feed-forward.
     """
+    if isinstance(spec, EncoderSpec):
+        raise ConfigError("the roofline counts decoders only, not encoders", param="model")
     if any(layer.state is not None or layer.attention is None or layer.mlp is None for layer in spec.layers):
         raise ConfigError(
             "the roofline counts layers of attention and feed-forward only, not those with a state", param="model"

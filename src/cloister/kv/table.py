@@ -83,10 +83,11 @@ class BlockTable:
         missing = num_needed - last
         if state is None and not shared and not missing:
             return []
-        new = [i for i in range(len(self.blocks), len(self.blocks) + missing * num_groups) if i % num_groups != state]
+        new = list(range(len(self.blocks), len(self.blocks) + missing * num_groups))
         running = self.blocks[(num_entries - 1) * num_groups + state] if state is not None and num_entries else NO_BLOCK
         states = []
         if state is not None:
+            new = [i for i in new if i % num_groups != state]
             states = [entry * num_groups + state for entry in snapshots]
             if running == NO_BLOCK or pool.is_shared(running):
                 states.append((num_needed - 1) * num_groups + state)

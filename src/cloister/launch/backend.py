@@ -28,7 +28,7 @@ NO_QUANT: Final = "none"
 
 
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
-    """Returns the back end that the settings name, for a model of that spec."""
+    """Returns the back end from the settings, for a model with this spec."""
     name = choose_backend_for(config, spec)
     if isinstance(spec, EncoderSpec) and config.quant != NO_QUANT:
         raise ConfigError("an encoder is computed as its weights are stored; leave `quant` out", param="quant")
@@ -54,7 +54,7 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
 
 
 def chosen_backend(config: EngineConfig) -> str:
-    """Returns the name of the back end: the setting, or what computes most models on this machine."""
+    """Returns the name of the back end: the setting, or the default of this machine."""
     return config.backend or choose_backend(config.device or "cpu")[0]
 
 
@@ -73,7 +73,7 @@ def choose_backend_for(config: EngineConfig, spec: DecoderSpec) -> str:
 
 
 def choose_backend(device: str) -> tuple[str, str]:
-    """Returns a back end's name and why."""
+    """Returns the default back end's name and the reason."""
     if device != "cpu":
         return "torch", f"the device is {device}"
     reason = native.available()
@@ -81,18 +81,18 @@ def choose_backend(device: str) -> tuple[str, str]:
 
 
 def number_format(name: str) -> NumberFormat:
-    """Returns the number format of that name with its own options."""
+    """Returns the number format of that name with its default options."""
     return FORMATS.get(name)(FormatOptions())
 
 
 def write_in_few_bits(
     config: EngineConfig, model: LoadedModel, loading: Loading, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """Returns the model with its weights in the number format that the settings name: calibrated, or rounded as they are read.
+    """Returns the model with its weights in the number format from the settings: calibrated, or rounded as they are read.
 
     Args:
-        loading: told of a calibration.
-        tokenizer: the model's own, where one is open already.
+        loading: reports the progress of a calibration.
+        tokenizer: the model's tokenizer, if already open.
     """
     if config.quant == NO_QUANT:
         return model
@@ -106,21 +106,21 @@ def write_in_few_bits(
 
 
 def cache_bytes(config: EngineConfig) -> int:
-    """Returns what packed weights may take on disk, and calibrated ones as much again."""
+    """Returns the disk limit of packed weights, and equally of calibrated ones."""
     return round(config.weights_cache_mb * (1 << 20))
 
 
 def kept_tokenizers(config: EngineConfig) -> Path | None:
-    """Returns the directory of tokenizers that took long to make; None keeps none."""
+    """Returns the cache directory for tokenizers that are slow to build; None disables it."""
     cache = weights_cache(config)
     return None if cache is None else cache / "tokenizers"
 
 
 def weights_cache(config: EngineConfig) -> Path | None:
-    """Returns the directory of packed weights; None keeps none, as does a user who has no home to keep it in."""
+    """Returns the cache directory for packed weights; None disables it, as for a user without a home directory."""
     if not config.weights_cache:
         return None
     try:
         return Path(config.weights_cache).expanduser()
-    except RuntimeError:  # neither HOME nor an entry in the list of users, as in many containers
+    except RuntimeError:  # neither HOME nor a user entry, as in many containers
         return None

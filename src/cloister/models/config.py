@@ -119,7 +119,7 @@ class ConfigFields:
             value = float(value)
         if type(value) is not kind:
             raise ModelError(f"{stored!r} in {self.source} must be of type {kind.__name__}", param=stored)
-        if kind is float and not abs(value) <= _MOST_FLOAT:
+        if isinstance(value, float) and not abs(value) <= _MOST_FLOAT:
             raise ModelError(f"{stored!r} in {self.source} must be a finite number of float32, not {value}", param=stored)
         return value
 

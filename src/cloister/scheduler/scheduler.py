@@ -275,6 +275,8 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or not sequence.max_output:
                 self._after_step(sequence, now)
         for sequence in step.forked:
+            if self._has_windows and sequence.status is Status.RUNNING:  # it forked with all that its parent held in this step
+                table_of(sequence).pass_positions(sequence.num_committed)
             self._requests.release_blocks(sequence)
         if step.parts:
             elapsed_s = result.elapsed_s - result.encode_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
@@ -463,7 +465,7 @@ class Scheduler:
         start = sequence.num_planned
         end = start + num_tokens + num_drafts
         table = table_of(sequence)
-        if not table.is_writable(start, end) and not self._grow(step, sequence, start, end):
+        if not table.is_writable(start, end) and not self._grow(step, sequence, table, start, end):
             return False
         num_known = len(sequence.token_ids) + sequence.num_pending
         is_decode = start == num_known - 1
@@ -502,9 +504,9 @@ class Scheduler:
                 self._fork(step, sequence)
         return True
 
-    def _grow(self, step: Step, sequence: SequenceRecord, start: int, end: int) -> bool:
+    def _grow(self, step: Step, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; returns False if the blocks are not available in this step."""
-        table, snapshots = table_of(sequence), self._snapshots_within(sequence, start, end)
+        snapshots = [] if self.pool.state_group is None else self._snapshots_within(sequence, start, end)
         while True:
             try:
                 step.plan.copies.extend(table.grow(start, end, snapshots))

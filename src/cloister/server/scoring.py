@@ -1,7 +1,7 @@
 """/v1/score and /v1/rerank: request bodies and replies.
 
-With a cross-encoder (Nogueira and Cho 2019), a score is what the model says of both texts together. With any other model it is
-the cosine of the angle between the two texts' vectors, from -1 to 1: what the model's own embeddings say, no judgement.
+A score of a cross-encoder (Nogueira and Cho 2019) is the model's own for the two texts together. With any other model it is the
+cosine of the angle between the two texts' vectors, from -1 to 1, computed from the model's embeddings.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RerankBody(PooledBody):
 
 
 class RankedDocument(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One document's place; `document` is left out where the request does not want it."""
+    """One ranked document; `document` is omitted unless requested."""
 
     index: int
     relevance_score: float
@@ -102,10 +102,10 @@ class Ranking(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """What one call of /v1/score asks for.
+    """A parsed request of /v1/score.
 
     Attributes:
-        pairs: places of two texts among the job's requests, one pair for each score.
+        pairs: indices of two texts in the job's requests, one pair for each score.
         judge: the cross-encoder whose requests are the pairs themselves; None for cosines.
     """
 
@@ -116,10 +116,11 @@ class ScoreJob:
 
 @dataclass(frozen=True, slots=True)
 class RerankJob:
-    """What one call of /v1/rerank asks for; the query is the job's first request, the documents follow.
+    """A parsed request of /v1/rerank; the query is the job's first request, the documents follow.
+
 
     Attributes:
-        judge: the cross-encoder that each request gives the query and a document to; None for cosines.
+        judge: the cross-encoder; each request has the query and a document; None for cosines.
     """
 
     job: GenerationJob

@@ -401,7 +401,7 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
         return 0
     num_splits = -(-spec.max_positions // 256)
     widest = max(
-        min(num_tokens * layer.grouped_attention.num_heads, 4 * num_threads * 256) * (layer.grouped_attention.head_dim + 48)
+        min(num_tokens * layer.any_attention.num_heads, 4 * num_threads * 256) * (layer.any_attention.head_dim + 48)
         for layer in spec.layers
     )
     return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
@@ -409,5 +409,5 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
 
 def _rotation_bytes(spec: DecoderSpec) -> int:
     """Bytes of the cosines and sines of all positions."""
-    ropes = {layer.grouped_attention.rope for layer in spec.layers}
+    ropes = {layer.any_attention.rope for layer in spec.layers}
     return sum(8 * len(rope.inv_freq) * spec.max_positions for rope in ropes if rope is not None)

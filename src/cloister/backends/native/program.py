@@ -178,7 +178,7 @@ class NativeProgram(Program):
             first += group.num_blocks
         ropes: dict[RopeSpec, int] = {}
         for number, layer in enumerate(spec.layers):
-            rope = layer.grouped_attention.rope
+            rope = layer.any_attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = len(ropes)
                 self._program.add_rope(list(rope.inv_freq), rope.attention_scale)

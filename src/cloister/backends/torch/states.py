@@ -19,7 +19,7 @@ from cloister.backends.torch.mixers import StateMixer
 from cloister.backends.torch.schedule import Team
 
 
-class Span(NamedTuple):
+class StateSpan(NamedTuple):
     """Tokens [first, end) of one sequence, which go on from the state in the block `read`.
 
     Attributes:
@@ -43,7 +43,7 @@ class StateStep:
         drafts: tokens of the batch that are drafts, [num_drafts].
     """
 
-    sequences: tuple[tuple[Span, ...], ...]
+    sequences: tuple[tuple[StateSpan, ...], ...]
     drafts: Tensor
 
 
@@ -104,7 +104,9 @@ class States:
         self._kept.clear()
         self._places.clear()
 
-    def _advance_sequence(self, layer: int, mixer: StateMixer, features: Tensor, spans: Sequence[Span], mixed: Tensor) -> None:
+    def _advance_sequence(
+        self, layer: int, mixer: StateMixer, features: Tensor, spans: Sequence[StateSpan], mixed: Tensor
+    ) -> None:
         for span in spans:
             state = self.cache.at(layer, span.read)
             if span.written >= 0:
@@ -118,7 +120,7 @@ class States:
             else:
                 self._advance_tree(mixer, features, span, state, mixed)
 
-    def _advance_tree(self, mixer: StateMixer, features: Tensor, span: Span, state: Tensor, mixed: Tensor) -> None:
+    def _advance_tree(self, mixer: StateMixer, features: Tensor, span: StateSpan, state: Tensor, mixed: Tensor) -> None:
         """Each node goes on from a copy of its parent's state."""
         states = {span.first - 1: state}
         for token, parent in zip(range(span.first, span.end), span.parents or (), strict=True):
@@ -127,14 +129,14 @@ class States:
         for token in range(span.first, span.end):
             states[token].zero_()
 
-    def _span(self, batch: ForwardBatch, row: Sequence[int]) -> Span:
+    def _span(self, batch: ForwardBatch, row: Sequence[int]) -> StateSpan:
         first, end, read, written = row
         if written >= 0 or batch.parents is None:
-            return Span(first, end, read, written)
+            return StateSpan(first, end, read, written)
         parents = tuple(batch.parents[first:end].tolist())
-        return Span(first, end, read, written, None if parents == tuple(range(first - 1, end - 1)) else parents)
+        return StateSpan(first, end, read, written, None if parents == tuple(range(first - 1, end - 1)) else parents)
 
-    def _first_blocks(self, batch: ForwardBatch) -> Iterator[Span]:
+    def _first_blocks(self, batch: ForwardBatch) -> Iterator[StateSpan]:
         """Yields the spans of a batch that does not name them, for programs without groups of layers."""
         if self._has_groups or batch.parents is not None:
             raise ValueError("a step of layers with a state needs `state_spans` where there are groups or token trees")
@@ -142,4 +144,4 @@ class States:
         for first, end, block in zip(starts, starts[1:], blocks, strict=False):
             if batch.positions[first] == 0:  # nobody wipes blocks for such a program
                 self.cache.wipe([block])
-            yield Span(first, end, block, block)
+            yield StateSpan(first, end, block, block)

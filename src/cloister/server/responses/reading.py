@@ -58,7 +58,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: Item) -> None:
-    """Adds an item. Reasoning, text and calls that follow each other are one message of the assistant."""
+    """Adds an item. Consecutive reasoning, text and calls form one message of the assistant."""
     match item:
         case MessageItem(role="assistant"):
             message = _assistant(messages, "content")
@@ -66,7 +66,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
         case MessageItem():
             messages.append({"role": item.role, "content": _parts(item.content)})
         case ReasoningItem():
-            # Clients send back reasoning of which they were shown nothing; it is nothing here too.
+            # Clients send back reasoning without visible content; it is ignored here too.
             if reasoning := _text(item.content or item.summary or ()):
                 _assistant(messages, "reasoning_content")["reasoning_content"] = reasoning
         case CallItem():
@@ -77,7 +77,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], starts: str = "") -> dict[str, Any]:
-    """Returns the assistant's message that goes on, or a new one; a second text or reasoning starts one too."""
+    """Returns the assistant's current message, or a new one; a second text or reasoning also starts a new one."""
     if not messages or messages[-1]["role"] != "assistant" or starts in messages[-1]:
         messages.append({"role": "assistant"})
     return messages[-1]

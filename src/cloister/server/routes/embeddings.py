@@ -38,19 +38,19 @@ class PooledList(msgspec.Struct, frozen=True):
 
 @router.post("/v1/embeddings")
 async def create_embeddings(request: Request) -> Response:
-    """Makes a vector of each text; the texts of a request are computed side by side."""
+    """Makes a vector of each text; the texts of a request are computed concurrently."""
     state = state_of(request)
     asked = await state.off_the_loop(read_embeddings, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
     return Response(await state.off_the_loop(write_embeddings, asked, embeddings), media_type="application/json")
 
 
-# `/v1/score` and `/v1/rerank`, with the other paths that clients of rerankers know.
+# `/v1/score` and `/v1/rerank`, with the alternative paths of reranker clients.
 
 
 @router.post("/v1/score")
 async def create_score(request: Request) -> Response:
-    """Says how alike pairs of texts are."""
+    """Scores the similarity of pairs of texts."""
     state = state_of(request)
     asked = await state.off_the_loop(read_score, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
@@ -61,7 +61,7 @@ async def create_score(request: Request) -> Response:
 @router.post("/v2/rerank")
 @router.post("/rerank")
 async def create_ranking(request: Request) -> Response:
-    """Sorts documents by how alike they are to a query."""
+    """Sorts documents by similarity to a query."""
     state = state_of(request)
     asked = await state.off_the_loop(read_rerank, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)

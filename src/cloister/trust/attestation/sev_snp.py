@@ -1,4 +1,4 @@
-"""Checks evidence of AMD SEV-SNP: root, intermediate and signing key (`snp_keys`), report, then what the report says. Pure."""
+"""Checks evidence of AMD SEV-SNP: root, intermediate and signing key (`snp_keys`), report, then the report's content. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SnpVerifier:
     """Checks `sev-snp` evidence.
 
     Args:
-        roots: SHA-256 of the root keys that are trusted, hex.
+        roots: SHA-256 of the trusted root keys, hex.
     """
 
     kind = "sev-snp"
@@ -45,13 +45,13 @@ class SnpVerifier:
     def verify_report(
         self, data: bytes, extra: Mapping[str, bytes], expected: bytes, policy: AttestationPolicy, now: float
     ) -> Findings:
-        """Checks a report by itself.
+        """Checks a single report.
 
         Args:
             data: the report.
             extra: the certificates that `snp_keys.CHAINS` names for the report's signing key, and `crl` if there is one.
-            expected: the 64 bytes that its REPORT_DATA must be.
-            policy: what is accepted.
+            expected: the required REPORT_DATA, 64 bytes.
+            policy: the client's policy.
             now: Unix seconds.
         """
         findings = Findings()
@@ -61,7 +61,7 @@ class SnpVerifier:
             if not check_chain(findings, chain, self._roots, now, "AMD"):
                 return findings
             if not _check_signature(findings, report, chain[0]):
-                return findings  # what nobody signed is not worth reading on
+                return findings  # do not check the content of an unsigned report
             check_key(findings, report, chain[0], policy)
         except EvidenceError as error:
             findings.fail("report-form", error.message)
@@ -72,7 +72,7 @@ class SnpVerifier:
 
 
 def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy: AttestationPolicy) -> None:
-    """Adds what a signed report says, measured against a policy."""
+    """Checks the content of a signed report against a policy."""
     findings.check(
         "report-data",
         report.report_data == expected,
