@@ -103,7 +103,7 @@ class ImageReader:
             raise invalid(f"`messages` has too many images: {most}.", "messages", "too_many_images")
         if not has_pillow():
             raise invalid(
-                "This server decodes no images: its operator can install 'cloister[vision]'.", code="no_image_decoder"
+                "This server decodes no images: its operator can install 'cloister[vision]'.", "messages", "no_image_decoder"
             )
         return [self._cut(url, number) for number, url in enumerate(urls, 1)]
 
