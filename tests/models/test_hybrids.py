@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -22,7 +24,7 @@ from cloister.quant import FORMATS, FormatOptions, quantize_on_read
 from cloister.types.errors import ConfigError, ModelError
 from tests.adapter_factory import MergedWeights, write_adapter
 from tests.driving import build, build_from
-from tests.model_factory import make_model
+from tests.model_factory import centre_norms, make_model, randomise, small_fields, write_tokenizer
 from tests.reference import compare, reference_logits
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 150).tolist()
@@ -94,6 +96,27 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
     agreement = compare(make_model(tmp_path, family, **config), TOKENS, 100)
     assert agreement.difference <= 1e-4
     assert agreement.num_equal == agreement.num_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_decoder_of_a_model_that_sees_images_is_read_for_text(family: str, tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    text = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1, **small_fields(f"{family}_text")}
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=False)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        randomise(model, tied=False)
+    centre_norms(model)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with torch.no_grad():
+        theirs = model(torch.tensor([TOKENS])).logits[0].numpy()
+    loaded = load(tmp_path, strict=True)
+    assert loaded.spec.vision is None
+    assert loaded.info.eos_token_ids == (1,)
+    assert np.abs(build(loaded.spec, loaded.weights).run("a", TOKENS) - theirs).max() <= 1e-4
 
 
 FAMILIES = sorted({family for family, _ in VARIANTS.values()})

@@ -23,6 +23,7 @@ from cloister.engine import EngineClient, ThreadTransport
 from cloister.launch.engine import build_engine
 from cloister.policy import Policy
 from cloister.server import images
+from cloister.server.image_child import Fault, decode
 from cloister.server.images import ImageReader, decode_image
 from cloister.server.responses.keeping import ResponseStore
 from cloister.text import Tokenizer
@@ -254,7 +255,31 @@ def test_without_pillow_images_are_refused_and_text_is_answered(server: RunningS
 
 
 def opened(data: bytes) -> np.ndarray:
-    return np.asarray(decode_image(data, 1))
+    return np.asarray(decode(data))
+
+
+def test_the_confined_process_says_the_same_of_a_file() -> None:
+    for data in (
+        PNG,
+        OTHER,
+        encode_picture(make_picture(31, 17, 4, "RGBA"), "WEBP"),
+        encode_picture(make_picture(9, 5), "GIF"),
+    ):
+        assert np.array_equal(np.asarray(decode_image(data, 1)), opened(data))
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    turned = encode_picture(make_picture(31, 17), "JPEG", exif=exif)
+    assert decode_image(turned, 1).size == (17, 31)
+
+
+def test_a_process_that_dies_or_hangs_is_an_image_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images.sys, "executable", "/bin/false")
+    with pytest.raises(InvalidRequestError, match="too much time or memory"):
+        decode_image(PNG, 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(images, "DEADLINE_S", 0.001)
+    with pytest.raises(InvalidRequestError, match="too long"):
+        decode_image(PNG, 1)
 
 
 def test_files_become_what_people_see_of_them() -> None:
@@ -284,7 +309,7 @@ def test_random_damage_is_refused_or_read() -> None:
                 damaged[place] = int(rng.integers(256))
             try:
                 assert opened(bytes(damaged)).ndim == 3
-            except InvalidRequestError:
+            except Fault:
                 num_refused += 1
     assert num_refused > 60
 

@@ -47,11 +47,12 @@ class VisionConfig:
 
     Attributes:
         text: the decoder's fields.
+        spec: the tower; None where it is not computed, and the model reads text only.
         unknown: fields outside of them of which nothing is known.
     """
 
     text: Mapping[str, Any]
-    spec: VisionSpec
+    spec: VisionSpec | None
     unknown: tuple[str, ...] = ()
 
 

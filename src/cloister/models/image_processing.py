@@ -129,11 +129,13 @@ def open_image_processor(path: Path) -> tuple[ImageProcessor, int, int] | None:
     family = choose_family(config)
     if family is None or family.vision is None:
         return None
+    vision = family.vision(config).spec
+    if vision is None:
+        return None
     fields = read_processor(path)
     if fields.take_any("do_convert_rgb") is False or fields.take_any("do_rescale") is False:
         raise ModelError("the image processor's config switches off what the tower needs; restore its own", param="do_rescale")
     tile_size = _edge(fields, "max_image_size", 364)
-    vision = family.vision(config).spec
     if tile_size != vision.image_size:
         raise ModelError(
             "max_image_size of the image processor must be image_size of vision_config: other tiles are not computed here",

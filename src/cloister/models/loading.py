@@ -118,7 +118,8 @@ def _load_directory(
         family = find_family(config)
         spec = normalised_as_configured(read_spec(family, config, max_model_len, on_unknown), path)
         weights = open_checkpoint(path, family, spec, scheme)
-    of_decoder = {**config["text_config"], **config} if spec.vision is not None else config
+    text = config.get("text_config")
+    of_decoder = {**text, **config} if isinstance(text, dict) else config
     eos_token_ids, defaults = read_generation(path, of_decoder, spec.vocab_size)
     require_tokenizer(path)
     encoder = read_encoder(config, spec) if isinstance(spec, EncoderSpec) else None

@@ -8,10 +8,11 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import io
+import os
 import re
+import subprocess
+import sys
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Final
 from cloister.models.image_processing import ImageProcessor, has_pillow, open_image_processor
 from cloister.policy.policy import Policy, Use
 from cloister.server.errors import invalid
+from cloister.server.image_child import FORMATS, HEAD, MAX_IMAGE_PIXELS, NO_FAULT, TOO_LARGE, UNKNOWN_FORMAT
+from cloister.server.pdf.reading import INHERITED
 from cloister.text import Tokenizer
 from cloister.types.errors import InvalidRequestError
 from cloister.types.images import ImageTile
@@ -29,11 +32,10 @@ if TYPE_CHECKING:
 
 MAX_IMAGE_BYTES: Final = 20 * 2**20
 """Longest file of one image."""
-MAX_IMAGE_PIXELS: Final = 2**25
-"""Most pixels of one image, by the file's header: 33.5 million take 400 MB while transparency is taken out."""
-FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 SIDE_BY_SIDE: Final = 2
 """Images that are decoded at once."""
+DEADLINE_S: Final = 25.0
+"""Time until an image is decoded."""
 _DATA_URL: Final = re.compile(r"data:image/[a-zA-Z0-9.+-]{1,40};base64,")
 _FAKE, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 _decoding = threading.BoundedSemaphore(SIDE_BY_SIDE)
@@ -101,7 +103,7 @@ class ImageReader:
             raise invalid(f"`messages` has too many images: {most}.", "messages", "too_many_images")
         if not has_pillow():
             raise invalid(
-                "This server decodes no images: its operator can install 'cloister[vision]'.", code="no_image_decoder"
+                "This server decodes no images: its operator can install 'cloister[vision]'.", "messages", "no_image_decoder"
             )
         return [self._cut(url, number) for number, url in enumerate(urls, 1)]
 
@@ -164,7 +166,7 @@ def _decode_url(url: str, number: int) -> bytes:
 
 
 def decode_image(data: bytes, number: int) -> Image:
-    """Returns an image file as RGB, upright, transparency over white, of several frames the first.
+    """Has an image file decoded by a process of its own, which ends with it: the decoder never meets a stranger's bytes here.
 
     Args:
         number: of the image among those of the request, from 1, for errors.
@@ -172,30 +174,30 @@ def decode_image(data: bytes, number: int) -> Image:
     Raises:
         InvalidRequestError: it is of another format, too large by its header, or damaged.
     """
-    from PIL import Image, ImageOps  # of an extra
+    from PIL import Image  # of an extra
 
-    warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
     try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_large(number) from None
-    except Exception:  # readers of formats may fail in any way, and what they say may hold content
-        raise _refusal(number, f"is none of {', '.join(FORMATS)}, or its header is damaged") from None
-    if image.width * image.height > MAX_IMAGE_PIXELS:
-        raise _too_large(number)
-    try:
-        image.load()
-        image = ImageOps.exif_transpose(image)
-        if "A" in image.getbands() or image.info.get("transparency") is not None:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
-        return image.convert("RGB")
-    except Exception:
-        raise _refusal(number, "is damaged or cut off") from None
-
-
-def _too_large(number: int) -> InvalidRequestError:
-    return _refusal(number, f"has more than {MAX_IMAGE_PIXELS / 1e6:.1f} million pixels; send a smaller one")
+        answer = subprocess.run(
+            (sys.executable, "-P", "-m", "cloister.server.image_child", str(os.getpid())),
+            input=data,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in INHERITED if name in os.environ},
+            timeout=DEADLINE_S,
+        ).stdout
+    except subprocess.TimeoutExpired:
+        raise _refusal(number, "takes too long to decode; send a smaller one") from None
+    if len(answer) < HEAD.size:  # a limit ended the process
+        raise _refusal(number, "takes too much time or memory to decode; send a smaller one")
+    fault, width, height = HEAD.unpack_from(answer)
+    if fault == TOO_LARGE:
+        raise _refusal(number, f"has more than {MAX_IMAGE_PIXELS / 1e6:.1f} million pixels; send a smaller one")
+    if fault == UNKNOWN_FORMAT:
+        raise _refusal(number, f"is none of {', '.join(FORMATS)}, or its header is damaged")
+    is_whole = 0 < width * height <= MAX_IMAGE_PIXELS and len(answer) == HEAD.size + 3 * width * height
+    if fault != NO_FAULT or not is_whole:
+        raise _refusal(number, "is damaged or cut off")
+    return Image.frombytes("RGB", (width, height), answer[HEAD.size :])
 
 
 def _refusal(number: int, why: str) -> InvalidRequestError:

@@ -33,7 +33,7 @@ def _feed(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> FeedForwards:
     """`intermediate_size` is that of an expert; without experts there is the shared feed-forward only."""
     shared = replace(mlp, intermediate_size=fields.take_size("shared_intermediate_size"))
     if fields.peek("num_experts", 8) == 0:
-        fields.take("num_experts", int), fields.take("num_experts_per_tok", int, 0)
+        fields.drop((fields.name_of("num_experts"), "num_experts_per_tok"))
         return [shared] * num_layers
     return [MoeSpec(*take_counts(fields), mlp, shared=shared)] * num_layers
 

@@ -94,6 +94,18 @@ MEASURES: Final[tuple[Measure, ...]] = (
 """In the order of application; `Closing` once everything is loaded."""
 
 
+def bound_resources(cpu_s: int, memory_bytes: int) -> None:
+    """Bounds processor time and address space of this process, which writes no files and yields to others."""
+    os.nice(10)  # answers have priority
+    for kind, bound in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, memory_bytes),
+    ):
+        resource.setrlimit(kind, (bound, bound))
+
+
 def confine(parent: int) -> bool:
     """Irrevocably applies every available measure to this process, before it sees a byte of the file.
 
@@ -147,14 +159,7 @@ def main() -> None:
     """
     limits = msgspec.json.decode(sys.argv[1], type=PdfLimits)
     logging.disable()  # pypdf's warnings may contain content
-    os.nice(10)  # answers have priority
-    for kind, bound in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_AS, limits.memory_bytes),
-    ):
-        resource.setrlimit(kind, (bound, bound))
+    bound_resources(limits.cpu_s, limits.memory_bytes)
     import pypdf  # noqa: F401 (of an extra: a sealed node imports every module of the package and has no PDF reader)
 
     is_confined = confine(int(sys.argv[2]))

@@ -18,7 +18,7 @@ from cloister.types.errors import NotFoundError
 
 SIDE_BY_SIDE: Final = 2
 """Files that are read concurrently."""
-_INHERITED: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+INHERITED: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Environment variables that are passed on; others may be secrets and are withheld from the reading process."""
 FAULTS: Final[Mapping[str, str]] = {
     "damaged": "The file is no PDF, or a damaged one.",
@@ -86,7 +86,7 @@ class PdfReader:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _INHERITED if name in os.environ},
+            env={name: os.environ[name] for name in INHERITED if name in os.environ},
         )
         try:
             async with asyncio.timeout(self._limits.deadline_s):
