@@ -146,9 +146,11 @@ class CheckedRunner:
         num_groups = len(self.windows)
         if self.windows[0] is not None:
             return  # tables name blocks behind the window that others have by now
+        # With states a table may take kept blocks in place of its own at commit; it is sent again with its next step.
+        named = {part.seq_id for part in plan.sequences} if STATE in self.windows else set(self.tables)
         for part in plan.sequences:
             block = self._block(self.tables[part.seq_id], part.start + part.num_tokens - 1, 0)
-            for other, held in self.tables.items():
+            for other, held in ((name, table) for name, table in self.tables.items() if name in named):
                 # behind what it has computed lie blocks of drafts that were not accepted, which were given back
                 table = held[::num_groups][: -(-(len(self.tokens[other]) - 1) // self.block_size)]
                 if other != part.seq_id and block in table and other not in {f.child_id for f in plan.forks}:

@@ -213,15 +213,11 @@ def check_download(name: str) -> Check:
 
 
 def check_model(name: str) -> Check:
-    """Opens the model and checks every tensor's shape, without computing anything, and whether the back end supports it."""
-    from cloister.launch import budget_model, resolve_settings
+    """Opens the model and checks every tensor's shape, without computing anything."""
     from cloister.models import load, locate
 
     try:
         model = load(locate(name))
-        budget_model(resolve_settings({"model": name}).engine.config, model)
-    except MemoryBudgetError:
-        pass  # the next check says so
     except CloisterError as error:
         return Check("model", False, name, error.message)
     drafts = sorted(path.name for path in (model.path / "drafters").glob("*/"))
@@ -231,7 +227,9 @@ def check_model(name: str) -> Check:
 
 
 def check_memory(name: str | None) -> Check:
-    """Checks whether the model fits into the memory that host, cgroup and process limits leave, computed as in `serve`.
+    """Checks whether a back end computes the model, and whether it fits into the available memory, as `serve` does.
+
+    The memory is what host, cgroup and process limits leave.
 
     Args:
         name: name of a model that can be opened; None reports only the available memory.
@@ -249,6 +247,8 @@ def check_memory(name: str | None) -> Check:
         budget = budget_model(config, load(locate(name)))
     except MemoryBudgetError as error:
         return Check("memory", False, detail, error.message)
+    except CloisterError as error:
+        return Check("back end", False, f"{name} is not computed", error.message)
     return Check("memory", True, f"{detail}; {name} takes {budget.total_bytes // MIB}")
 
 
