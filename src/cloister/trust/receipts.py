@@ -24,7 +24,7 @@ from cloister.types.errors import CloisterError
 
 # A receipt's claims as a JSON Web Signature in compact form (RFC 7515, Ed25519 by RFC 8037).
 #
-# The client knows every claim before the node has signed, so the signature alone travels; the client puts the rest around it.
+# The client knows every claim in advance, so only the signature is transmitted; the client adds the rest.
 
 
 SIGNATURE_BYTES: Final = 64
