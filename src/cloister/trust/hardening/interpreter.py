@@ -60,7 +60,7 @@ class Tracebacks:
     """An exception's text may contain user content; its type and code locations do not."""
 
     name = "tracebacks"
-    stops = "content in what is written about an exception that nobody caught"
+    stops = "content in reports of uncaught exceptions"
 
     def apply(self, needs: Needs) -> str:
         sys.excepthook = _write_exception

@@ -299,7 +299,7 @@ def _look_at_segments(processes: Iterable[Process], found: Searched) -> None:
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
             fields = line.split()
             if int(fields[4]) in pids and int(fields[6]) == 0:
-                found.gaps.append("a segment of System V shared memory that nobody maps")
+                found.gaps.append("a segment of System V shared memory that no process maps")
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -212,7 +212,7 @@ def unpack_fetched(begin: int, size: int, fetched: Mapping[str, bytes]) -> Itera
         data = fetched.get(tile.path)
         if data is None:
             raise TransparencyError(
-                Reason.NOT_CONSISTENT, f"{tile.path} of the log could not be fetched, so nobody knows what is in it"
+                Reason.NOT_CONSISTENT, f"{tile.path} of the log could not be fetched, so its entries are unknown"
             )
         yield from unpack_entries(data, tile.width)[max(begin - tile.index * WIDTH, 0) :]
 

@@ -206,14 +206,14 @@ def check_members(epoch: Epoch, membership: Membership | None) -> Membership:
             why = "stands twice in the epoch" if member else f"is not in membership {membership.number}"
             raise TransparencyError(
                 Reason.NOT_A_MEMBER,
-                f"the node {node.node_id[:8]} is called {node.member or 'by no name'}, which {why}; tell whoever signs "
+                f"the node {node.node_id[:8]} is called {node.member or 'by no name'}, which {why}; tell the signer of "
                 "memberships, and wait for the next epoch",
             )
         if node.capacity != member.capacity:
             raise TransparencyError(
                 Reason.WRONG_CAPACITY,
                 f"the epoch gives {node.member} the capacity {node.capacity}, and membership {membership.number} "
-                f"{member.capacity}; tell whoever signs memberships, and wait for the next epoch",
+                f"{member.capacity}; tell the signer of memberships, and wait for the next epoch",
             )
         seen.add(node.member)
     return membership

@@ -226,7 +226,7 @@ def make_lock(report: bytes, own: str = "cloister") -> str:
         digest = (item.download_info.archive_info or _Archive()).hashes.get("sha256", "")
         if not (_NAME.match(name) and _VERSION.match(version) and _SHA256.match(digest)):
             raise ConfigError(
-                f"{name} {version} has no SHA-256 of one file, so nobody could check it; install it from an index"
+                f"{name} {version} has no SHA-256 of one file, so it cannot be verified; install it from an index"
             )
         lines.append(f"{name}=={version} --hash=sha256:{digest}\n")
     return "".join(sorted(lines))
