@@ -29,7 +29,7 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.native.rotation import row_orders
-from cloister.backends.native.states import States
+from cloister.backends.native.states import StateStore
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import (
     AnyAttentionSpec,
@@ -178,7 +178,8 @@ class NativeProgram(Program):
         self._heads = DraftHeadStore(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
-        self._states = States(kv)
+        self._states = StateStore(kv)
+        self._has_states = any(layer.state is not None for layer in spec.layers)
         self._blocks = [
             kv.blocks_of(number) if layer.state is None else kv.state_blocks for number, layer in enumerate(spec.layers)
         ]
@@ -322,7 +323,7 @@ class NativeProgram(Program):
         Raises:
             ValueError: the arrays do not fit together, or a number in them leads out of another; nothing was written.
         """
-        arrays, num_rows = _arrays(batch, self._states), len(batch.logit_rows)
+        arrays, num_rows = _arrays(batch, self._states if self._has_states else None), len(batch.logit_rows)
         if wants.sampling is not None:
             output = StepOutput(tokens=np.empty(len(wants.sampling), np.int32))
             entries = wants.sampling.view(np.uint8)
@@ -456,7 +457,7 @@ class NativeProgram(Program):
 _Arrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None]
 
 
-def _arrays(batch: ForwardBatch, states: States) -> _Arrays:
+def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
     tables = batch.block_tables
     return (
         batch.token_ids,
@@ -467,5 +468,5 @@ def _arrays(batch: ForwardBatch, states: States) -> _Arrays:
         batch.logit_rows,
         batch.parents,
         batch.adapters,
-        states.spans(batch),
+        batch.state_spans if states is None or batch.state_spans is not None else states.spans(batch),
     )

@@ -13,7 +13,7 @@ from cloister.backends.spec import StateSpec
 _STATE_BYTES: Final = 4  # of a number: float32
 
 
-class States:
+class StateStore:
     """The states of one program's layers, one in each block of every layer that has one; zeros before the first token."""
 
     def __init__(self, layout: KVLayout) -> None:
@@ -28,14 +28,12 @@ class States:
         self._layers.append(states)
         return states
 
-    def spans(self, batch: ForwardBatch) -> IntArray | None:
-        """Returns how a step advances states (`ForwardBatch.state_spans`); None where no layer has one.
+    def spans(self, batch: ForwardBatch) -> IntArray:
+        """Returns how a step that does not say so advances states (`ForwardBatch.state_spans`).
 
         Raises:
             ValueError: the batch does not say where the states are.
         """
-        if not self._layers or batch.state_spans is not None:
-            return batch.state_spans
         if self._has_groups or batch.parents is not None:
             raise ValueError("a step of layers with a state needs `state_spans` where there are groups or token trees")
         starts, blocks = batch.query_starts, batch.block_tables[:, 0]
