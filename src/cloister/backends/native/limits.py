@@ -43,7 +43,8 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
-    if layer.state is not None and (attention is not None or not isinstance(layer.state, ShortConvSpec)):
+    state = layer.state
+    if state is not None and (attention is not None or not isinstance(state, ShortConvSpec) or state.kernel_size < 2):
         yield "layers with a state other than that of a short convolution"
     if not layer.mixes or mlp is None:
         yield "layers without attention or a feed-forward"

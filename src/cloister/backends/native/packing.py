@@ -416,10 +416,9 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
     if num_threads == 1:
         return 0
     num_splits = -(-spec.max_positions // 256)
+    attentions = (layer.attention for layer in spec.layers if layer.attention is not None)
     widest = max(
-        min(num_tokens * layer.attention.num_heads, 4 * num_threads * 256) * (layer.attention.head_dim + 48)
-        for layer in spec.layers
-        if layer.attention is not None
+        (min(num_tokens * each.num_heads, 4 * num_threads * 256) * (each.head_dim + 48) for each in attentions), default=0
     )
     return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
 
