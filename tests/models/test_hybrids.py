@@ -18,9 +18,12 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from cloister.backends.base import LOGITS
+from cloister.backends.torch.cuda import limits
+from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.models import load
 from cloister.models.adapters import read_adapter
 from cloister.quant import FORMATS, FormatOptions, quantize_on_read
+from cloister.quant.forward import check_forward
 from cloister.types.errors import ConfigError, ModelError
 from tests.adapter_factory import MergedWeights, write_adapter
 from tests.driving import build, build_from
@@ -131,10 +134,17 @@ def test_a_prompt_has_the_same_bits_in_steps_of_any_size(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_native_back_end_refuses_a_state_before_it_reads_weights(family: str, tmp_path: Path) -> None:
+def test_what_computes_no_states_refuses_them_before_weights_are_read(family: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family)
     with pytest.raises(ConfigError, match="layers with a state"):
         build_from(path, backend="native")
+    spec = load(path).spec
+    with pytest.raises(ConfigError, match="layers with a state"):
+        limits.check_computable(spec)
+    with pytest.raises(ConfigError, match="with a state"):
+        list_operators(spec, Work.decode(4, 2), Numbers())
+    with pytest.raises(ConfigError, match="text runs through decoders of"):
+        check_forward(spec)
 
 
 def configure(path: Path, *without: str, **fields: Any) -> None:

@@ -292,7 +292,7 @@ def _enough(settings: AuditSettings, membership: Membership) -> int:
 
     tests = count_tests(len(membership.members), settings.users)
     if _share(membership) >= 1.0:
-        raise ConfigError("there is one node, so nobody could be steered anywhere; there is nothing to test")
+        raise ConfigError("there is only one node, so requests cannot be steered; there is nothing to test")
     captured = _share(membership)
     return requests_needed(
         users=settings.users, rate=settings.detect, captured=captured, tests=tests, seeds=1, chance=CHANCE, level=_level()

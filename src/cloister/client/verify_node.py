@@ -108,7 +108,7 @@ def check_url(
     if bundle is None:
         return _check_node(fetch, trust, policy, now)
     if trust is None:
-        raise ConfigError("an epoch is there, and nobody said whom to believe; give --trust FILE", param="trust")
+        raise ConfigError("there is an epoch, but no trust file to verify it; give --trust FILE", param="trust")
     findings = Findings()
     try:
         record = IssuerRecord(trust.issuer, None)

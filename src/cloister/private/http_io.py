@@ -190,7 +190,7 @@ async def run_while_there(work: Coroutine[Any, Any, None], body: Body, out: Outg
         body.close()
     if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, GoneError):
         # log only the type: an exception's text may contain content
-        _logger.error("a request ended with a mistake of this program (%s)", type(error).__name__)
+        _logger.error("a request ended with an internal error (%s)", type(error).__name__)
 
 
 async def _wait_until_gone(body: Body, out: Outgoing, receive: Receive) -> None:

@@ -188,7 +188,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 FrontMessage = Submit | Abort | LoadAdapter | UnloadAdapter | Shutdown
 EngineMessage = Ready | Failed | Outputs
 
-ABORTED: Final = "the request was ended before its answer was complete: nobody waited for it, or the server is shutting down"
+ABORTED: Final = "the request was ended before its answer was complete: its client disconnected, or the server is shutting down"
 
 
 def end_output(ended: Ended) -> SequenceOutput:

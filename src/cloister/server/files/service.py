@@ -46,7 +46,7 @@ class FileService:
             raise ConfigError("a sealed node keeps nothing; leave `files` out", param="files")
         if not gate.tells_owners:
             raise ConfigError(
-                "`files` needs API keys here, since nobody can be told apart without: make one with `cloister keys add NAME`,"
+                "`files` needs API keys here, to distinguish users: make one with `cloister keys add NAME`,"
                 " then --api-keys FILE",
                 param="files",
             )

@@ -96,7 +96,7 @@ class Shelf(Generic[K]):
         """
         with self._lock:
             if kept.id not in self._kept and sum(each.owner == kept.owner for each in self._kept.values()) >= MAX_OBJECTS:
-                raise StorageFullError(f"Nobody may keep more than {MAX_OBJECTS}; delete some, or wait until they expire.")
+                raise StorageFullError(f"An owner may keep at most {MAX_OBJECTS}; delete some, or wait until they expire.")
         self._vault.replace(kept.id + _META, self._key, msgspec.json.encode(kept), is_small=True)
         with self._lock:
             self._kept[kept.id] = kept

@@ -58,7 +58,7 @@ async def report_load(request: Request) -> Response:
     policy = state.reader.gate.policy
     if policy.counts_only:
         raise PolicyError(
-            f"{policy.ruling('request-log').rule}: the profile {policy.profile.value!r} tells sums over many requests only; "
+            f"{policy.ruling('request-log').rule}: the profile {policy.profile.value!r} gives sums over many requests only; "
             "/metrics has them."
         )
     return json_response(Load(state.calls.num_at_work))

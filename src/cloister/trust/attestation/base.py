@@ -256,6 +256,6 @@ def check_register(
         findings.doubt(
             policy,
             slug,
-            f"{label} is {value.hex()}, and nobody named the right one; name it in the release "
+            f"{label} is {value.hex()}, and there is no reference value; name it in the release "
             f"(cloister release make --launch {name}=HEX) or in the policy (measurements)",
         )

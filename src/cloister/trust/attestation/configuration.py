@@ -29,7 +29,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "certfile": "the transport's; content is sealed beneath it",
     "keyfile": "the transport's; content is sealed beneath it",
     "api_keys": "a sealed node asks for none",
-    "oidc": "a sealed node takes no tokens of people",
+    "oidc": "a sealed node accepts no users' tokens",
     "gateway_secret": "a secret",
     "release": "is what this is compared with",
     "log_checkpoint": "stated by itself",

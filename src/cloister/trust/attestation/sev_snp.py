@@ -110,7 +110,7 @@ def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy:
 def _check_floor(findings: Findings, report: SnpReport, policy: AttestationPolicy) -> None:
     floor = policy.snp_floor
     if floor is None:
-        findings.doubt(policy, "tcb", f"nobody said how new the firmware must be; it is at {report.reported_tcb}")
+        findings.doubt(policy, "tcb", f"no minimum firmware version is given; it is at {report.reported_tcb}")
         return
     low = next((tcb for tcb in (report.reported_tcb, report.launch_tcb) if not _reaches(tcb, floor)), None)
     findings.check(
@@ -147,7 +147,7 @@ def _check_revocation(
 ) -> None:
     """AMD's list is signed by the ARK and names revoked ASKs and ASVKs."""
     if encoded is None:
-        findings.doubt(policy, "revocation", "nobody looked whether AMD revoked the certificates (no CRL in the evidence)")
+        findings.doubt(policy, "revocation", "revocation by AMD was not checked (no CRL in the evidence)")
         return
     _, intermediate, ark = chain
     try:

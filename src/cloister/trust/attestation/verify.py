@@ -101,7 +101,7 @@ def _check_listed(
     findings: Findings, policy: AttestationPolicy, slug: str, digest: str, known: frozenset[str], what: str
 ) -> None:
     if not known:
-        findings.doubt(policy, slug, f"nobody said what is right for {what}; the node says {digest}")
+        findings.doubt(policy, slug, f"there is no reference value for {what}; the node says {digest}")
     else:
         findings.check(
             slug,

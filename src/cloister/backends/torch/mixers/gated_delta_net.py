@@ -48,13 +48,14 @@ class GatedDeltaNetMixer:
         steps = on_whole_vectors(F.softplus, a + self._dt_bias)
         decays = on_whole_vectors(torch.exp, steps * self._decay_rates).reshape(heads)
         states = recurrent.view(spec.num_key_heads, -1, spec.value_head_dim, spec.key_head_dim)
+        products = torch.empty_like(states)
         mixed = features.new_empty(num_tokens, 2 * spec.value_size)
         for token in range(num_tokens):
             query, key = _of_length_one(queries_keys[token])[:, :, None, None]
             states.mul_(decays[token])
-            missing = values[token] - (states * key).sum(-1, keepdim=True)
-            states.add_(missing.mul_(betas[token]) * key)
-            mixed[token, : spec.value_size] = (states * query).sum(-1).flatten()
+            missing = values[token] - torch.mul(states, key, out=products).sum(-1, keepdim=True)
+            states.addcmul_(missing.mul_(betas[token]), key)
+            mixed[token, : spec.value_size] = torch.mul(states, query, out=products).sum(-1).flatten()
         mixed[:, : spec.value_size].mul_(spec.key_head_dim**-0.5)
         mixed[:, spec.value_size :] = gate
         return mixed

@@ -53,10 +53,11 @@ class Mamba2Mixer:
         decays = decays.reshape(*grouped, 1, 1)
         b, c = (part.reshape(*grouped, spec.d_state)[:, :, :, None] for part in (b, c))
         states = recurrent.view(spec.num_groups, -1, spec.head_dim, spec.d_state)
+        products = torch.empty_like(states)
         mixed = features.new_empty(num_tokens, 2 * spec.inner_size)
         for token in range(num_tokens):
-            states.mul_(decays[token]).add_(steps[token] * b[token])
-            mixed[token, : spec.inner_size] = (states * c[token]).sum(-1).flatten()
+            states.mul_(decays[token]).addcmul_(steps[token], b[token])
+            mixed[token, : spec.inner_size] = torch.mul(states, c[token], out=products).sum(-1).flatten()
         mixed[:, : spec.inner_size].add_((x * self._skip).flatten(1))
         mixed[:, spec.inner_size :] = gate
         return mixed
