@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
 
-from cloister.backends.spec import AnyAttentionSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -60,6 +60,10 @@ def _scale_by_size(_fields: ConfigFields, head_dim: int, num_layers: int) -> Seq
     return [head_dim**-0.5] * num_layers
 
 
+def _as_they_are(_fields: ConfigFields, layers: list[AttentionSpec]) -> list[AttentionSpec]:
+    return layers
+
+
 def _feed_alike(_fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
     return [mlp] * num_layers
 
@@ -97,10 +101,11 @@ class Family:
         rope_types: what this family means by a kind of scaling.
         attentions: reads the attention of each layer, and the positions that can be used, of (hidden_size, layers,
             `max_position_embeddings`) and the greatest length of a sequence; None where it is grouped-query attention, which
-            the fields above and three functions below describe.
+            the fields above and four functions below describe.
         windows: reads the window of each layer.
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
+        refine: reads what else differs from layer to layer in attention; given is what the fields above and those functions say.
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
@@ -142,6 +147,7 @@ class Family:
     windows: Callable[[ConfigFields, int], Sequence[int | None]] = see_everything
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
     scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
+    refine: Callable[[ConfigFields, list[AttentionSpec]], list[AttentionSpec]] = _as_they_are
     feed_forwards: Callable[[ConfigFields, MlpSpec, int], Sequence[MlpSpec | MoeSpec]] = _feed_alike
     ends: Callable[[ConfigFields, int], Ends] = _plain_ends
     residual_scale: str | None = None

@@ -16,6 +16,7 @@ from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
 from cloister.models.location import Digests, find_model, require_tokenizer
 from cloister.models.quantized import split_config
+from cloister.models.text_part import take_text_part
 from cloister.models.transformers_fallback import open_foreign
 from cloister.types.errors import ModelError
 from cloister.types.request import ModelInfo
@@ -107,7 +108,8 @@ def _load_directory(
     max_model_len: int | None,
     on_unknown: Callable[[Sequence[str]], None],
 ) -> LoadedModel:
-    config, scheme = split_config(path, read_json(path / "config.json"))
+    whole, scheme = split_config(path, read_json(path / "config.json"))
+    config = take_text_part(whole)
     weights: Weights
     if choose_family(config) is None:
         spec, weights = open_foreign(path, config)

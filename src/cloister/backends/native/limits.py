@@ -34,14 +34,27 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "latent attention"
     elif attention.rope is not None and attention.rope.interleaved:
         yield "interleaved rotation"
-    if isinstance(attention, AttentionSpec) and attention.sinks:
-        yield "attention sinks"
+    if isinstance(attention, AttentionSpec):
+        yield from _missing_of_heads(attention)
     if isinstance(mlp, MoeSpec) and _chooses_otherwise(mlp):
         yield "sigmoid, grouped or scaled routing of experts"
     if isinstance(mlp, MoeSpec) and (mlp.router_bias or mlp.expert.bias):
         yield "biases of experts"
+    if isinstance(mlp, MoeSpec) and mlp.weigh_inputs:
+        yield "experts with weighted inputs"
     if (mlp.expert if isinstance(mlp, MoeSpec) else mlp).clipped is not None:
         yield "clipped SwiGLU"
+
+
+def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
+    if attention.sinks:
+        yield "attention sinks"
+    if attention.chunked:
+        yield "attention in chunks"
+    if attention.query_growth is not None:
+        yield "queries that grow with their position"
+    if attention.qk_norm and not attention.qk_norm_weighted:
+        yield "norms of q and k without weights"
 
 
 def _chooses_otherwise(mlp: MoeSpec) -> bool:

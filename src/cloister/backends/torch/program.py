@@ -15,7 +15,7 @@ from torch import Tensor
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.backends.spec import AnyAttentionSpec, DecoderSpec
+from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, QueryGrowth
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
@@ -160,6 +160,8 @@ class TorchProgram(Program):
         for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
             rope = layer.attention.rope
             queries, new_slots = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
+            if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
+                queries[:num_tokens].mul_(grow(layer.attention.query_growth, batch.positions).to(self._device))
             slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
             mixed = self._attend(queries, slots, layer, units[work_shape(layer.attention)])
             tasks = [
@@ -263,6 +265,12 @@ def _chunks(num_rows: int) -> list[slice]:
     return [slice(start, start + _CHUNK) for start in range(0, num_rows, _CHUNK)]
 
 
+def grow(growth: QueryGrowth, positions: IntArray) -> Tensor:
+    """Returns what multiplies the queries of each token, [num_tokens, 1, 1] float32; logarithms are rounded once."""
+    steps = (positions.astype(np.int64) + growth.first) // growth.period
+    return torch.from_numpy((1 + growth.beta * np.log1p(steps.astype(np.float64))).astype(np.float32)).view(-1, 1, 1)
+
+
 def work_shape(spec: AnyAttentionSpec) -> AttentionShape:
     """Returns what of a layer decides the order of work in attention."""
-    return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.window)
+    return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.window, isinstance(spec, AttentionSpec) and spec.chunked)

@@ -9,7 +9,9 @@ from cloister.models.families.glm import GLM4_MOE
 from cloister.models.families.gpt import GPT2, GPT_NEOX, OPT
 from cloister.models.families.gpt_oss import GPT_OSS
 from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
+from cloister.models.families.llama4 import LLAMA4
 from cloister.models.families.minimax import MINIMAX_M2
+from cloister.models.families.ministral import MINISTRAL, MINISTRAL3
 from cloister.models.families.mistral import MISTRAL, MIXTRAL
 from cloister.models.families.olmo3 import OLMO3
 from cloister.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -20,5 +22,6 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX, SMOLLM3,
         GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS,
+        MINISTRAL, MINISTRAL3, LLAMA4,
     )
 }  # fmt: skip
