@@ -66,7 +66,7 @@ BASES: dict[str, dict[str, Any]] = {
     "cohere2": SLIDING,
     "gpt_oss": {"rope_parameters": {**OF_GLOBAL, "truncate": False}},
     "ministral": SLIDING,
-    "ministral3": {"sliding_window": 40, "rope_parameters": {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}},
+    "ministral3": {"sliding_window": 40, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
     "llama4_text": {"rope_parameters": LLAMA3},
     "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
@@ -264,7 +264,8 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
         "use_sliding_window": None, "rope_parameters.rope_type": "linear", "rope_parameters.beta_fast": -1.0,
     },
     "llama4_text": {
-        "use_sliding_window": None, "sliding_window": 40, "intermediate_size_mlp": 64, "num_local_experts": 4,
+        "use_sliding_window": None, "sliding_window": 40, "attention_chunk_size": 0, "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
         "interleave_moe_layer_step": 0, "moe_layers": [0, 1],
     },
     "gpt_oss": {

@@ -105,7 +105,7 @@ class Family:
         windows: reads the window of each layer.
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
-        refine: reads what else differs from layer to layer in attention; given is what the fields above and those functions say.
+        refine: reads what else differs from layer to layer in attention; given are the specs that all of the above describe.
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.

@@ -1,5 +1,5 @@
-"""Llama 4's text part (Meta 2025): local layers that see one chunk of the context, turned and normalised; global layers that are
-neither, whose queries grow with their position; and mixtures whose experts read inputs weighted by a sigmoid."""
+"""Llama 4's text part (Meta 2025): local layers that see one chunk of the context, with rotation and norms of q and k; global
+layers without either, whose queries grow with their position; mixtures whose experts read inputs weighted by a sigmoid."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def _refine(fields: ConfigFields, layers: list[AttentionSpec]) -> list[Attention
     growth = QueryGrowth(fields.take("attn_scale", float, 0.1), fields.take_size("floor_scale", 8192), first=1)
     grows = fields.take_any("attn_temperature_tuning")  # configs of the hub have a number, where others have true
     if any(layer.qk_norm and layer.rope is not None and layer.rope.attention_scale != 1.0 for layer in layers):
-        raise ModelError("use_qk_norm goes with no scaling of rotary positions that has an attention factor", param="use_qk_norm")
+        raise ModelError(
+            "use_qk_norm goes with no scaling of rotary positions that has an attention factor", param="use_qk_norm"
+        )
     return [
         replace(
             layer,

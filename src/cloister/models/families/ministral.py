@@ -1,4 +1,4 @@
-"""Ministral (Mistral AI 2024): Mistral with a window in some layers; Ministral 3 (arXiv:2601.08584): with queries that grow with
+"""Ministral (Mistral AI 2024): Mistral with a window in some layers; Ministral 3 (2025): with YaRN, and queries that grow with
 their position."""
 
 from __future__ import annotations
