@@ -89,8 +89,11 @@ class Mixture:
         out = torch.zeros_like(rows)
         for number in sorted(set(chosen.flatten().tolist())):
             places, ranks = torch.nonzero(chosen == number, as_tuple=True)
-            found = self._experts[number](self._pad(rows.index_select(0, places)))[: len(places)]
-            out.index_add_(0, places, found.mul_(scores[places, ranks].unsqueeze(1)))
+            given, weights = rows.index_select(0, places), scores[places, ranks].unsqueeze(1)
+            if self._spec.weigh_inputs:
+                given.mul_(weights)
+            found = self._experts[number](self._pad(given))[: len(places)]
+            out.index_add_(0, places, found if self._spec.weigh_inputs else found.mul_(weights))
         return out if self._shared is None else out.add_(self._share(rows, self._shared))
 
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:

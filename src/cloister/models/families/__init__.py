@@ -20,8 +20,10 @@ from cloister.models.families.gpt_oss import GPT_OSS
 from cloister.models.families.granite_hybrid import GRANITE_HYBRID
 from cloister.models.families.lfm2 import LFM2
 from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
+from cloister.models.families.llama4 import LLAMA4
 from cloister.models.families.mamba2 import MAMBA2
 from cloister.models.families.minimax import MINIMAX_M2
+from cloister.models.families.ministral import MINISTRAL, MINISTRAL3
 from cloister.models.families.mistral import MISTRAL, MIXTRAL
 from cloister.models.families.nemotron_h import NEMOTRON_H
 from cloister.models.families.olmo3 import OLMO3
@@ -39,5 +41,6 @@ FAMILIES: Mapping[str, Family] = {
         BERT, BERT_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER, MODERN_BERT, MODERN_BERT_CLASSIFIER,
         MAMBA2, QWEN3_NEXT, LFM2, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, QWEN3_5,
         QWEN3_5_MOE, QWEN3_5_VL, QWEN3_5_MOE_VL,
+        MINISTRAL, MINISTRAL3, LLAMA4,
     )
 }  # fmt: skip
