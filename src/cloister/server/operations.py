@@ -292,6 +292,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _health("POST", "/ping", _VLLM),
     Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
     Operation("POST", "/classify", _VLLM, "Tell which class texts are of", ClassifyBody, Classification),
+    Operation("POST", "/v1/classify", _VECTORS, "Tell which class texts are of", ClassifyBody, Classification),
     Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
     _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
     _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),
