@@ -255,6 +255,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/rerank", _VECTORS, "Sort documents by relevance", RerankBody, Ranking),
     Operation("POST", "/v2/rerank", _VECTORS, "Sort documents by relevance (path of Cohere)", RerankBody, Ranking),
     Operation("POST", "/rerank", _VECTORS, "Sort documents by relevance (path of Jina)", RerankBody, Ranking),
+    Operation("POST", "/v1/classify", _VECTORS, "Tell which class texts are of", ClassifyBody, Classification),
     Operation(
         "POST", "/v1/pdf/text", _TOKENS, "Take the text out of a PDF file", PdfForm, PdfText, errors=(404,), body_type=FORM
     ),
@@ -292,7 +293,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _health("POST", "/ping", _VLLM),
     Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
     Operation("POST", "/classify", _VLLM, "Tell which class texts are of", ClassifyBody, Classification),
-    Operation("POST", "/v1/classify", _VECTORS, "Tell which class texts are of", ClassifyBody, Classification),
     Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
     _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
     _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),
