@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -12,17 +15,24 @@ from cloister.backends.torch.linear import common_tiles, pad_rows
 from cloister.backends.torch.reading import AnyLinear, WeightReader
 from cloister.backends.torch.routing import choose_experts
 
+Activate: TypeAlias = Callable[[Tensor], Tensor]
+
 
 class Mlp:
     """down(act(gate(x)) * up(x)), or down(act(up(x))).
+
+    Args:
+        activations: by the names of specs.
 
     Attributes:
         linears: its products.
         num_operations: multiplications and additions of products with weights, for one row.
     """
 
-    def __init__(self, spec: MlpSpec, reader: WeightReader, prefix: str) -> None:
-        self._activate, self._is_gated, self._clipped = ACTIVATIONS[spec.activation], spec.gated, spec.clipped
+    def __init__(
+        self, spec: MlpSpec, reader: WeightReader, prefix: str, activations: Mapping[str, Activate] = ACTIVATIONS
+    ) -> None:
+        self._activate, self._is_gated, self._clipped = activations[spec.activation], spec.gated, spec.clipped
         self._gate_scale, self._output_scale = spec.gate_scale, spec.output_scale
         self._prefix, self._names = prefix, ("gate", "up") if spec.gated else ("up",)
         self._into = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.bias)

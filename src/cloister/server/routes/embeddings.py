@@ -68,6 +68,7 @@ async def create_ranking(request: Request) -> Response:
     return json_response(await state.off_the_loop(rank_documents, asked, embeddings))
 
 
+@router.post("/v1/classify")  # the one that can be asked sealed
 @router.post("/classify")
 async def create_classification(request: Request) -> Response:
     """Classifies each text with the model's classes."""
