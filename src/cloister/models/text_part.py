@@ -34,7 +34,7 @@ def take_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
-    if not isinstance(text, dict) or kind not in parts:
+    if not isinstance(text, dict) or not isinstance(kind, str) or kind not in parts:
         raise ModelError(f"text_config in config.json must have a model_type of: {', '.join(parts)}", param="text_config")
     above = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id") if config.get(name) is not None}
     return {**text, **above, "architectures": [parts[kind]]}
