@@ -146,6 +146,38 @@ WIDE: list[tuple[str, str, dict[str, Any]]] = [
         "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
         "vocab_size": 16000, "sliding_window": 300, "num_hidden_layers": 4, "logit_scale": 0.25,
         "rope_parameters": {"rope_theta": 50000.0}}),
+    ("mamba2", "Mamba 2 130M, 6 layers", {
+        "hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1, "vocab_size": 16000,
+        "num_hidden_layers": 6}),
+    ("qwen3_next", "Qwen3-Next, half width, whole heads, 32 experts", {
+        "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 16000,
+        "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "num_experts": 32, "num_experts_per_tok": 10, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+        "num_hidden_layers": 4, "layer_types": None,
+        "rope_parameters": {"rope_theta": 10000000.0, "partial_rotary_factor": 0.25}}),
+    ("qwen3_5_text", "Qwen3.5 0.8B, 4 layers", {
+        "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 16000,
+        "intermediate_size": 3584, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "num_hidden_layers": 4, "layer_types": None,
+        "rope_parameters": {"rope_theta": 10000000.0, "partial_rotary_factor": 0.25}}),
+    ("lfm2", "LFM2 350M, 6 layers", {
+        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 6656,
+        "block_multiple_of": 256, "vocab_size": 16000, "num_hidden_layers": 6,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"]}),
+    ("granitemoehybrid", "Granite 4 Tiny, half width, 32 experts", {
+        "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 16000, "mamba_n_heads": 24,
+        "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "num_local_experts": 32, "num_experts_per_tok": 6,
+        "intermediate_size": 256, "shared_intermediate_size": 512, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}),
+    ("falcon_h1", "Falcon-H1 0.5B, 4 layers", {
+        "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 2048,
+        "vocab_size": 16000, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_n_groups": 1,
+        "mamba_d_state": 128, "num_hidden_layers": 4}),
+    ("nemotron_h", "Nemotron 3 Nano, half width, 32 experts", {
+        "hidden_size": 1344, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 16000,
+        "mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 32,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 512, "moe_shared_expert_intermediate_size": 1024, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 2.5, "intermediate_size": 2048}),
 ]  # fmt: skip
 LENGTH = 600
 """Of prompt and answer; the last token is not read, so the greatest length of a sequence is one less."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from cloister.types.step import Sample, StepPlan, StepResult
 
 EMPTY = None
 """What a wiped slot holds."""
+STATE: Literal["state"] = "state"
+"""In place of a window: a group of layers with a state; a block of it holds all tokens that went into the state."""
 REJECTED = -1
 """In place of a token: the slot of a draft that was not accepted, of the sequence whose id it holds."""
 
@@ -18,7 +21,7 @@ class CheckedRunner:
     Sampled tokens are a hash of the whole history, so that equal histories continue equally.
 
     Args:
-        windows: for each group of layers, how many positions a query sees; None: all of them.
+        windows: for each group of layers, how many positions a query sees; None: all of them; `STATE` where it has a state.
     """
 
     def __init__(
@@ -27,17 +30,19 @@ class CheckedRunner:
         block_size: int,
         vocab_size: int = 50,
         step_s: float = 0.01,
-        windows: Sequence[int | None] = (None,),
+        windows: Sequence[int | Literal["state"] | None] = (None,),
     ) -> None:
         self.block_size = block_size
         self.windows = windows
         self.vocab_size = vocab_size
         self.step_s = step_s
         self.slots: list[list[tuple[int, int] | None]] = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.states: list[tuple[int, ...]] = [()] * num_blocks
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.indexes: dict[int, int] = {}
         self.num_computed = 0
+        self.num_snapshots = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.departures:
@@ -50,9 +55,12 @@ class CheckedRunner:
             self.indexes[new.seq_id] = new.index
         for block in plan.wipes:
             self.slots[block] = [EMPTY] * self.block_size
+            self.states[block] = ()
         for source, target in plan.copies:
-            assert all(slot is EMPTY for slot in self.slots[target]), "a copy goes to a block that was not wiped"
+            is_wiped = all(slot is EMPTY for slot in self.slots[target]) and not self.states[target]
+            assert is_wiped, "a copy goes to a block that was not wiped"
             self.slots[target] = list(self.slots[source])
+            self.states[target] = self.states[source]
         samples = [sample for part in plan.sequences for sample in self._compute(part, plan)]
         self._check_private(plan)
         return StepResult(plan_id=plan.plan_id, samples=samples, elapsed_s=self.step_s)
@@ -61,12 +69,16 @@ class CheckedRunner:
         tokens, table = self.tokens[part.seq_id], self.tables[part.seq_id]
         table[part.table_start * len(self.windows) :] = part.new_block_ids
         for group, window in enumerate(self.windows):
+            if window == STATE:
+                continue
             for position in range(0 if window is None else max(0, part.start - window + 1), part.start):
                 held = self.slots[self._block(table, position, group)][position % self.block_size]
                 assert held == (position, tokens[position]), "a sequence reads KV that is not its own"
         end = part.start + part.num_tokens - part.num_drafts
         for position in range(part.start, end):
             self._write(part.seq_id, table, position, tokens[position])
+        if STATE in self.windows:
+            self._advance_state(part, tokens, table, end)
         self.num_computed += part.num_tokens
         if not part.num_samples:
             assert not part.num_drafts, "drafts behind a prompt that is not complete"
@@ -90,10 +102,28 @@ class CheckedRunner:
         for place in range(num_drafted):
             is_accepted = place < num_accepted
             self._write(part.seq_id, table, end + place, tokens[end + place] if is_accepted else REJECTED)
+        if STATE in self.windows:
+            self.states[self._running_state(part, table)] = tuple(tokens[: end + num_accepted])
         return Sample(part.seq_id, tokens[end:], None, num_drafted, tuple(range(num_accepted)))
 
+    def _advance_state(self, part, tokens: list[int], table: list[int], end: int) -> None:
+        block, group, size = self._running_state(part, table), self.windows.index(STATE), self.block_size
+        assert self.states[block] == tuple(tokens[: part.start]), "a sequence reads a state that is not its own"
+        for entry in range(part.start // size, (end - 1) // size):
+            snapshot = table[entry * len(self.windows) + group]
+            if snapshot >= 0:
+                assert not self.states[snapshot], "a snapshot goes to a block that was not wiped"
+                self.states[snapshot] = tuple(tokens[: (entry + 1) * size])
+                self.num_snapshots += 1
+        self.states[block] = tuple(tokens[:end])
+
+    def _running_state(self, part, table: list[int]) -> int:
+        return self._block(table, part.start + part.num_tokens - 1, self.windows.index(STATE))
+
     def _write(self, seq_id: int, table: list[int], position: int, token: int) -> None:
-        for group in range(len(self.windows)):
+        for group, window in enumerate(self.windows):
+            if window == STATE:
+                continue
             block, offset = self._block(table, position, group), position % self.block_size
             held = self.slots[block][offset]
             is_own = held is EMPTY or held == (position, token) or held == (seq_id, REJECTED)
@@ -116,9 +146,11 @@ class CheckedRunner:
         num_groups = len(self.windows)
         if self.windows[0] is not None:
             return  # tables name blocks behind the window that others have by now
+        # With states a table may take kept blocks in place of its own at commit; it is sent again with its next step.
+        named = {part.seq_id for part in plan.sequences} if STATE in self.windows else set(self.tables)
         for part in plan.sequences:
             block = self._block(self.tables[part.seq_id], part.start + part.num_tokens - 1, 0)
-            for other, held in self.tables.items():
+            for other, held in ((name, table) for name, table in self.tables.items() if name in named):
                 # behind what it has computed lie blocks of drafts that were not accepted, which were given back
                 table = held[::num_groups][: -(-(len(self.tokens[other]) - 1) // self.block_size)]
                 if other != part.seq_id and block in table and other not in {f.child_id for f in plan.forks}:

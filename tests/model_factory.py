@@ -36,12 +36,22 @@ ARCHITECTURES = {
     "olmo3": "Olmo3ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
 """By model type."""
+CENTRED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+"""Families whose norms are stored less one."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -60,6 +70,16 @@ SMALL: dict[str, Any] = {
 }
 """Fields of Llama, and of all that follow it."""
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+}  # fmt: skip
+"""Fields of the hybrids with gated delta nets."""
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_d_conv": 4, "mamba_expand": 2,
+}  # fmt: skip
+"""Fields of the hybrids with Mamba 2."""
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2,
@@ -94,10 +114,38 @@ OWN: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2, "head_dim": 24,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_hidden_layers": 3,
     },
+    "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 56},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 56},
+    "granitemoehybrid": {
+        **MAMBA, "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+        "shared_intermediate_size": 56, "num_local_experts": 6, "num_experts_per_tok": 3,
+    },
+    "falcon_h1": {
+        **MAMBA, "mamba_d_ssm": 96, "mamba_d_head": 12, "embedding_multiplier": 1.4, "lm_head_multiplier": 0.8,
+        "key_multiplier": 0.7, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 1.3, "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mlp_multipliers": [1.3, 0.8],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 24},
 }  # fmt: skip
 """What a family has beside `SMALL`."""
 INSTEAD: dict[str, dict[str, Any]] = {
     "cohere2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"tie_word_embeddings": True},
+    "qwen3_5_moe_text": {name: value for name, value in SMALL.items() if name != "intermediate_size"},
+    "lfm2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"norm_eps": 1e-5},
+    "mamba2": {
+        "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "expand": 2,
+        "state_size": 20, "n_groups": 2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+    },
+    "nemotron_h": {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 24, "max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"], "mamba_num_heads": 8,
+        "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.7, "rescale_prenorm_residual": False,
+    },
     "gpt2": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
     "opt": {
         "vocab_size": 320, "hidden_size": 64, "ffn_dim": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -130,11 +178,20 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
             AutoConfig.for_model(family, architectures=[ARCHITECTURES[family]], bos_token_id=0, eos_token_id=1, **fields)
         )
         randomise(model, fields["tie_word_embeddings"])
+        if family in CENTRED:
+            centre_norms(model)
     model.save_pretrained(directory, max_shard_size=shard_size)
     write_tokenizer(directory)
     generation = {"bos_token_id": 0, "eos_token_id": [1, 0], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
     (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
+
+
+def centre_norms(model: torch.nn.Module) -> None:
+    """Takes one from the norms that are stored less one, so that random attention is no sharper than that of others."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor.data.sub_(1)
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:

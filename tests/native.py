@@ -13,7 +13,7 @@ import pytest
 
 from cloister.backends import native
 from cloister.backends.base import FloatArray
-from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
 from cloister.cli.doctor import COMPILERS
 from tests.driving import Driver, GivenWeights, build, make_spec
@@ -73,19 +73,56 @@ def changed(spec: DecoderSpec, *, attention: Mapping[str, Any] = {}, layer: Mapp
     return replace(spec, layers=layers, **rest)
 
 
-def with_rope(spec: DecoderSpec, size: int) -> RopeSpec:
+def with_rope(spec: DecoderSpec, size: int, *, interleaved: bool = False) -> RopeSpec:
     """A rotation of the first `size` values of a head."""
     rope = spec.layers[0].attention.rope
     assert rope is not None
-    return RopeSpec(rope.inv_freq[: size // 2])
+    return RopeSpec(rope.inv_freq[: size // 2], interleaved=interleaved)
 
 
 MIXTURE = MoeSpec(num_experts=8, num_chosen=3, expert=MlpSpec(44))
 SMALL = make_spec(hidden=96, intermediate=116, heads=(4, 2), head_dim=24)
 LAYER_NORMS: Mapping[str, Any] = {"norm": "layer", "norm_bias": True}
 BIASES = {"qkv_bias": True, "output_bias": True}
+LATENT = LatentAttentionSpec(
+    6, 40, 48, 24, 16, 20, 40**-0.5, RopeSpec(tuple(float(10000.0 ** (-i / 8)) for i in range(8)), interleaved=True)
+)
 PARTS: Mapping[str, DecoderSpec] = {
+    "latent attention": replace(SMALL, layers=(LayerSpec(LATENT, MlpSpec(116)),) * 2),
+    "latent attention, one projection of queries, biases, sizes of no vector": replace(
+        SMALL,
+        layers=(
+            LayerSpec(
+                replace(LATENT, q_lora_rank=None, kv_lora_rank=10, qk_nope_head_dim=5, v_head_dim=7, num_heads=3, **BIASES),
+                MlpSpec(116),
+            ),
+        )
+        * 2,
+    ),
+    "latent attention, in parallel, half-split rotation of a part, other norms": replace(
+        SMALL,
+        layers=(
+            LayerSpec(
+                replace(LATENT, rope=RopeSpec((1.0, 0.3, 0.01)), latent_norm_eps=0.1, num_heads=20, v_head_dim=64),
+                MlpSpec(116),
+                parallel=True,
+            ),
+            LayerSpec(replace(LATENT, rope=None, scale=0.4), MIXTURE),
+        ),
+    ),
     "partial rotation": changed(SMALL, attention={"rope": with_rope(SMALL, 10)}),
+    "interleaved rotation, norms on q and k": changed(
+        SMALL, attention={"rope": with_rope(SMALL, 24, interleaved=True), "qk_norm": True}
+    ),
+    "partial interleaved rotation, biases, q and k normed as projections": changed(
+        SMALL,
+        attention={
+            "rope": with_rope(SMALL, 10, interleaved=True),
+            "qk_norm": True,
+            "qk_norm_over": "projection",
+            **BIASES,
+        },
+    ),
     "no rotation": changed(SMALL, attention={"rope": None}),
     "not gated, gelu": changed(SMALL, layer={"mlp": MlpSpec(116, "gelu", gated=False)}),
     "not gated, relu, biases": changed(SMALL, attention=BIASES, layer={"mlp": MlpSpec(116, "relu", bias=True, gated=False)}),
@@ -113,6 +150,32 @@ PARTS: Mapping[str, DecoderSpec] = {
         SMALL, layer={"mlp": replace(MIXTURE, shared=MlpSpec(70), shared_gate=True, renormalize=False)}
     ),
     "experts that are not gated": changed(SMALL, layer={"mlp": replace(MIXTURE, expert=MlpSpec(52, "relu", gated=False))}),
+    "sigmoid experts": changed(SMALL, layer={"mlp": replace(MIXTURE, scoring="sigmoid")}),
+    "sigmoid experts chosen with a bias, weights as they are, scaled": changed(
+        SMALL, layer={"mlp": replace(MIXTURE, scoring="sigmoid", correction_bias=True, renormalize=False, routed_scale=1.75)}
+    ),
+    "softmax experts chosen with a bias": changed(SMALL, layer={"mlp": replace(MIXTURE, correction_bias=True)}),
+    "softmax experts of the best groups, scaled": changed(
+        SMALL,
+        layer={"mlp": replace(MIXTURE, num_groups=4, num_chosen_groups=2, renormalize=False, routed_scale=16.0)},
+    ),
+    "21 sigmoid experts of the best groups of 7, chosen with a bias, and a shared one": changed(
+        SMALL,
+        layer={
+            "mlp": MoeSpec(
+                21,
+                4,
+                MlpSpec(44),
+                shared=MlpSpec(70),
+                scoring="sigmoid",
+                correction_bias=True,
+                num_groups=3,
+                num_chosen_groups=2,
+                num_group_scores=3,
+                routed_scale=2.5,
+            )
+        },
+    ),
     "33 experts, in parallel, post norms": changed(
         SMALL, layer={"mlp": replace(MIXTURE, num_experts=33, num_chosen=5), "parallel": True, "post_norm": True}
     ),

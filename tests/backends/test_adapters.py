@@ -101,6 +101,19 @@ def test_an_adapter_may_change_some_products_only(backend: str, names: tuple[str
     assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
 
 
+def test_an_adapter_of_heads_with_interleaved_rotation_changes_the_same_rows(backend: str) -> None:
+    attention = SPEC.layers[0].grouped_attention
+    assert attention.rope is not None
+    turned = replace(attention, rope=replace(attention.rope, interleaved=True))
+    spec = replace(SPEC, layers=tuple(replace(layer, attention=turned) for layer in SPEC.layers))
+    adapter = random_adapter(spec, 4)
+    driver = build(spec, RandomWeights(spec), backend=backend)
+    driver.program.load_adapter(0, adapter)  # type: ignore[attr-defined]
+    expected = build(spec, MergedWeights(RandomWeights(spec), adapter)).run("a", TOKENS)
+    found = drive(driver, {"a": TOKENS}, {"a": 0})["a"]
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_company_changes_no_bit_of_an_answer_with_an_adapter_or_without(backend: str, dtype: str) -> None:
     """Alone or among others, prefill or decode, in one chunk or several, on one thread or two."""

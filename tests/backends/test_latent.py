@@ -66,9 +66,11 @@ def test_nor_do_they_in_bfloat16() -> None:
     assert differing_arrangements(check, TOKENS[:270], vocab=320, **FEW) == []
 
 
-def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_node_of_a_tree_has_the_bits_of_its_path(backend: str, dtype: str) -> None:
     tokens, parents = (11, 12, 13, 14, 15, 16, 17), (-1, -1, 0, 0, 1, 2, 5)
-    driver = build(SPEC, RandomWeights(SPEC), num_blocks=800, block_size=5)
+    driver = build(SPEC, RandomWeights(SPEC), num_blocks=800, block_size=5, backend=backend, dtype=dtype)
     driver.run("base", TOKENS[:253])
     driver.share("base", "tree", 253)
     logits = driver.program.step(plan_trees(driver, {"tree": tokens}, {"tree": parents}), LOGITS).logits
@@ -77,13 +79,17 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path() -> None:
         assert logits[node].tobytes() == alone.tobytes()
 
 
+@pytest.mark.parametrize("name", ["torch", "native"])
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_a_block_is_counted_as_the_latents_and_rotated_keys_that_it_holds(dtype: str, width: int) -> None:
-    backend = BACKENDS.get("torch")(num_threads=1, device="cpu", dtype=dtype)
+def test_a_block_is_counted_as_the_latents_and_rotated_keys_that_it_holds(dtype: str, width: int, name: str) -> None:
+    backend = BACKENDS.get(name)(num_threads=1, device="cpu", dtype=dtype)
     weights = RandomWeights(SPEC)
     need = backend.need(SPEC, weights, block_size=16, max_batched_tokens=64)
     assert need.kv_block_bytes == 2 * 16 * (48 + 16) * width
     program: Any = backend.build(SPEC, weights, KVLayout(10, 16))
+    if name == "native":
+        assert sum(cache.nbytes for cache in program._caches) == 10 * need.kv_block_bytes
+        return
     assert sum(layer[:-1].nbytes for layer in program._cache.layers) == 10 * need.kv_block_bytes
     assert need.weights_bytes == width * sum(weights.read(name).size for name in weights.names() if name != "embed.weight")
 
@@ -95,38 +101,24 @@ class Unread(RandomWeights):
         raise AssertionError(f"{name} was read")
 
 
-PLAIN = make_spec(hidden=100, intermediate=80, heads=(4, 2), head_dim=16).layers[0]
-
-
-@pytest.mark.parametrize(
-    ("layer", "missing"),
-    [
-        (LayerSpec(ATTENTION, MlpSpec(80)), "latent attention"),
-        (replace(PLAIN, mlp=MIXTURE), "routing of experts"),
-        (replace(PLAIN, mlp=MoeSpec(8, 3, MlpSpec(50), routed_scale=2.0)), "routing of experts"),
-    ],
-    ids=["attention", "experts", "scaled experts"],
-)
-def test_the_native_back_end_refuses_it_before_it_reads_weights(layer: LayerSpec, missing: str) -> None:
-    spec = replace(SPEC, layers=(layer,))
-    backend = BACKENDS.get("native")(num_threads=1, device="cpu")
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_the_native_back_end_refuses_latents_in_few_bits_before_it_reads_weights(kv_dtype: str) -> None:
+    backend = BACKENDS.get("native")(num_threads=1, device="cpu", dtype="bfloat16", kv_dtype=kv_dtype)
     for call in (
-        lambda: backend.need(spec, Unread(spec), block_size=16, max_batched_tokens=64),
-        lambda: backend.build(spec, Unread(spec), KVLayout(10, 16)),
+        lambda: backend.need(SPEC, Unread(SPEC), block_size=16, max_batched_tokens=64),
+        lambda: backend.build(SPEC, Unread(SPEC), KVLayout(10, 16)),
     ):
-        with pytest.raises(ConfigError, match=f"{missing}.*--backend torch") as error:
+        with pytest.raises(ConfigError, match=f"float32 or bfloat16, not in {kv_dtype}.*--kv-dtype") as error:
             call()
-        assert error.value.param == "backend"
+        assert error.value.param == "kv_dtype"
 
 
-def test_neither_back_end_but_the_oracle_takes_interleaved_rotation_of_plain_heads() -> None:
+def test_interleaved_rotation_of_plain_heads_is_that_of_sorted_rows_and_cuda_refuses_it() -> None:
     plain = make_spec(hidden=64, intermediate=80, heads=(4, 2), head_dim=16)
     attention = plain.layers[0].grouped_attention
     assert attention.rope is not None
     turned = replace(attention, rope=replace(attention.rope, interleaved=True))
     spec = replace(plain, layers=(replace(plain.layers[0], attention=turned),) * 2)
-    with pytest.raises(ConfigError, match="interleaved rotation"):
-        BACKENDS.get("native")(num_threads=1, device="cpu").need(spec, Unread(spec), block_size=16, max_batched_tokens=64)
     with pytest.raises(ConfigError, match="interleaved rotation"):
         limits.check_computable(spec)
     weights, found = RandomWeights(spec), [build(each, RandomWeights(spec)).run("a", TOKENS[:60]) for each in (plain, spec)]
@@ -181,14 +173,15 @@ def test_scores_that_are_all_nought_give_no_expert_a_weight() -> None:
 NAMES = ("q", "q_a", "q_b", "kv_a", "o", "gate", "up", "down")
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("q_lora_rank", [24, None])
-def test_an_adapter_changes_what_transformers_changes_when_it_is_merged(q_lora_rank: int | None, tmp_path: Path) -> None:
+def test_an_adapter_changes_what_merged_weights_change(q_lora_rank: int | None, backend: str, tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", "deepseek_v3", q_lora_rank=q_lora_rank)
     model = load(path)
     adapter = read_adapter(write_adapter(tmp_path / "adapter", path, names=NAMES), model.spec, max_rank=16)
     changed = {name.rpartition(".")[2] for name in adapter.weights.updates}
     assert changed == set(NAMES) - ({"q"} if q_lora_rank else {"q_a", "q_b"})
-    driver = build(model.spec, model.weights)
+    driver = build(model.spec, model.weights, backend=backend)
     driver.program.load_adapter(0, adapter.weights)
     batch = replace(driver.plan({"a": TOKENS[:90]}), adapters=np.zeros(1, np.int32))
     found = driver.program.step(batch, LOGITS).logits
@@ -207,8 +200,9 @@ def test_an_adapter_of_kv_b_is_refused_by_name(tmp_path: Path) -> None:
         read_adapter(adapter, load(path).spec, max_rank=16)
 
 
+@pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_its_weights_in_few_bits_give_about_the_same_logits(name: str) -> None:
+def test_its_weights_in_few_bits_give_about_the_same_logits(name: str, backend: str) -> None:
     attention = replace(ATTENTION, num_heads=4, q_lora_rank=64, kv_lora_rank=64, v_head_dim=32)
     spec = replace(
         SPEC, hidden_size=128, layers=(LayerSpec(attention, MlpSpec(128)), LayerSpec(attention, replace(
@@ -219,5 +213,5 @@ def test_its_weights_in_few_bits_give_about_the_same_logits(name: str) -> None:
     kinds = {each.split(".")[-2] for each in few.names() if few.form(each) is not None}
     assert kinds >= {"q_a", "q_b", "kv_a", "o", "gate", "up", "down"}
     assert not kinds & {"kv_b", "router"}
-    exact, rounded = (build(spec, each).run("a", TOKENS[:60]) for each in (weights, few))
+    exact, rounded = (build(spec, each, backend=backend).run("a", TOKENS[:60]) for each in (weights, few))
     assert 1e-4 < np.abs(exact - rounded).mean() < (0.1 if name == "int8" else 0.6)

@@ -99,7 +99,7 @@ def test_numbers_between_codes_are_rounded(kv_dtype: str, low: float, high: floa
 
 
 def test_fewer_bits_take_fewer_bytes() -> None:
-    sizes = [_native.kv_block_bytes(KV_KINDS[name], 8, 128, 16) for name in ("float32", "bfloat16", "int8", "int4")]
+    sizes = [_native.kv_block_bytes(KV_KINDS[name], 8, 128, 0, 16) for name in ("float32", "bfloat16", "int8", "int4")]
     elements = 2 * 8 * 128 * 16
     assert sizes[:2] == [4 * elements, 2 * elements]
     assert elements < sizes[2] < 1.1 * elements

@@ -7,10 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.driving import build_from
 from tests.model_factory import make_model
-from tests.models.test_families import VARIANTS
+from tests.models import test_cohere2, test_deepseek, test_families, test_glm, test_minimax
+from tests.models.test_config_fields import BASES, HONOURED, TOKENS, change
 from tests.native import KERNELS
 from tests.reference import compare
+
+OF_ONE_FAMILY = {"cohere2": test_cohere2, "glm4_moe": test_glm, "minimax_m2": test_minimax}
+VARIANTS = {
+    **test_families.VARIANTS,
+    **test_deepseek.VARIANTS,
+    **{
+        f"{family}, {name}": (family, config)
+        for family, tests in OF_ONE_FAMILY.items()
+        for name, config in tests.VARIANTS.items()
+    },
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -22,3 +35,16 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
         agreement = compare(path, prompt, 60, backend="native", kernels=kernels)
         assert agreement.difference <= 1e-4
         assert agreement.num_equal == agreement.num_tokens
+
+
+FAMILIES = (*OF_ONE_FAMILY, "deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize(("family", "field"), [(family, field) for family in FAMILIES for field in HONOURED[family]])
+def test_a_field_of_the_config_changes_what_it_changes_in_the_oracle(family: str, field: str, tmp_path: Path) -> None:
+    path = make_model(tmp_path, family, **BASES[family])
+    before = build_from(path, backend="native").run("a", TOKENS)
+    change(path, field, HONOURED[family][field])
+    found, expected = (build_from(path, backend=name).run("a", TOKENS) for name in ("native", "torch"))
+    assert np.abs(found - before).max() > 1e-2
+    assert np.abs(found - expected).max() < 3e-5 * np.abs(expected).max()

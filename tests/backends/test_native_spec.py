@@ -39,7 +39,9 @@ def test_float32_differs_from_the_oracle_by_the_order_of_sums_only(name: str, ke
 def all_chosen(spec: DecoderSpec) -> DecoderSpec:
     """The same with every expert chosen: what is rounded then does not change who computes."""
     layers = (
-        replace(each, mlp=replace(each.mlp, num_chosen=each.mlp.num_experts)) if isinstance(each.mlp, MoeSpec) else each
+        replace(each, mlp=replace(each.mlp, num_chosen=each.mlp.num_experts, num_chosen_groups=each.mlp.num_groups))
+        if isinstance(each.mlp, MoeSpec)
+        else each
         for each in spec.layers
     )
     return replace(spec, layers=tuple(layers))

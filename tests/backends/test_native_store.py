@@ -20,7 +20,7 @@ from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.store import PackedStore
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights
-from tests.native import SPECS, GivenWeights
+from tests.native import SPECS, GivenWeights, changed, with_rope
 
 SPEC = SPECS["windowed"]
 IDENTITY = "these very weights"
@@ -60,6 +60,21 @@ def test_what_another_reader_packed_is_not_used(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(store, "READER", store.READER + 1)
     with pytest.raises(KeyError):
         start(tmp_path, GivenWeights({}))
+
+
+def test_the_same_weights_under_another_rotation_are_packed_anew(tmp_path: Path) -> None:
+    weights, backend = (
+        RandomWeights(SPEC),
+        NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=PackedStore(tmp_path)),
+    )
+    found = []
+    for kept in (backend, NativeBackend(num_threads=1, device="cpu", dtype="bfloat16")):
+        for interleaved in (False, True):
+            spec = changed(SPEC, attention={"rope": with_rope(SPEC, 24, interleaved=interleaved)})
+            program = kept.build(spec, weights, KVLayout(8, 16), identity=IDENTITY)
+            found.append(Driver(program, 8, 16).run("a", list(range(40))).tobytes())
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
 
 
 def keep(directory: Path, identity: str, most_files: float) -> bool:

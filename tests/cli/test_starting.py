@@ -26,6 +26,12 @@ def test_the_start_says_what_was_found_to_draft() -> None:
     assert read_drafts((), speculate="none") == "none"
 
 
+def test_the_start_names_the_back_end_that_computes() -> None:
+    model = ModelInfo(name="m", path="", max_model_len=64, vocab_size=8, eos_token_ids=(), backend="torch")
+    settings = resolve_settings({"device": "cpu"})
+    assert " on torch, cpu" in next(iter(describe_start(settings, model, [], [], None)))
+
+
 def test_the_start_says_how_much_is_drafted_where_that_is_fixed() -> None:
     assert read_drafts(("medusa",), draft_tokens=8) == "medusa (auto, 8 tokens a step)"
     assert read_drafts(("ngram",), speculate="ngram", draft_tokens=1) == "ngram (1 token a step)"

@@ -33,8 +33,8 @@ def run(capsys, *arguments):
         ("run --json=3 x", "option '--json' does not take a value", "cloister run"),
         ("doctor here", "doctor takes no arguments, only options, which begin with --", "cloister doctor"),
         ("keys add a b", "keys add takes NAME and no more; put text of several words into quotes", "cloister keys add"),
-        ("keys add", "NAME is missing: What to call the key.", "cloister keys add"),
-        ("relay", "--gateway is missing: Where the gateway is, such as https://gateway.example.", "cloister relay"),
+        ("keys add", "NAME is missing: Name of the key.", "cloister keys add"),
+        ("relay", "--gateway is missing: URL of the gateway, such as https://gateway.example.", "cloister relay"),
         ("serve a --model b", "MODEL and --model name different models; give one of them", "cloister serve"),
         ("bench kernels a --model b", "MODEL and --model name different models; give one of them", "cloister bench kernels"),
         (
@@ -50,7 +50,7 @@ def run(capsys, *arguments):
         ),
         (
             "run",
-            "PROMPT is missing: The model, unless it is the default one, and what to say to it; `-` reads standard input.",
+            "PROMPT is missing: The model, unless it is the default one, and the prompt; `-` reads standard input.",
             "cloister run",
         ),
         ("keys add --name a", "there is no option --name; give NAME without --name", "cloister keys add"),

@@ -276,3 +276,8 @@ print("done")
 def test_a_program_that_closes_nothing_ends_without_a_crash():
     ended = subprocess.run([sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_parts_that_are_no_text_are_refused(llm):
+    with pytest.raises(CloisterError, match="text only"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import msgspec
 import pytest
 
 from cloister.engine import EngineClient
@@ -26,6 +27,7 @@ from cloister.types.events import (
     Submit,
     end_output,
 )
+from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, ImageTile
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import make_request
@@ -44,8 +46,8 @@ class Front:
         self.client = opened_client(transport, self.clock, max_waiting=max_waiting, max_num_seqs=max_num_seqs)
         self.client.subscribe(self.events.append)
 
-    def submit(self, n: int = 1) -> Request:
-        request = make_request(n=n)
+    def submit(self, n: int = 1, images: tuple[ImageTile, ...] = ()) -> Request:
+        request = msgspec.structs.replace(make_request(n=n), images=images)
         self.client.submit(request, self.outputs.append)
         return request
 
@@ -174,6 +176,21 @@ def test_without_a_queue_an_idle_engine_still_takes_what_it_can_run() -> None:
         front.submit()
     with pytest.raises(QueueFullError):
         front.submit()
+
+
+def test_the_pixels_of_all_requests_together_are_bounded() -> None:
+    front = Front()
+    half = bytes(MAX_REQUEST_PIXELS_BYTES // 2)
+    tiles = tuple(ImageTile(offset=i, num_tokens=1, digest=b"", pixels=half) for i in range(3))
+    with pytest.raises(InvalidRequestError, match="128 MiB"):
+        front.submit(images=tiles)
+    requests = [front.submit(images=tiles[:2]) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="images"):
+        front.submit(images=tiles[:1])
+    front.submit()
+    front.start(requests[0])
+    front.end(requests[0])
+    front.submit(images=tiles[:2])
 
 
 def test_an_id_in_use_is_refused_and_harms_nobody() -> None:

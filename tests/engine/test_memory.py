@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cloister.backends.base import MemoryNeed
+from cloister.backends.spec import LayerGroup
 from cloister.engine.memory import MIB, MemoryBudget, budget_memory
 from cloister.types.errors import MemoryBudgetError
 from cloister.types.step import MAX_SCORED_ROWS
@@ -104,10 +105,10 @@ def figure(pattern: str, refusal: pytest.ExceptionInfo[MemoryBudgetError]) -> in
 
 
 LAYERED = replace(NEED, kv_layer_bytes=(MIB // 32,) * 8)
-SIX_OF_EIGHT = [(None, frozenset({0, 4})), (512, frozenset({1, 2, 3, 5, 6, 7}))]
+SIX_OF_EIGHT = [LayerGroup(frozenset({0, 4})), LayerGroup(frozenset({1, 2, 3, 5, 6, 7}), 512)]
 
 
-def windowed(available_mib: float, windows, *, max_num_seqs: int = 4, kv_memory_mb: float | None = None) -> MemoryBudget:
+def windowed(available_mib: float, groups, *, max_num_seqs: int = 4, kv_memory_mb: float | None = None) -> MemoryBudget:
     return budget_memory(
         LAYERED,
         available_bytes=int(available_mib * MIB),
@@ -115,7 +116,7 @@ def windowed(available_mib: float, windows, *, max_num_seqs: int = 4, kv_memory_
         max_model_len=32768,
         max_num_seqs=max_num_seqs,
         kv_memory_mb=kv_memory_mb,
-        windows=windows,
+        groups=groups,
         max_batched_tokens=1024,
     )
 
@@ -136,7 +137,7 @@ def test_memory_that_windows_save_holds_more_positions() -> None:
 
 
 def test_a_cache_of_windows_alone_takes_the_memory_that_it_was_given() -> None:
-    found = windowed(4096, [(512, frozenset(range(8)))], kv_memory_mb=400)
+    found = windowed(4096, [LayerGroup(frozenset(range(8)), 512)], kv_memory_mb=400)
     assert 398 * MIB < dict(found.items)["KV cache"] <= 400 * MIB
     assert found.groups[0].num_blocks == 400 * 4
 
@@ -147,3 +148,56 @@ def test_where_windows_leave_too_little_the_figure_that_would_do_is_said() -> No
     needed = int(re.search(r"--kv-memory-mb (\d+)", str(refused.value)).group(1))
     assert needed < 32768 // 16 // 4, "less than what a cache of all positions in all layers takes"
     assert windowed(4096, SIX_OF_EIGHT, kv_memory_mb=needed).groups[0].num_blocks >= 32768 // 16
+
+
+HYBRID = replace(NEED, kv_layer_bytes=(MIB // 8, 0, 0, 0), kv_block_bytes=MIB // 8, state_bytes=8 * MIB)
+ONE_OF_FOUR = [LayerGroup(frozenset({0})), LayerGroup(frozenset({1, 2, 3}), is_state=True)]
+PURE = replace(NEED, kv_layer_bytes=(0,) * 4, kv_block_bytes=0, state_bytes=8 * MIB)
+ALL_STATES = [LayerGroup(frozenset(range(4)), is_state=True)]
+
+
+def with_states(
+    available_mib: float, need=HYBRID, groups=ONE_OF_FOUR, *, max_num_seqs: int = 16, kv_memory_mb: float | None = None
+) -> MemoryBudget:
+    return budget_memory(
+        need,
+        available_bytes=int(available_mib * MIB),
+        block_size=16,
+        max_model_len=8192,
+        max_num_seqs=max_num_seqs,
+        kv_memory_mb=kv_memory_mb,
+        groups=groups,
+    )
+
+
+def test_states_are_an_item_of_their_own_and_every_sequence_has_four() -> None:
+    found = with_states(10**6)
+    full, states = found.groups
+    assert (full.num_blocks, states.num_blocks, states.is_state) == (16 * 512, 4 * 16, True)
+    assert dict(found.items)["states"] == 64 * 8 * MIB
+    assert dict(found.items)["KV cache"] == 16 * 512 * MIB // 8
+
+
+def test_little_memory_has_states_for_fewer_sequences() -> None:
+    found = with_states(1000)
+    full, states = found.groups
+    assert full.num_blocks < 16 * 512
+    assert 4 <= states.num_blocks < 64
+    assert dict(found.items)["KV cache"] + dict(found.items)["states"] <= (1000 - 20 - 50 - 384) * MIB
+
+
+def test_the_figure_that_holds_one_sequence_and_its_states_is_said() -> None:
+    with pytest.raises(MemoryBudgetError) as refused:
+        with_states(4096, kv_memory_mb=40)
+    needed = figure(r"--kv-memory-mb (\d+) or more", refused)
+    assert needed == 512 // 8 + 4 * 8
+    assert [group.num_blocks for group in with_states(4096, kv_memory_mb=needed).groups] == [512, 4]
+
+
+def test_a_model_of_states_alone_takes_no_memory_for_positions() -> None:
+    found = with_states(4096, PURE, ALL_STATES)
+    assert [group.num_blocks for group in found.groups] == [64]
+    assert dict(found.items)["KV cache"] == 0
+    assert with_states(4096, PURE, ALL_STATES, kv_memory_mb=40).groups[0].num_blocks == 4
+    with pytest.raises(MemoryBudgetError, match="--kv-memory-mb 32 or more"):
+        with_states(4096, PURE, ALL_STATES, kv_memory_mb=20)

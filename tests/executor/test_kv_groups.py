@@ -79,8 +79,12 @@ class Served:
 
     def _groups(self, spec, num_blocks):
         return tuple(
-            KVGroup(num_blocks if window is None else min(num_blocks, 3 * self._held(window)), layers, window)
-            for window, layers in group_layers(spec, MAX_MODEL_LEN)
+            KVGroup(
+                num_blocks if group.window is None else min(num_blocks, 3 * self._held(group.window)),
+                group.layers,
+                group.window,
+            )
+            for group in group_layers(spec, MAX_MODEL_LEN)
         )
 
     def serve(self, requests):

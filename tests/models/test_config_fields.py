@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ BASES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rope_parameters": PARTLY},
     "cohere2": SLIDING,
     "gpt_oss": {"rope_parameters": {**OF_GLOBAL, "truncate": False}},
+    "mamba2": {},
+    "qwen3_next": {"rope_parameters": PARTLY, "mlp_only_layers": [1]},
+    "qwen3_5_text": {"rope_parameters": PARTLY},
+    "qwen3_5_moe_text": {"rope_parameters": PARTLY},
+    "lfm2": {},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "falcon_h1": {"mamba_rms_norm": True},
+    "nemotron_h": {},
     "ministral": SLIDING,
     "ministral3": {"sliding_window": 40, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
     "llama4_text": {"rope_parameters": LLAMA3},
@@ -185,6 +194,33 @@ HONOURED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False, "rope_parameters.partial_rotary_factor": 1.0,
     },
 }  # fmt: skip
+LIMITS = {"time_step_limit": [0.4, 0.9]}
+HONOURED |= {
+    "mamba2": {"layer_norm_epsilon": 0.5, **ACTIVATION, **LIMITS},
+    "qwen3_next": {
+        **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "norm_topk_prob": False,
+        "rope_parameters.partial_rotary_factor": 1.0,
+    },
+    "qwen3_5_text": {**EPS, **ACTIVATION, **THETA, "rope_parameters.partial_rotary_factor": 1.0},
+    "qwen3_5_moe_text": {
+        **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
+    },
+    "lfm2": {"norm_eps": 0.5, **THETA},
+    "granitemoehybrid": {
+        **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_multiplier": 0.9, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+        "residual_multiplier": 1.0, "num_experts_per_tok": 2, "position_embedding_type": None,
+    },
+    "falcon_h1": {
+        **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_in_multiplier": 0.5, "attention_out_multiplier": 0.3,
+        "embedding_multiplier": 0.2, "key_multiplier": 2.0, "lm_head_multiplier": 1.5, "mamba_norm_before_gate": False,
+        "mlp_multipliers": [0.5, 1.4], "ssm_in_multiplier": 0.4, "ssm_multipliers": [0.2, 0.7, 1.8, 1.6, 1.1],
+        "ssm_out_multiplier": 0.6,
+    },
+    "nemotron_h": {
+        "layer_norm_epsilon": 0.5, "mlp_hidden_act": "gelu", "time_step_min": 1.2, "topk_group": 3, "n_group": 2,
+        "num_experts_per_tok": 2, "routed_scaling_factor": 0.5, "norm_topk_prob": False,
+    },
+}  # fmt: skip
 # fields that no tensor of the checkpoint would fit any more, or that are not computed
 REFUSED: dict[str, Any] = {
     "architectures": ["MambaForCausalLM"],
@@ -222,7 +258,43 @@ _LATENT = {
     "moe_intermediate_size": 20, "n_shared_experts": 1, "first_k_dense_replace": 2, "moe_layer_freq": 2,
     "topk_method": "best",
 }  # fmt: skip
+_NO_ATTENTION = {**_NO_ROPE, "num_attention_heads": None, "num_key_value_heads": None, "attention_bias": None,
+                 "use_sliding_window": None, "intermediate_size": None, "mlp_bias": None}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40}
+_DELTA_NET = {
+    "use_sliding_window": None, "partial_rotary_factor": None, "rope_parameters.partial_rotary_factor": None,
+    "linear_num_key_heads": 3, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 4, "mamba_d_state": 16, "mamba_d_conv": 3,
+    "mamba_conv_bias": False, "mamba_proj_bias": True,
+}  # fmt: skip
 REFUSED_OF: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        **_NO_ATTENTION, "head_dim": 8, "num_heads": 4, "n_groups": 4, "state_size": 16, "conv_kernel": 3, "expand": 1,
+        "use_bias": True, "use_conv_bias": False,
+    },
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, "intermediate_size": None, "norm_topk_prob": False},
+    "nemotron_h": {
+        **_NO_ROPE, "use_sliding_window": None, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 4, "ssm_state_size": 16,
+        "conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "mamba_proj_bias": True, "mamba_hidden_act": "gelu",
+        "n_routed_experts": 4, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 20, "n_shared_experts": 2,
+        "moe_latent_size": 16, "sliding_window": 40, "layers_block_type": ["mlp"] * 5,
+    },
+    "lfm2": {
+        "use_sliding_window": None, "hidden_act": "gelu", "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 7,
+        "block_ffn_dim_multiplier": 2.0, "block_auto_adjust_ff_dim": False, "layer_types": ["conv"] * 3,
+    },
+    "granitemoehybrid": {
+        **_MAMBA, "use_sliding_window": None, "mamba_expand": 1, "shared_intermediate_size": 40, "num_local_experts": 4,
+        "layer_types": ["linear_attention"] * 3, "normalization_function": "layernorm",
+    },
+    "falcon_h1": {
+        **_MAMBA, "use_sliding_window": None, "mamba_d_ssm": 64, "mamba_rms_norm": False, "projectors_bias": True,
+    },
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
     "qwen2": {"use_sliding_window": False},
     "mixtral": {"num_local_experts": 4},
@@ -286,6 +358,7 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
 """What differs from `REFUSED`; None where the field has no place in the config."""
 ALONE = {
     "max_position_embeddings", "max_window_layers", "original_max_position_embeddings", "no_rope_layer_interval",
+    "chunk_size", "mamba_chunk_size", "mamba_expand", "full_attn_idxs",
 }  # fmt: skip
 """Fields with tests of their own below."""
 
@@ -299,9 +372,13 @@ def refused(family: str) -> dict[str, Any]:
 OTHER = {
     "summary_type": "mean", "summary_use_proj": False, "summary_proj_to_labels": False, "summary_activation": "tanh",
     "output_router_logits": True, "reorder_and_upcast_attn": True, "_sliding_window_pattern": 2, "max_window_layers": 1,
-    "attn_logit_softcapping": 9.0,
+    "attn_logit_softcapping": 9.0, "residual_in_fp32": False, "rescale_prenorm_residual": False, "time_step_rank": 3,
+    "num_logits_to_keep": 3, "expand": 3, "time_step_limit": [0.5, 0.7], "mamba_ssm_cache_dtype": "bfloat16",
+    "moe_shared_expert_overlap": False, "mtp_layers_block_type": ["mlp"], "num_nextn_predict_layers": 0,
+    "use_mamba_kernels": False,
 }  # fmt: skip
-"""Values for fields that hold no number between 0 and 1."""
+"""Values for fields that hold no number between 0 and 1; `rescale_prenorm_residual` stays, as transformers scales
+the weights that it loads where it is true."""
 
 
 def change(path: Path, field: str, value: Any) -> None:
@@ -431,6 +508,35 @@ def test_a_field_of_null_counts_as_absent(copy: Callable[[str], Path]) -> None:
     change(path, "frobnication_depth", None)
     change(path, "num_key_value_heads", 2)
     assert load(path).spec == before
+
+
+YARN_PARAMETERS = [name for name, value in YARN.items() if isinstance(value, float)]
+NO_NUMBERS = [(field, value) for value in (math.nan, math.inf, 1e308) for field in (
+    "rms_norm_eps", "routed_scaling_factor", *(f"rope_parameters.{name}" for name in YARN_PARAMETERS),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [*NO_NUMBERS, ("rms_norm_eps", -1.0), ("rope_parameters.original_max_position_embeddings", -1)],
+)
+def test_a_number_that_nothing_can_be_computed_with_is_refused_by_its_name(
+    field: str, value: float, copy: Callable[[str], Path]
+) -> None:
+    path = copy("deepseek_v3")
+    change(path, field, value)
+    with pytest.raises(ModelError, match=field.split(".")[-1].removeprefix("rms_norm_")):
+        load(path)
+
+
+@pytest.mark.parametrize("field", ["norm_topk_prob", "rope_interleave"])
+def test_null_is_refused_where_transformers_takes_it_for_false_and_the_default_is_true(
+    field: str, copy: Callable[[str], Path]
+) -> None:
+    path = copy("deepseek_v3")
+    change(path, field, None)
+    with pytest.raises(ModelError, match=field):
+        load(path)
 
 
 def test_yarn_stretches_the_context_that_the_config_still_calls_short(tmp_path: Path) -> None:

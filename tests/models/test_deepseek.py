@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from cloister import LLM, SamplingParams
 from cloister.backends.spec import LatentAttentionSpec, MoeSpec, kv_size
 from cloister.models import load
 from cloister.models.decoder import find_family, read_spec
@@ -186,3 +187,15 @@ def test_a_checkpoint_in_blocks_of_fp8_computes_what_its_numbers_say(tmp_path: P
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [block, block],
     })  # fmt: skip
     assert build_from(path).run("a", TOKENS).tobytes() == expected.tobytes()
+
+
+def test_quant_alone_serves_it_on_the_torch_back_end(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "deepseek_v3")
+    settings: dict[str, Any] = {"backend": "torch", "weights_cache": "", "max_model_len": 64}
+    answers = []
+    for quant in ({}, {"quant": "int8"}, {"quant": "int8", "kv_dtype": "float32"}):
+        with LLM(str(path), **settings, **quant) as llm:
+            params = SamplingParams(max_tokens=8, temperature=0, logprobs=1, ignore_eos=True)
+            logprobs = llm.generate([TOKENS[:20]], params)[0].outputs[0].logprobs
+            answers.append([entry.logprob for entry in logprobs or ()])
+    assert answers[1] == answers[2] != answers[0]

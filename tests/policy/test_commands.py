@@ -94,7 +94,7 @@ def test_a_comparison_has_only_what_differs_in_an_operators_words(capsys: pytest
         assert (told in text) == differs, feature.title
         num_alike += not differs
     assert num_alike
-    assert f"{num_alike} other features are treated alike" in text
+    assert f"{num_alike} other features are treated the same" in text
 
 
 def test_a_program_reads_the_same_comparison() -> None:

@@ -30,6 +30,7 @@ THREATS = {
     "key held by the whole system": "ET",
     "closed source": "V",
     "receipts of answers": "T",
+    "images as input": "S",
     "stored requests and answers": "SE",
     "conversations that the web page keeps": "S",
 }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.backends.tensors import rotate_blocks
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights, choose_kv_dtype, quantize_on_read
 from cloister.quant.base import FloatArray
@@ -193,3 +193,10 @@ def test_a_dimension_that_stands_out_costs_the_others_nothing_much(kv_dtype: Any
 def test_short_heads_keep_keys_and_values_in_8_bits_where_a_format_wants_4(name: str, head_dim: int, kv_dtype: str) -> None:
     spec = make_spec(hidden=64, intermediate=96, heads=(4, 2), head_dim=head_dim)
     assert choose_kv_dtype(FORMATS.get(name)(FormatOptions()), spec) == kv_dtype
+
+
+def test_latents_are_kept_in_numbers_beside_any_format() -> None:
+    plain = make_spec(hidden=64, intermediate=96, heads=(4, 2), head_dim=64)
+    attention = LatentAttentionSpec(4, None, 48, 16, 16, 16, 0.2, plain.layers[0].attention.rope)
+    spec = replace(plain, layers=(replace(plain.layers[0], attention=attention),))
+    assert choose_kv_dtype(FORMATS.get("qoq")(FormatOptions()), spec) == "bfloat16"

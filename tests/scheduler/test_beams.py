@@ -2,7 +2,7 @@
 
 import pytest
 
-from cloister.kv import BlockPool, PrefixKeys
+from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.beam_search import Beams
 from cloister.types.events import Ended, Preempted
@@ -176,3 +176,29 @@ def test_a_search_whose_steps_would_hold_up_everybody_is_refused():
     bench.add("a", [1, 2, 3], 16)
     bench.run()
     assert "16 beams with 300 tokens that end an answer" in bench.ended("a")[0].error
+
+
+def unlike(tokens, num):
+    """Another one: beams that went apart never meet again, so that they share no more than the prompt."""
+    base = (sum(tokens) * 7 + len(tokens) * 3) % VOCAB
+    return tuple(((base + 5 * i) % VOCAB, -(0.1 * i + len(tokens)) if i else 0.0) for i in range(num))
+
+
+@pytest.mark.parametrize("groups", [[(56,), (80, 9, 9)], [(80,), (80, 2, 7), (36, 17, 11)], [(24, 9, 9)]], ids=str)
+def test_searches_over_layers_with_windows_find_the_same_and_none_waits_for_ever(groups, monkeypatch):
+    monkeypatch.setitem(globals(), "likely", unlike)
+    bench = Bench(num_blocks=[BlockGroup(*group) for group in groups], max_tokens=20, max_num_seqs=12)
+    prompts = {f"r{i}": [i, 3] for i in range(4)}
+    for name, prompt in prompts.items():
+        bench.add(name, prompt, 3, n=3, max_tokens=39)
+    bench.run()
+    assert {name: bench.found(name) for name in prompts} == {name: search(prompt, 3, 39) for name, prompt in prompts.items()}
+    assert not [e for e in bench.events if isinstance(e, Preempted)]
+
+
+def test_more_beams_than_a_window_has_blocks_for_are_refused_at_once():
+    bench = Bench(num_blocks=[BlockGroup(5, 7, 3)], max_tokens=4, max_num_seqs=6)
+    bench.add("many", list(range(16)), 3, max_tokens=60)
+    bench.add("one", list(range(16)), 1, max_tokens=60)
+    bench.run()
+    assert [bench.ended(name)[0].reason for name in ("many", "one")] == [FinishReason.REJECTED, FinishReason.LENGTH]

@@ -12,7 +12,7 @@ from cloister.types.events import Arrived, Ended
 from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
-from tests.checked_runner import CheckedRunner
+from tests.checked_runner import STATE, CheckedRunner
 from tests.tree_history import Erratic
 
 SCOPES = [Scope(kind, b"salt") for kind in (ScopeKind.TENANT, ScopeKind.LOCAL, ScopeKind.REQUEST)]
@@ -22,6 +22,8 @@ PUBLIC = [0] * 6
 
 
 def _group(num_blocks, window, block_size, max_tokens):
+    if window == STATE:
+        return BlockGroup.of_state(max(2, num_blocks // 3))
     if window is None:
         return BlockGroup(num_blocks)
     max_held = -(-(window + max_tokens + 8) // block_size) + 2
@@ -43,7 +45,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         public=st.sampled_from([(), (PUBLIC,)]),
         cache_scopes=st.integers(0, 3),
         most_drafts=st.sampled_from([0, 1, 7]),
-        windows=st.sampled_from([(None,), (None, 5), (None, 1, 16), (7,)]),
+        windows=st.sampled_from(
+            [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
+        ),
     )
     def start(
         self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes, most_drafts, windows

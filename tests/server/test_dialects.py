@@ -88,12 +88,12 @@ def test_a_stream_has_every_letter_of_the_text(model_path, path, fields):
     [
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0]",
         ),
         ("/v1/chat/completions", {"tools": [{"type": "custom"}]}, "tools[0].type"),
         ("/v1/chat/completions", {"tools": [], "tool_choice": {"type": "custom"}}, "tool_choice"),
-        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "1"}]}, "input[0]"),
         ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ],

@@ -287,7 +287,7 @@ def test_the_tag_that_clients_add_names_the_same_model(sdk):
 def test_a_pull_of_what_is_there_succeeds_and_any_other_is_refused(sdk):
     assert sdk.pull(MODEL).status == "success"
     assert [line.status for line in sdk.pull(MODEL, stream=True)] == ["success"]
-    with pytest.raises(ollama.ResponseError, match="downloads nothing on a client's word") as caught:
+    with pytest.raises(ollama.ResponseError, match="downloads nothing at a client's request") as caught:
         sdk.pull("llama3.2")
     assert caught.value.status_code == 403
 

@@ -302,6 +302,30 @@ def test_the_settings_name_every_parser():
     assert choices["reasoning_parser"] == {*REASONINGS.names(), "none"}
 
 
+HARMONY = ServerConfig(port=0, drain_timeout_s=1.0, reasoning_parser="harmony", tool_parser="harmony")
+CHANNELS = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}<|call|>'
+)
+
+
+def test_channels_of_harmony_are_reasoning_text_and_calls(model_path):
+    asked = Asked(model_path, CHANNELS, config=HARMONY, tools=[WEATHER])
+    assert asked.calls == asked.streamed_calls == [("weather", '{"city": "Köln"}')]
+    assert asked.choice.message.content == asked.streamed_text == "I look."
+    assert asked.choice.message.reasoning_content == "hm"
+    assert asked.choice.finish_reason == "tool_calls"
+    assert not asked.prompt.endswith("<|message|>")
+
+
+def test_an_answer_with_a_form_is_written_into_the_final_channel(model_path):
+    asked = Asked(model_path, '{"n": 7}', config=HARMONY, response_format={"type": "json_object"})
+    assert asked.prompt.endswith("assistant:<|channel|>final<|message|>")
+    assert asked.choice.message.content == '{"n": 7}'
+    forced = Asked(model_path, CHANNELS[-99:], config=HARMONY, tools=[WEATHER], tool_choice="required")
+    assert not forced.prompt.endswith("<|message|>")
+
+
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": {"n": {"const": 7}}}}}
 
 

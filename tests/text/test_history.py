@@ -154,3 +154,31 @@ def test_many_results_are_joined_in_little_time():
     (fitted,) = Habits.of("{{ messages }}").fit(results, None, EXAMPLE)
     assert time.process_time() - began_s < 2
     assert fitted["content"].count("rain" * 60) == 16_000
+
+
+PARTS = (
+    "{% for message in messages %}{{ message['role'] }}:{% for line in message['content'] %}"
+    "{% if line['type'] == 'text' %}{{ line['text'] }}{% else %}[{{ line['type'] }}]{% endif %}{% endfor %};{% endfor %}"
+)
+SEEING = [{"type": "image"}, {"type": "text", "text": "what?"}]
+
+
+def test_text_is_a_part_for_a_template_that_reads_parts_only():
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SEEING}]
+    assert render(PARTS, chat) == "system:Be brief.;user:[image]what?;"
+    both = PARTS.replace(
+        "{% for line", "{% if message['content'] is string %}{{ message['content'] | upper }}{% else %}{% for line", 1
+    )
+    both = both.replace("{% endfor %};", "{% endfor %}{% endif %};", 1)
+    assert render(both, chat) == "system:BE BRIEF.;user:[image]what?;"
+
+
+def test_images_stay_where_tools_and_results_are_written_around_them():
+    chat = [*CHAT, {"role": "user", "content": SEEING}]
+    text = render(PARTS, chat, [TOOL])
+    assert text.startswith("system:# Tools")
+    assert text.endswith("user:<tool_response>rain</tool_response>\n[image]what?;")
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + PARTS
+    told = render(refuses, [{"role": "user", "content": SEEING}], [TOOL])
+    assert told.startswith("user:# Tools")
+    assert told.endswith("\n\n[image]what?;")

@@ -31,7 +31,7 @@ from cloister.policy import Gate
 from cloister.types.clock import WallClock
 from cloister.types.errors import EngineError, InvalidRequestError
 from cloister.types.events import Event
-from cloister.types.request import Embedding, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
+from cloister.types.request import Embedding, EncoderInfo, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
 
 if TYPE_CHECKING:
     from cloister.text import ChatTemplate, Tokenizer
@@ -147,6 +147,8 @@ class AsyncLLM:
     ) -> npt.NDArray[np.float32]:
         """Makes a vector of each text and returns them, [num_texts, dimensions] float32, as `LLM.embed`."""
         own = self._loaded.pooling
+        if self._loaded.encoder is not None and self._loaded.encoder.labels:
+            raise InvalidRequestError("this model classifies texts and makes no vectors; call classify or score")
         if dimensions is not None and not 1 <= dimensions <= self.model.hidden_size:
             raise InvalidRequestError(f"dimensions must be from 1 to {self.model.hidden_size}", param="dimensions")
         chosen = own.normalize if normalize is None else normalize
@@ -158,13 +160,40 @@ class AsyncLLM:
         return np.frombuffer(data, "<f4").reshape(len(found), dimensions or self.model.hidden_size)
 
     async def score(self, text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> list[float]:
-        """Returns the cosine of the two texts' vectors for each pair, as `LLM.score`."""
+        """Returns a score of each pair of texts, as `LLM.score`."""
         first, second = as_prompts(text_1), as_prompts(text_2)
         if len(first) not in (1, len(second)):
             raise InvalidRequestError(f"text_1 has {len(first)} texts and text_2 has {len(second)}; give one, or as many")
+        if self._loaded.encoder is not None and self._loaded.encoder.labels:
+            return await self._judge(self._loaded.encoder, first * (len(second) if len(first) == 1 else 1), second)
         vectors = (await self.embed([*first, *second], normalize=True)).astype(np.float64)
         scores: list[float] = (vectors[: len(first)] * vectors[len(first) :]).sum(1).clip(-1, 1).tolist()
         return scores
+
+    async def classify(self, texts: Prompt | Sequence[Prompt]) -> list[dict[str, float]]:
+        """Returns for each text the probability of each of the model's classes by name, as `LLM.classify`."""
+        encoder = self._loaded.encoder
+        if encoder is None or not encoder.labels:
+            raise InvalidRequestError("this model has no classes")
+        batch = as_prompts(texts)
+        pooling = PoolingParams(kind="classify", normalize=False)
+        requests = await asyncio.to_thread(self.make_requests, batch, [_NOTHING] * len(batch), pooling)
+        found = [np.frombuffer(scores.data, "<f4").tolist() for scores in await self._each(requests, self._pool, None)]
+        return [dict(zip(encoder.labels, encoder.probabilities(scores), strict=True)) for scores in found]
+
+    async def _judge(self, encoder: EncoderInfo, first: Sequence[Prompt], second: Sequence[Prompt]) -> list[float]:
+        """Returns what a cross-encoder says of each pair."""
+        if not encoder.is_cross_encoder:
+            raise InvalidRequestError(f"this model has {len(encoder.labels)} classes and scores no pairs; call classify")
+        requests = []
+        for one, other in zip(first, second, strict=True):
+            if not (isinstance(one, str) and isinstance(other, str)):
+                raise InvalidRequestError("a cross-encoder reads both texts together; give texts, no token ids")
+            token_ids, start = await asyncio.to_thread(self.tokenizer.encode_pair, one, other)
+            pooling = PoolingParams(kind="classify", normalize=False, second_start=start)
+            requests += self.make_requests([token_ids], [_NOTHING], pooling)
+        found = await self._each(requests, self._pool, None)
+        return [encoder.probabilities(np.frombuffer(scores.data, "<f4").tolist())[0] for scores in found]
 
     @property
     def default_sampling(self) -> SamplingParams:
@@ -190,6 +219,8 @@ class AsyncLLM:
         return [self._make_request(prompt, params, pooling) for prompt, params in pairs]
 
     def _make_request(self, prompt: Prompt, sampling: SamplingParams, pooling: PoolingParams | None) -> Request:
+        if pooling is None and self._loaded.encoder is not None:
+            raise InvalidRequestError("this model is an encoder, which generates no text; call embed, score or classify")
         size = self._loaded.vocab_size
         token_ids = self.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
         if not all(isinstance(token_id, int) and 0 <= token_id < size for token_id in token_ids):
@@ -206,7 +237,14 @@ class AsyncLLM:
         )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Returns the prompt of a conversation, as the model's chat template writes it."""
+        """Returns the prompt of a conversation, as the model's chat template writes it.
+
+        Raises:
+            InvalidRequestError: the template refuses it, or it has parts that are not text.
+        """
+        contents = [message.get("content") for message in messages]
+        if any(part.get("type") != "text" for content in contents if isinstance(content, list) for part in content):
+            raise InvalidRequestError("LLM takes messages of text only; send images to `cloister serve`", param="messages")
         if self._template is None:
             from cloister.text import ChatTemplate  # brings jinja2, which a program that renders nothing can do without
 

@@ -140,12 +140,22 @@ class LLM:
         return self._call(self._llm.embed(texts, dimensions=dimensions, normalize=normalize, on_progress=on_progress))
 
     def score(self, text_1: Prompt | Sequence[Prompt], text_2: Prompt | Sequence[Prompt]) -> list[float]:
-        """Returns the cosine of the two texts' vectors for each pair: one text with each of many, or two lists of one length.
+        """Returns a score of each pair: one text with each of many, or two lists of one length.
+
+        It is the score of a cross-encoder where the model is one, and the cosine of the two texts' vectors where it is none.
 
         Raises:
             CloisterError: the lists do not go together, or a text cannot be computed.
         """
         return self._call(self._llm.score(text_1, text_2))
+
+    def classify(self, texts: Prompt | Sequence[Prompt]) -> list[dict[str, float]]:
+        """Returns for each text the probability of each of the model's classes, by the names of the classes.
+
+        Raises:
+            CloisterError: the model has no classes, or a text cannot be computed.
+        """
+        return self._call(self._llm.classify(texts))
 
     @property
     def default_sampling(self) -> SamplingParams:

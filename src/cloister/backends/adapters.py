@@ -60,7 +60,7 @@ def _kept_numbers(layer: LayerSpec, hidden: int) -> int:
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int) -> Mapping[str, tuple[int, int]]:
-    shapes = _attention_shapes(layer.attention, hidden)
+    shapes = {} if layer.attention is None else _attention_shapes(layer.attention, hidden)
     if isinstance(layer.mlp, MlpSpec):
         inner = layer.mlp.intermediate_size
         shapes |= {"gate": (inner, hidden)} if layer.mlp.gated else {}
@@ -74,4 +74,5 @@ def _attention_shapes(attention: AnyAttentionSpec, hidden: int) -> dict[str, tup
         shapes = {"q": (queries, hidden)} if rank is None else {"q_a": (rank, hidden), "q_b": (queries, rank)}
         return {**shapes, "kv_a": (attention.head_dim, hidden), "o": (hidden, attention.num_heads * attention.v_head_dim)}
     queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    return {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+    gate = {"q_gate": (queries, hidden)} if attention.gated else {}
+    return {"q": (queries, hidden), **gate, "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}

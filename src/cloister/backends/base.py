@@ -17,6 +17,14 @@ Latent attention has `layers.L.kv_a.weight [kv_lora_rank + qk_rope_head_dim, hid
 key rows of a head before its value rows), `layers.L.q.weight [num_heads * (qk_nope_head_dim + qk_rope_head_dim), hidden]` or,
 where queries have a latent of their own, `layers.L.q_a.weight [q_lora_rank, hidden]`, `layers.L.q_a_norm.weight [q_lora_rank]`
 and `layers.L.q_b.weight` (as many rows as q), and `layers.L.o.weight [hidden, num_heads * v_head_dim]`.
+Gated attention has `layers.L.q_gate.weight [num_heads * head_dim, hidden]`.
+Mixers with a state (`backends.spec.StateSpec`) lie under `layers.L.mixer`, the norm before them is `attention_norm`, and
+their convolution is `conv.weight [channels, kernel_size]`, oldest position first. Mamba 2: `in.weight [inner_size + conv_size +
+num_heads, hidden]` (rows of z, x, B, C, dt), `conv`, `A_log`, `D`, `dt_bias [num_heads]`, `norm.weight [inner_size]` where
+there is a norm, `out.weight [hidden, inner_size]`. Gated delta net: `q.weight`, `k.weight [key_size, hidden]`, `v.weight`,
+`z.weight [value_size, hidden]`, `b.weight`, `a.weight [num_value_heads, hidden]`, `conv` (channels of q, k, v), `A_log`,
+`dt_bias [num_value_heads]`, `norm.weight [value_head_dim]`, `out.weight [hidden, value_size]`. Short convolution: `in.weight
+[3 * hidden, hidden]` (rows of B, C, x), `conv`, `out.weight [hidden, hidden]`.
 Norms are as they multiply: a family that stores w for 1 + w (Gemma) is mapped.
 """
 
@@ -97,6 +105,15 @@ class ForwardBatch:
             see each other. Token i of a sequence lies in slot context_len - num_tokens + i whatever its position, and parents
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
+        token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images), as the
+            first layer reads it.
+        embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
+        state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens
+            [first, end) of one sequence go on from the state in the one block (zeros before position 0) and leave theirs in the
+            other, often the same one. Spans of a sequence are in order, and cover its tokens. The block written is -1 for
+            drafts, which change no state before `Program.accept_drafts`. None: a sequence's state is in the block of its first
+            position, and there are no drafts.
     """
 
     token_ids: IntArray
@@ -107,6 +124,10 @@ class ForwardBatch:
     logit_rows: IntArray
     parents: IntArray | None = None
     adapters: IntArray | None = None
+    token_types: IntArray | None = None
+    embeddings: FloatArray | None = None
+    embedding_rows: IntArray | None = None
+    state_spans: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +138,14 @@ class KVGroup:
         num_blocks: blocks of all sequences together.
         layers: their numbers; empty for all layers of the model.
         window: what lies behind so many positions is never read, and its blocks may be others' by then; None keeps all of them.
+        is_state: a block holds the state of the layers at one position of one sequence (`LayerSpec.state`), not KV. A layer
+            with attention beside its state is in two groups.
     """
 
     num_blocks: int
     layers: frozenset[int] = frozenset()
     window: int | None = None
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +168,7 @@ class KVLayout:
         return cls(sum(group.num_blocks for group in groups), block_size, tuple(groups))
 
     def blocks_of(self, layer: int) -> range:
-        """Returns the numbers of the blocks that a layer's positions lie in."""
+        """Returns the numbers of the blocks that a layer's positions lie in: KV, where it has a state beside attention."""
         first = 0
         for group in self.groups:
             if not group.layers or layer in group.layers:
@@ -153,8 +177,18 @@ class KVLayout:
         return range(self.num_blocks)
 
     def group_of(self, layer: int) -> int:
-        """Returns the number of a layer's group."""
+        """Returns the number of a layer's group, that of its attention where it has a state beside it."""
         return next((i for i, group in enumerate(self.groups) if not group.layers or layer in group.layers), 0)
+
+    @property
+    def state_blocks(self) -> range:
+        """The numbers of the blocks that hold states; all blocks where layers are not in groups."""
+        first = 0
+        for group in self.groups:
+            if group.is_state:
+                return range(first, first + group.num_blocks)
+            first += group.num_blocks
+        return range(0 if self.groups else self.num_blocks)
 
 
 class Capability(Flag):
@@ -171,6 +205,11 @@ class Capability(Flag):
         ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`).
         RECORDING: says where its time goes (`Program.record`).
         ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
+        ENCODER: reads in both directions (`backends.encoder_spec`): a step computes the sequences whose last token is one of
+            `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
+            sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
+            chosen.
+        IMAGES: encodes images (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -183,6 +222,8 @@ class Capability(Flag):
     ADAPTERS = auto()
     RECORDING = auto()
     ASYNCHRONOUS = auto()
+    ENCODER = auto()
+    IMAGES = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -299,6 +340,14 @@ class Program(ABC):
         """
         raise self._lacks(Capability.SAMPLING)
 
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings [num_tokens, hidden] of each image, alone as in company (IMAGES).
+
+        Args:
+            images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).
+        """
+        raise self._lacks(Capability.IMAGES)
+
     def project(self, hidden: FloatArray) -> FloatArray:
         """Returns the logits [num_rows, vocab] of hidden states after the final norm [num_rows, hidden], with the bits that a
         step has for them (HEAD)."""
@@ -328,6 +377,14 @@ class Program(ABC):
             moves: [num_moves, 2] int32: source and target; position p of a block b is b * block_size + p.
         """
         raise self._lacks(Capability.TREES)
+
+    def accept_drafts(self, accepted: IntArray) -> None:  # noqa: B027 - KV of drafts is where it belongs
+        """Lets the accepted drafts of the last step change states, and forgets the others; called after every step with drafts
+        of a model whose layers have a state.
+
+        Args:
+            accepted: [num_accepted, 2] int32: token of that step's batch, parents before children, and block of its state.
+        """
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
         """Puts an adapter in a slot; the one that was there is gone. Never called during a step (ADAPTERS)."""
@@ -361,6 +418,7 @@ class MemoryNeed:
         kv_layer_bytes: of one block in each layer; empty where the program takes no groups of layers (`KVLayout.groups`).
         logit_row_bytes: of the logits of one position, where `activations_bytes` does not count them.
         available_bytes: free memory of the device that it is taken from; None is the memory of this machine.
+        state_bytes: of a block that holds the state of every layer that has one.
     """
 
     weights_bytes: int
@@ -369,6 +427,7 @@ class MemoryNeed:
     available_bytes: int | None = None
     logit_row_bytes: int = 0
     kv_layer_bytes: tuple[int, ...] = ()
+    state_bytes: int = 0
 
 
 class Backend(Protocol):

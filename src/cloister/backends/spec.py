@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from cloister.backends.vision import VisionSpec
+
 FOREIGN_FAMILY: Final = "transformers"
 """The family of a model without a spec: no layers are known of it."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""`relu2` is relu(x) ** 2 (So et al. 2021; Nemotron-H)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class AttentionSpec:
         qk_norm_over: "head": over head_dim, one weight for all heads (Qwen3); "projection": over all heads together (OLMo 2).
         window: a query at position p sees keys in (p - window, p]; None is all of [0, p].
         softcap: scores become softcap * tanh(scores / softcap) before the softmax (Gemma 2, Riviere et al. 2024); None is off.
+        gated: what the output projection reads is multiplied by sigmoid(q_gate(x)) (Qwen3-Next); `qkv_bias` is its bias too.
+        input_scale, output_scale: multiply what q, k and v read, and what the output projection returns (Falcon-H1).
         sinks: each head has a learned logit that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925;
             Xiao et al. 2023).
         chunked: a query at position p sees keys in [p - p % window, p] in place of a sliding window (Llama 4).
@@ -71,6 +76,9 @@ class AttentionSpec:
     window: int | None = None
     qk_norm_over: Literal["head", "projection"] = "head"
     softcap: float | None = None
+    gated: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
     sinks: bool = False
     chunked: bool = False
     qk_norm_weighted: bool = True
@@ -143,6 +151,140 @@ def kv_size(attention: AnyAttentionSpec) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """A selective state space model (Mamba 2; Dao and Gu, arXiv:2405.21060, section 7).
+
+    in(x) is the gate z and the inputs x, B and C, and a time step for each head. x, B and C pass a causal convolution over
+    positions, one filter for each channel, and the activation. With dt = clamp(softplus(dt + dt_bias)) a head's state
+    S [head_dim, d_state] becomes exp(-exp(A_log) dt) S + dt x B^T, and its output is S C + D x.
+
+    Attributes:
+        num_groups: heads of a group, in the order of their numbers, share B and C; the norm of the output is over each group.
+        d_state: numbers of B and of C.
+        kernel_size: positions that the convolution sees, its own among them.
+        projection_bias, output_bias, conv_bias: `in`, `out` and the convolution carry biases.
+        norm: "after_gate": norm(y * silu(z)); "before_gate": norm(y) * silu(z); None is y * silu(z) (Falcon-H1).
+        time_step_limit: least and greatest dt.
+        input_scale: multiplies what `in` reads (Falcon-H1).
+        section_scales: multiply what `in` returns, bias included: z, x, B, C and dt.
+        output_scale: multiplies what `out` returns.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    d_state: int
+    kernel_size: int
+    activation: Activation = "silu"
+    projection_bias: bool = False
+    output_bias: bool = False
+    conv_bias: bool = True
+    norm: Literal["after_gate", "before_gate"] | None = "after_gate"
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    input_scale: float = 1.0
+    section_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_scale: float = 1.0
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of x, of z and of the output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.num_groups * self.d_state
+
+    @property
+    def state_size(self) -> int:
+        """float32 numbers that one sequence takes: the last inputs of the convolution, oldest first, and S of each head."""
+        return (self.kernel_size - 1) * self.conv_size + self.inner_size * self.d_state
+
+    @property
+    def step_size(self) -> int:
+        """Numbers of one token in a step, before and after it meets the state."""
+        return 3 * self.inner_size + self.conv_size + self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetSpec:
+    """Linear attention with the gated delta rule (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next).
+
+    q, k and v pass a causal convolution over positions, one filter for each channel, and the activation; q and k are divided
+    by their lengths, q by sqrt(key_head_dim) too. With alpha = exp(-exp(A_log) softplus(a + dt_bias)) and beta = sigmoid(b) a
+    value head's state S [value_head_dim, key_head_dim] becomes alpha S + beta (v - alpha S k) k^T, and its output is S q.
+    Outputs are normalised over each head, scaled, and multiplied by silu(z).
+
+    Attributes:
+        num_key_heads: each serves num_value_heads / num_key_heads value heads, which follow one another.
+        kernel_size: positions that the convolution sees, its own among them.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    activation: Activation = "silu"
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of q, and of k."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of v, of z and of the output."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_size(self) -> int:
+        """float32 numbers that one sequence takes: the last inputs of the convolution, oldest first, and S of each head."""
+        return (self.kernel_size - 1) * self.conv_size + self.value_size * self.key_head_dim
+
+    @property
+    def step_size(self) -> int:
+        """Numbers of one token in a step, before and after it meets the state."""
+        return self.conv_size + 3 * self.value_size + 2 * self.num_value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A gated short convolution (LFM2, Liquid AI 2025): in(x) is B, C and x', and the output is out(C * conv(B * x')).
+
+    The convolution is causal, over positions, with one filter for each channel.
+
+    Attributes:
+        size: channels; the hidden size.
+        kernel_size: positions that the convolution sees, its own among them.
+        bias: `in`, `out` and the convolution carry biases.
+    """
+
+    size: int
+    kernel_size: int
+    bias: bool = False
+
+    @property
+    def state_size(self) -> int:
+        """float32 numbers that one sequence takes: the last inputs of the convolution, oldest first."""
+        return (self.kernel_size - 1) * self.size
+
+    @property
+    def step_size(self) -> int:
+        """Numbers of one token in a step, before and after it meets the state."""
+        return 4 * self.size
+
+
+StateSpec: TypeAlias = Mamba2Spec | GatedDeltaNetSpec | ShortConvSpec
+"""A mixer of tokens whose memory of a sequence is a state of fixed size, all zeros before the first token."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClippedSwiGLU:
     """The gate of gpt-oss (arXiv:2508.10925): g * sigmoid(alpha * g) * (u + 1), where g = min(gate, limit) and u is up, clipped
     to [-limit, limit]."""
@@ -156,6 +298,7 @@ class MlpSpec:
     """Feed-forward: down(act(gate(x)) * up(x)) where gated, else down(act(up(x))).
 
     Attributes:
+        gate_scale, output_scale: multiply what `gate` and `down` return (Falcon-H1).
         clipped: takes the place of act(gate) * up, if there is one.
     """
 
@@ -164,6 +307,13 @@ class MlpSpec:
     bias: bool = False
     gated: bool = True
     clipped: ClippedSwiGLU | None = None
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether anything is multiplied."""
+        return (self.gate_scale, self.output_scale) != (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +359,30 @@ class LayerSpec:
     """One block.
 
     In sequence: x += s * post(attention(pre(x))), then x += s * post(mlp(pre(x))). In parallel (GPT-NeoX): both read the same
-    x, each through its own pre-norm, and both are added.
+    x, each through its own pre-norm, and both are added. A layer that lacks a part lacks its norms too.
 
     Attributes:
+        attention: None where the layer has none.
+        mlp: None where the layer has none (Mamba 2).
+        state: a mixer with a state, in place of attention, or side by side with it: both read the same normed x and their
+            outputs are added (Falcon-H1).
         pre_norm: norms before attention and feed-forward (`attention_norm`, `mlp_norm`).
         post_norm: norms on their outputs, before the residual sum (`attention_post_norm`, `mlp_post_norm`; Gemma 2, OLMo 2).
         residual_scale: s (Granite).
     """
 
-    attention: AnyAttentionSpec
-    mlp: MlpSpec | MoeSpec
+    attention: AnyAttentionSpec | None
+    mlp: MlpSpec | MoeSpec | None
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False
     residual_scale: float = 1.0
+    state: StateSpec | None = None
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the layer has a part that mixes tokens."""
+        return self.attention is not None or self.state is not None
 
     @property
     def grouped_attention(self) -> AttentionSpec:
@@ -234,6 +394,39 @@ class LayerSpec:
         if not isinstance(self.attention, AttentionSpec):
             raise TypeError("this computes grouped-query attention only; the spec must be checked before")
         return self.attention
+
+    @property
+    def required_attention(self) -> AnyAttentionSpec:
+        """The attention of a layer that was checked to have one.
+
+        Raises:
+            TypeError: it has none.
+        """
+        if self.attention is None:
+            raise TypeError("this computes layers with attention only; the spec must be checked before")
+        return self.attention
+
+    @property
+    def any_attention(self) -> AnyAttentionSpec:
+        """The attention of a layer that was checked to have one.
+
+        Raises:
+            TypeError: it has none.
+        """
+        if self.attention is None:
+            raise TypeError("this computes layers with attention only; the spec must be checked before")
+        return self.attention
+
+    @property
+    def feed_forward(self) -> MlpSpec | MoeSpec:
+        """The feed-forward of a layer that was checked to have one.
+
+        Raises:
+            TypeError: it has none.
+        """
+        if self.mlp is None:
+            raise TypeError("this computes layers with a feed-forward only; the spec must be checked before")
+        return self.mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +444,7 @@ class DecoderSpec:
         logit_scale: multiplies logits (Granite).
         logit_softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after `logit_scale`; None is off.
         head_bias: the head carries a bias.
+        vision: the tower that makes embeddings of images; None for a decoder that reads text only.
         family: the family's name, for people and fingerprints only; no back end may branch on it.
     """
 
@@ -268,24 +462,46 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
+    vision: VisionSpec | None = None
 
 
-def group_layers(spec: DecoderSpec, max_model_len: int) -> list[tuple[int | None, frozenset[int]]]:
-    """Returns (window, numbers of layers) of the layers whose queries see the same positions, widest first (decisions/0018).
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share blocks (decisions/0018).
+
+    Attributes:
+        layers: their numbers. A layer with attention beside a state is in two groups.
+        window: positions that their queries see; None: all.
+        is_state: a block holds their states at one position.
+    """
+
+    layers: frozenset[int]
+    window: int | None = None
+    is_state: bool = False
+
+
+def group_layers(spec: DecoderSpec, max_model_len: int) -> list[LayerGroup]:
+    """Returns the groups of a decoder's layers: those with attention by what their queries see, widest first, then those with a
+    state.
 
     Args:
         max_model_len: a window that no sequence outgrows counts as none.
     """
     layers: dict[int | None, set[int]] = {}
     for number, layer in enumerate(spec.layers):
-        window = layer.attention.window
-        layers.setdefault(None if window is None or window >= max_model_len else window, set()).add(number)
+        if layer.attention is not None:
+            window = layer.attention.window
+            layers.setdefault(None if window is None or window >= max_model_len else window, set()).add(number)
     widest_first = sorted(layers, key=lambda window: -(window or 2**62))
-    return [(window, frozenset(layers[window])) for window in widest_first]
+    groups = [LayerGroup(frozenset(layers[window]), window) for window in widest_first]
+    states = frozenset(number for number, layer in enumerate(spec.layers) if layer.state is not None)
+    return [*groups, LayerGroup(states, is_state=True)] if states else groups
 
 
-def widest_feed_forward(spec: MlpSpec | MoeSpec) -> int:
+def widest_feed_forward(spec: MlpSpec | MoeSpec | None) -> int:
     """Returns how many numbers one token has between the two products of its feed-forward, all its experts together."""
+    if spec is None:
+        return 0
     if isinstance(spec, MlpSpec):
         return spec.intermediate_size
     return spec.num_chosen * spec.expert.intermediate_size + (spec.shared.intermediate_size if spec.shared else 0)

@@ -1,8 +1,8 @@
 """Chips as data: how fast each computes in each number format, and how fast it reads its memory. Pure.
 
 Peaks are dense (no 2:4 sparsity) and of products that sum in at least the precision that inference needs (float32 for 16 bits,
-int32 for int8). Figures are the vendor's where the vendor publishes them, else counted from cores, width and clock; `source`
-says which. A processor's clock is its base clock, the one that all cores hold.
+int32 for int8). Figures are the vendor's if published, else computed from cores, width and clock; `source` says which. A
+processor's clock is its base clock, the one that all cores hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cloister.types.errors import ConfigError
 
 FORMATS: Mapping[str, int] = {"int8": 8, "float8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
-"""Number formats of products, and their bits; the first that is wide enough and that a chip has is used."""
+"""Number formats of products, and their bits; the first supported one that is wide enough is used."""
 
 _WORD = re.compile(r"[a-z0-9]+")
 
@@ -24,14 +24,14 @@ HERE = "here"
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A roof: what a chip can do at most.
+    """Peak performance of a chip.
 
     Attributes:
         peaks: number format -> multiplications and additions per second, in products of matrices.
-        read_bytes_per_s: of its main memory.
-        memory_bytes: size of that memory; None where it is not known.
-        link_bytes_per_s: to its neighbours, in one direction, all links together; None where there is none.
-        source: where the figures are from.
+        read_bytes_per_s: read bandwidth of its main memory.
+        memory_bytes: size of that memory; None if unknown.
+        link_bytes_per_s: bandwidth to its neighbours, in one direction, all links together; None if it has no link.
+        source: source of the figures.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Chip:
         """Returns the number format in which the chip multiplies operands of at most `bits` bits.
 
         Raises:
-            ConfigError: it has none that is wide enough.
+            ConfigError: it has no format that is wide enough.
         """
         for name, width in FORMATS.items():
             if name in self.peaks and width >= bits:
@@ -160,7 +160,7 @@ def find_chip(name: str) -> Chip:
     """Returns the first chip of the table whose name has every word of `name`: "A100" is a100-sxm-80gb.
 
     Raises:
-        ConfigError: there is none; the message lists those that there are.
+        ConfigError: there is none; the message lists the known ones.
     """
     words = set(_WORD.findall(name.lower()))
     chip = next((chip for chip in _TABLE if words and words <= set(_WORD.findall(chip.name))), None)

@@ -1,7 +1,7 @@
 """This machine as a chip: memory bandwidth and peak matrix throughput, measured now.
 
-numpy's BLAS multiplies float32. Narrow formats are what the native kernels reach on matrices that suit them, which a measured
-operator may not exceed by much; without compiled kernels there are none.
+numpy's BLAS multiplies float32. Peaks of narrow formats are those of the native kernels on matrices of suitable size; without
+compiled kernels there are none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cloister.models.decoder import tensor_shapes
 from cloister.quant import HeldWeights
 from cloister.types.errors import ConfigError
 
-READ_BYTES = 512 << 20  # larger than the caches that a few cores have to themselves
+READ_BYTES = 512 << 20  # larger than the private caches of a few cores
 PRODUCT_SIZE = 1536
 REPEATS = 5
 
@@ -38,9 +38,9 @@ def measure_here(num_threads: int | None = None, *, read_bytes: int = READ_BYTES
     """Measures this machine: the best of some runs, about three seconds in all.
 
     Args:
-        num_threads: that read, and multiply narrow numbers; None takes every CPU that this process may use. Products in
-            float32 use the threads of numpy's BLAS.
-        read_bytes: size of what is read; never more than a quarter of the memory that is free.
+        num_threads: threads for reading and narrow products; None uses every CPU that this process may use. Products in float32
+            use the threads of numpy's BLAS.
+        read_bytes: size of the buffer to read; at most a quarter of the free memory.
         product_size: rows and columns of the matrices.
     """
     machine = read_machine()
@@ -71,7 +71,7 @@ def measure_product(size: int) -> float:
 
 
 def measure_narrow_products(num_threads: int) -> dict[str, float]:
-    """Returns operations per second of the native kernels in int8 and bfloat16, by format; nothing where there are none."""
+    """Returns operations per second of the native kernels in int8 and bfloat16, by format; empty if there are none."""
     if "native" not in BACKENDS.names():
         return {}
     try:
@@ -81,7 +81,7 @@ def measure_narrow_products(num_threads: int) -> dict[str, float]:
 
 
 def _measure_native(form: str, num_threads: int) -> float:
-    """The quickest product of a layer with weights of one format, over some forward passes."""
+    """The fastest product of a layer with weights of one format, over several forward passes."""
     backend = BACKENDS.get("native")(num_threads=num_threads, device="cpu", dtype="bfloat16")
     weights = HeldWeights({name: _even_tensor(form, name, shape) for name, shape in tensor_shapes(_DECODER)})
     program = backend.build(_DECODER, weights, KVLayout(_ROWS // 16, 16))
@@ -99,7 +99,7 @@ def _measure_native(form: str, num_threads: int) -> float:
 
 
 def _even_tensor(form: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of equal numbers: how quick a product is does not depend on them. `form` of matrices: "int8" or "bfloat16"."""
+    """A tensor of equal numbers: the speed of a product does not depend on them. `form` of matrices: "int8" or "bfloat16"."""
     if form == "bfloat16" or len(shape) == 1 or name.startswith(("embed", "head")):
         return np.full(shape, 0.03125, ml_dtypes.bfloat16)
     scales = np.full((shape[0], 1), 1e-3, np.float32)
@@ -107,7 +107,7 @@ def _even_tensor(form: str, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Seconds of the quickest of some runs, after one that does not count."""
+    """Seconds of the fastest of several runs, after a warm-up."""
     run()
     times = []
     for _ in range(REPEATS):

@@ -21,7 +21,7 @@ class _Inbox(Protocol):
 
 
 class SteppingEngine(Protocol):
-    """An engine core as it is driven here: messages in, one step at a time."""
+    """The part of an engine core's interface that is used here: messages in, one step at a time."""
 
     @property
     def input_queue(self) -> _Inbox: ...
@@ -41,7 +41,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """What a run brought.
+    """The result of a run.
 
     Attributes:
         recorder: records and steps.
@@ -72,7 +72,7 @@ def make_requests(items: Iterable[WorkItem], prefix: str = "bench") -> list[Time
 def drive(
     engine: SteppingEngine, requests: Sequence[Timed], *, listeners: Sequence[Listener] = (), clock: Clock | None = None
 ) -> Drive:
-    """Submits every request when it is due and steps until all of them ended, and what listeners submitted too.
+    """Submits every request when it is due, and runs steps until all have ended, including those that listeners submitted.
 
     Args:
         listeners: called with every event as it happens.
@@ -96,7 +96,7 @@ def drive(
 
 
 def _settle(engine: SteppingEngine, run: Drive, listeners: Sequence[Listener]) -> None:
-    """Lets the engine wipe what the last requests left, so that runs do not pay for each other."""
+    """Lets the engine wipe residue of the last requests, so that runs do not pay for each other."""
     while (outputs := engine.step()) is not None:
         _take(outputs, run, listeners)
 

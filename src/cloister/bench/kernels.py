@@ -26,9 +26,9 @@ class KernelRate:
     """One operator of a program, all its calls in a step.
 
     Attributes:
-        seconds: measured: in which any thread was at it, median over the repeats.
-        num_flops, num_bytes: what it computes, and the weights and KV that it moves; activations stay in caches.
-        roof_s: what the chip would need at least; None where nothing is counted.
+        seconds: measured: time in which any thread ran it, median over the repeats.
+        num_flops, num_bytes: its operations, and the weights and KV that it moves; activations stay in caches.
+        roof_s: lower bound on the chip; None if nothing is counted.
     """
 
     name: str
@@ -40,7 +40,7 @@ class KernelRate:
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """One kind of step: its operators, then what lies between them, then the whole forward pass."""
+    """One kind of step: its operators, the time between them, and the whole forward pass."""
 
     work: Work
     rates: tuple[KernelRate, ...]
@@ -57,7 +57,7 @@ def measure_kernels(
     num_repeats: int,
     group_blocks: Sequence[int] = (),
 ) -> KernelTable:
-    """Runs one step some times on made-up tokens and returns the median time of each operator beside its roof.
+    """Runs one step several times on random tokens and returns the median time of each operator with its lower bound.
 
     Args:
         group_blocks: see `make_batch`.
@@ -85,11 +85,11 @@ def measure_kernels(
 
 
 def make_batch(work: Work, vocab_size: int, block_size: int, group_blocks: Sequence[int] = ()) -> ForwardBatch:
-    """Returns a step of random tokens; each sequence has blocks of its own, counted from 0, with whatever they hold.
+    """Returns a step of random tokens; each sequence has its own blocks, numbered from 0, with arbitrary content.
 
     Args:
-        group_blocks: blocks of each group of layers (`KVLayout.groups`), where there are several. If a group has fewer than the
-            step's positions need, tables name them again: what lies behind a window is not read.
+        group_blocks: blocks of each group of layers (`KVLayout.groups`), if there are several. If a group has fewer than the
+            step's positions need, tables repeat them: positions behind a window are not read.
     """
     entries = np.arange(num_blocks(work, block_size), dtype=np.int32)
     firsts = np.cumsum([0, *group_blocks])[:-1]
@@ -112,7 +112,7 @@ def num_blocks(work: Work, block_size: int) -> int:
 
 
 def wall_times(spans: Iterable[OperatorSpan]) -> dict[str, float]:
-    """Returns seconds in which any thread was at an operator, by its name, in order of first appearance."""
+    """Returns seconds in which any thread ran an operator, by name, in order of first appearance."""
     by_name: defaultdict[str, list[OperatorSpan]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_s):
         by_name[span.name].append(span)
@@ -129,7 +129,7 @@ def union(spans: Iterable[OperatorSpan]) -> float:
 
 
 def _rate(name: str, seconds: float, work: Work, operators: Sequence[Operator], chip: Chip) -> KernelRate:
-    """Puts a measured time beside the roof of the operators that its name lists; `forward` is all of them."""
+    """Combines a measured time with the lower bound of the operators in its name; `forward` is all of them."""
     parts = set(name.split("+"))
     own = [operator for operator in operators if name == "forward" or operator.part in parts]
     if not own:

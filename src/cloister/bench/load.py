@@ -40,7 +40,7 @@ class Target:
 
 @dataclass(slots=True)
 class _Answer:
-    """What has come back of one request so far."""
+    """The response of one request so far."""
 
     deliveries: list[tuple[float, int]] = field(default_factory=list)
     num_input_tokens: int = 0
@@ -71,7 +71,7 @@ async def find_model(url: str, api_key: str | None = None) -> str:
     """Returns the name of the first model that the server lists.
 
     Raises:
-        ConfigError: nothing answers there, or not as the OpenAI API does.
+        ConfigError: no server answers, or its reply does not follow the OpenAI API.
     """
     try:
         async with httpx.AsyncClient(timeout=10) as client:
@@ -98,8 +98,8 @@ async def send_all(
     """Sends every item at its arrival time and waits for all answers.
 
     Args:
-        max_concurrency: requests in flight at most; None keeps the loop open. With 1 they run one after the other, and
-            latencies count from the sending.
+        max_concurrency: maximum number of requests in flight; None keeps the loop open. With 1 they run one after another, and
+            latencies count from sending.
 
     Returns:
         One record per item, in order; failures are records too.
@@ -166,7 +166,7 @@ async def _stream(
 
 
 def make_body(item: WorkItem, model: str) -> dict[str, object]:
-    """Returns the body of `/v1/completions` for one item: an answer of exactly the length that the trace says."""
+    """Returns the body of `/v1/completions` for one item: an answer of exactly the length in the trace."""
     return {
         "model": model,
         "prompt": item.prompt,

@@ -20,7 +20,7 @@ WARMUP_OUTPUT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Which service-level objective to judge by: fixed limits if any is set, else the time of each request alone."""
+    """The service-level objective: fixed limits if any is set, else relative to the time of each request alone."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -38,7 +38,7 @@ class Objectives:
         """Returns the objective, fitted to requests that ran alone unless limits are fixed.
 
         Raises:
-            EngineError: none of those was answered.
+            EngineError: none of them was answered.
         """
         if self.are_fixed:
             return LatencyObjective(self.ttft_s, self.tbt_s)
@@ -83,7 +83,7 @@ def measure_engine(
     """Runs a workload on an engine in this thread; latencies are then the engine's own.
 
     Args:
-        objectives: what to judge goodput by; None judges nothing, and then nothing runs alone.
+        objectives: objectives for goodput; None computes none, and runs no requests alone.
         on_end: called when a request of the run proper ends.
     """
     drive(engine, make_requests(make_warmup(workload.items, num_warmup), "warm-up"))
@@ -99,7 +99,7 @@ def measure_engine(
 def measure_one_by_one(
     engine: SteppingEngine, workload: Workload, *, num_warmup: int = 2, on_end: Callable[[], None] = lambda: None
 ) -> Measurement:
-    """Runs each request of a workload to its end before the next one starts."""
+    """Runs the requests of a workload one after another."""
     drive(engine, make_requests(make_warmup(workload.items, num_warmup), "warm-up"))
     records: list[RequestRecord] = []
     start_s = 0.0
@@ -111,7 +111,7 @@ def measure_one_by_one(
 
 
 def shift(record: RequestRecord, by_s: float, number: int) -> RequestRecord:
-    """Returns a record of a run that began `by_s` seconds later, under another number."""
+    """Returns a record of a run that began `by_s` seconds later, with another number."""
     deliveries = tuple((time_s + by_s, count) for time_s, count in record.deliveries)
     return replace(record, number=number, due_s=record.due_s + by_s, end_s=record.end_s + by_s, deliveries=deliveries)
 
@@ -124,7 +124,7 @@ async def measure_server(
     num_warmup: int = 2,
     on_progress: OnProgress | None = None,
 ) -> Measurement:
-    """Sends a workload to a server; latencies are what its clients see.
+    """Sends a workload to a server; latencies are measured at the client.
 
     Raises:
         EngineError: requests are not even answered one at a time.

@@ -25,8 +25,8 @@ def render_page(title: str, measurement: Measurement, settings: Mapping[str, obj
     """Returns the page.
 
     Args:
-        settings: what the run was started with, by name.
-        now: when it was measured; None is this moment.
+        settings: the run's settings, by name.
+        now: time of the measurement; None for now.
     """
     summary = measurement.summary
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -52,7 +52,7 @@ def render_page(title: str, measurement: Measurement, settings: Mapping[str, obj
 
 
 def _pick_tiles(summary: Summary) -> list[tuple[str, str]]:
-    """The few figures that people look for first: (value, what it is)."""
+    """The key figures: (value, label)."""
     tiles = [
         (f"{summary.output_tokens_per_s:,.1f}", "output tokens per second"),
         (f"{summary.total_tokens_per_s:,.0f}", "tokens per second, input and output"),

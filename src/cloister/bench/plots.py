@@ -55,7 +55,7 @@ def draw(
 
 
 def plot_distribution(axes: Axes, values: Sequence[float], colour: str, label: str | None = None) -> None:
-    """Draws the share of `values` (seconds) that is at most x, in milliseconds; logarithmic where they span much."""
+    """Draws the cumulative distribution of `values` (seconds), in milliseconds; logarithmic if they span a wide range."""
     milliseconds = np.sort(np.maximum(np.asarray(values), 1e-6)) * 1e3
     shares = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
     axes.step(milliseconds, shares, color=colour, label=label, where="post")
@@ -65,7 +65,7 @@ def plot_distribution(axes: Axes, values: Sequence[float], colour: str, label: s
 
 
 def _scale_axis(axes: Axes) -> None:
-    """Makes the x axis logarithmic, with plain numbers, once what is drawn spans more than a factor of 8."""
+    """Makes the x axis logarithmic, with plain numbers, if the data spans more than a factor of 8."""
     low, high = axes.dataLim.intervalx
     if low > 0 and high / low > 8:
         axes.set_xscale("log")
@@ -111,7 +111,7 @@ def plot_timeline(axes: Axes, records: Sequence[RequestRecord], num_bins: int = 
 
 
 def _spread_tokens(record: RequestRecord) -> list[float]:
-    """Tokens of each delivery; where the sender saw only pieces, the tokens are spread evenly over them."""
+    """Tokens of each delivery; if only pieces of text were seen, the tokens are spread evenly over them."""
     seen = sum(count for _, count in record.deliveries)
     factor = record.num_output_tokens / seen if seen else 0.0
     return [count * factor for _, count in record.deliveries]
@@ -163,7 +163,7 @@ def _draw_roofs(axes: Axes, roofline: Roofline, low: float, high: float) -> None
 
 
 def _draw_step(axes: Axes, step: StepRoofline, roofline: Roofline) -> None:
-    """Points of about the same place share one label."""
+    """Nearby points share one label."""
     colour = _COLOURS[step.work.name]
     places: dict[tuple[int, int], list[str]] = {}
     points: dict[tuple[int, int], tuple[float, float]] = {}
@@ -185,7 +185,7 @@ def _draw_step(axes: Axes, step: StepRoofline, roofline: Roofline) -> None:
 
 
 def _place(row: RoofedOperator, roofline: Roofline) -> tuple[float, float]:
-    """Intensity, and the operations per second that the roof leaves at it."""
+    """Intensity, and the attainable operations per second."""
     operator = row.operator
     peak = roofline.chip.product_peak(operator.bits) if operator.unit == "matrix" else roofline.chip.vector_peak
     return operator.intensity, min(peak, operator.intensity * roofline.chip.read_bytes_per_s)

@@ -1,6 +1,6 @@
 """Profiles an engine's steps: Python and program, operator by operator, thread by thread.
 
-An engine of this process is watched from outside while it answers made-up prompts. Spans carry names and times only.
+It instruments an engine in this process while that answers synthetic prompts. Spans contain names and times only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _PARTS = (
     ("_scheduler", "commit", "commit"),
     ("_output", "collect", "collect"),
 )
-"""Calls of one step: where from the engine the owner is, its method, and what the part is called here."""
+"""Calls of one step: path from the engine to the owner, its method, and the name of the part."""
 _FUNCTIONS = (("forward_batch", "inputs"),)
-"""Functions that `executor.generation` finds in its module."""
+"""Functions that `executor.generation` looks up in its module."""
 
 MAX_STEPS = 100_000
 
@@ -44,7 +44,7 @@ class ProfiledStep:
     """One step of the engine.
 
     Attributes:
-        kind: "prefill" where a prompt was computed, else "decode".
+        kind: "prefill" if a prompt was computed, else "decode".
         python: spans of the engine's parts, the step itself first.
         program: spans of the program's operators.
     """
@@ -62,13 +62,13 @@ class ProfiledStep:
 
 @dataclass(frozen=True, slots=True)
 class ProfileNode:
-    """A place in the tree of calls, over all steps of a kind.
+    """A node in the call tree, over all steps of a kind.
 
     Attributes:
         path: names from the step down.
-        in_program: the forward pass or an operator in it, not a part of the engine, which is Python.
-        num_calls, seconds: of all steps together.
-        own_s: seconds without what is below it.
+        in_program: whether it is the forward pass or an operator in it, not a Python part of the engine.
+        num_calls, seconds: totals over all steps.
+        own_s: seconds without its children.
     """
 
     path: tuple[str, ...]
@@ -90,10 +90,10 @@ def group_blocks_of(engine: object) -> list[int]:
 
 
 def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[ProfiledStep]:
-    """Answers the requests, all of them at once, and returns every step that computed something.
+    """Answers all requests concurrently, and returns every step that computed something.
 
     Raises:
-        EngineError: a request was not answered, or the engine never comes to an end.
+        EngineError: a request was not answered, or the engine does not finish.
     """
     engine.take_turns()
     for request in requests:
@@ -117,11 +117,11 @@ def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[
 def list_parts(steps: Sequence[ProfiledStep]) -> list[ProfileNode]:
     """Returns the tree of calls of the steps given, parents before children, in order of first appearance.
 
-    An operator counts once while any threads are at it, so that the times of a level add up.
+    Time in which several threads run an operator counts once, so that the times of a level add up.
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for step in steps:
-        # what the call of `step` takes beside its operators is the program's own: it waits for helpers, or lists work
+        # time of `step` outside of its operators is the program's own: waiting for helpers, or listing work
         operators = _join_threads(step.program)
         in_program = {id(span) for span in operators} | {id(span) for span in step.python if span.name == FORWARD}
         for path, span, own_s in _nest((*step.python, *operators)):
@@ -133,7 +133,7 @@ def list_parts(steps: Sequence[ProfiledStep]) -> list[ProfileNode]:
 
 
 def list_threads(steps: Sequence[ProfiledStep]) -> dict[str, dict[int, float]]:
-    """Returns operator -> thread -> seconds that the thread was at it, over all steps given."""
+    """Returns operator -> thread -> seconds, over all steps given."""
     table: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for step in steps:
         for span in step.program:
@@ -145,7 +145,7 @@ def to_trace(steps: Sequence[ProfiledStep], program: str) -> dict[str, object]:
     """Returns the steps in the Trace Event Format that chrome://tracing and Perfetto read; times in microseconds.
 
     Args:
-        program: what to call the program's spans, such as the back end's name.
+        program: label of the program's spans, such as the back end's name.
     """
     origin_s = min((step.whole.start_s for step in steps), default=0.0)
     threads = {span.thread for step in steps for span in (*step.python, *step.program)}
@@ -168,7 +168,7 @@ def to_trace(steps: Sequence[ProfiledStep], program: str) -> dict[str, object]:
 
 
 def _step(engine: SteppingEngine) -> tuple[Outputs | None, tuple[OperatorSpan, ...], tuple[OperatorSpan, ...]]:
-    """Does one step and returns what it brought, the spans of its parts with the step first, and those of the program."""
+    """Runs one step; returns its outputs, the spans of its parts with the step first, and those of the program."""
     program = program_of(engine)
     recording: AbstractContextManager[list[OperatorSpan]] = (
         program.record() if Capability.RECORDING in program.capabilities else nullcontext([])

@@ -35,11 +35,11 @@ class Spread:
 
 
 class Objective(Protocol):
-    """A service-level objective: does one answered request meet it?"""
+    """A service-level objective, evaluated for each answered request."""
 
     @property
     def words(self) -> str:
-        """The objective, for people."""
+        """Description of the objective."""
         ...
 
     def met_by(self, record: RequestRecord) -> bool: ...
@@ -47,7 +47,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatencyObjective:
-    """Fixed limits. A limit of None asks nothing. TBT is met if 99% of the request's gaps are within it."""
+    """Fixed limits. None is no limit. TBT is met if 99% of the request's gaps are within it."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -87,7 +87,7 @@ class AloneModel:
         return cls(base_s, input_s, output_s)
 
     def predict(self, record: RequestRecord) -> float:
-        """Returns how long the request would take alone, in seconds."""
+        """Returns the predicted seconds of the request alone."""
         return self.base_s + self.input_s * record.num_input_tokens + self.output_s * record.num_output_tokens
 
 
@@ -107,7 +107,7 @@ class AloneObjective:
 
 
 SLO_SHARE = 0.9
-"""Share of the requests that has to meet the objective for the run to meet it."""
+"""Share of requests that must meet the objective for the run to meet it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class Summary:
 
     Attributes:
         duration_s: from the first request due to the last answer.
-        failures: kind -> how many; they count as requests, never as good ones.
-        slo: the objective in words; the three figures under it are None without one.
+        failures: kind -> count; failures count as requests, never as good ones.
+        slo: description of the objective; without one the next three figures are None.
         goodput_rps: answered requests per second that met the objective.
     """
 
@@ -150,7 +150,7 @@ def summarise(name: str, records: Sequence[RequestRecord], objective: Objective 
     """Computes the figures of a run.
 
     Raises:
-        ValueError: there is no record.
+        ValueError: there are no records.
     """
     if not records:
         raise ValueError("a run without requests has no figures")
@@ -183,7 +183,7 @@ def summarise(name: str, records: Sequence[RequestRecord], objective: Objective 
 
 
 def list_figures(summary: Summary) -> list[tuple[str, str]]:
-    """Returns (what, value with unit) rows for a table on a terminal."""
+    """Returns (label, value with unit) rows for a table on a terminal."""
     rows = [
         ("requests answered", f"{summary.num_ok} of {summary.num_requests}"),
         *((f"failed: {kind}", str(count)) for kind, count in sorted(summary.failures.items())),
@@ -201,7 +201,7 @@ def list_figures(summary: Summary) -> list[tuple[str, str]]:
 
 
 def list_spreads(summary: Summary) -> Mapping[str, Spread]:
-    """Returns the latencies that the run has, by name."""
+    """Returns the available latencies of the run, by name."""
     named = {"TTFT": summary.ttft, "TPOT": summary.tpot, "TBT": summary.tbt, "E2E": summary.e2e}
     return {name: spread for name, spread in named.items() if spread is not None}
 
@@ -209,8 +209,8 @@ def list_spreads(summary: Summary) -> Mapping[str, Spread]:
 def fit_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64]) -> list[float]:
     """Fits `costs` [num_rows] by non-negative multiples of the columns of `features` [num_rows, num_features].
 
-    Least squares over every subset of the columns; the best one without a negative coefficient wins. Exact for the
-    handful of columns that a step cost has.
+    Least squares over every subset of the columns; the best one without negative coefficients is used. Exact for the handful of
+    columns that a step cost has.
     """
     num_features = features.shape[1]
     best, best_error = [0.0] * num_features, float(np.square(costs).sum())

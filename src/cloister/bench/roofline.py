@@ -1,7 +1,7 @@
-"""The roofline model (Williams, Waterman and Patterson 2009): operators under the roof of a chip. Pure.
+"""The roofline model (Williams, Waterman and Patterson 2009): attainable performance of operators on a chip. Pure.
 
-An operator of I operations per byte runs at min(peak, I x bandwidth) at most: below the ridge peak / bandwidth memory bounds
-it, above it arithmetic does.
+An operator of I operations per byte runs at min(peak, I x bandwidth) at most: below the ridge point, peak / bandwidth, it is
+memory bound, above it compute bound.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Bound = Literal["compute", "memory", "link"]
 
 @dataclass(frozen=True, slots=True)
 class RoofedOperator:
-    """An operator with its time at the roof.
+    """An operator with its minimal time.
 
     Attributes:
-        seconds: of all its calls in a step, on the nearest limit.
-        bound: which limit that is.
+        seconds: time of all its calls in a step, at the tightest limit.
+        bound: the tightest limit.
     """
 
     operator: Operator
@@ -38,12 +38,12 @@ class RoofedOperator:
 
 @dataclass(frozen=True)
 class StepRoofline:
-    """Every operator of one step under one roof.
+    """Every operator of one step on one chip.
 
     Attributes:
         rows: in the order in which they are computed.
-        compute_s, memory_s, link_s: of the whole step if nothing but that counted. Units for products and for vectors work
-            at once; memory carries weights and KV only.
+        compute_s, memory_s, link_s: time of the whole step if only this resource counted. Units for products and for vectors
+            work concurrently; memory transfers weights and KV only.
     """
 
     work: Work
@@ -54,12 +54,12 @@ class StepRoofline:
 
     @cached_property
     def seconds(self) -> float:
-        """Time at the roof with one operator after the other, each reading and writing memory."""
+        """Minimal time with one operator after another, each reading and writing memory."""
         return sum(row.seconds for row in self.rows)
 
     @property
     def limit_s(self) -> float:
-        """What no program can beat: activations stay on the chip, arithmetic and transfers hide behind each other."""
+        """The lower bound of any program: activations stay on the chip, arithmetic and transfers overlap."""
         return max(self.compute_s, self.memory_s, self.link_s)
 
     @property
@@ -77,7 +77,7 @@ class Roofline:
     """A model on a chip, or on `num_chips` of them.
 
     Attributes:
-        weights_bytes, kv_bytes: on each chip; KV at the length of the decode step.
+        weights_bytes, kv_bytes: per chip; KV at the length of the decode step.
     """
 
     model: str
@@ -90,7 +90,7 @@ class Roofline:
 
     @property
     def fits(self) -> bool:
-        """Whether weights and KV fit into the chip's memory, as far as its size is known."""
+        """Whether weights and KV fit into the chip's memory, if its size is known."""
         return self.chip.memory_bytes is None or self.weights_bytes + self.kv_bytes <= self.chip.memory_bytes
 
 
@@ -123,7 +123,7 @@ def draw_roofline(
 
 
 def put_under_roof(work: Work, operators: Iterable[Operator], chip: Chip) -> StepRoofline:
-    """Returns a step with the time of each operator at the roof of a chip."""
+    """Returns a step with the minimal time of each operator on a chip."""
     rows = tuple(_put(operator, chip) for operator in operators)
     compute_s = max(_compute_times(rows, chip).values())
     moved = sum((row.operator.weights_bytes + row.operator.kv_bytes) * row.operator.count for row in rows)
@@ -132,7 +132,7 @@ def put_under_roof(work: Work, operators: Iterable[Operator], chip: Chip) -> Ste
 
 
 def compute_time(operator: Operator, chip: Chip) -> float:
-    """Returns the seconds of one call that arithmetic alone takes."""
+    """Returns the seconds of arithmetic in one call."""
     peak = chip.product_peak(operator.bits) if operator.unit == "matrix" else chip.vector_peak
     return operator.num_flops / peak
 
@@ -167,4 +167,4 @@ def _weights_bytes(spec: DecoderSpec, numbers: Numbers) -> float:
 
 def _token_bytes(spec: DecoderSpec, numbers: Numbers) -> float:
     """Bytes of KV that one position takes in all layers."""
-    return sum(kv_size(layer.attention) for layer in spec.layers) * numbers.kv_bits / 8
+    return sum(kv_size(layer.attention) for layer in spec.layers if layer.attention is not None) * numbers.kv_bits / 8

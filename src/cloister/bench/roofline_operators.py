@@ -1,8 +1,8 @@
 """Counts the operations and bytes of every operator in one step of a decoder. Pure.
 
-Every operator stands for itself, as in a textbook table of arithmetic intensity: it reads its inputs from memory and writes
-its output there. A multiplication and an addition are two operations. What a fused program saves is said by the step's limit
-(`roofline.StepRoofline.limit_s`), for which activations stay on the chip.
+Operators are counted separately, as in a textbook table of arithmetic intensity: each reads its inputs from memory and writes
+its output there. A multiplication and an addition are two operations. The step's limit (`roofline.StepRoofline.limit_s`)
+accounts for fusion: there, activations stay on the chip.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
@@ -29,10 +30,10 @@ Unit = Literal["matrix", "vector", "link"]
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How wide numbers are, in bits. A fraction counts the scales in: Q4_0 takes 4.5 bits a weight.
+    """Widths of numbers, in bits. Fractions include scales: Q4_0 takes 4.5 bits per weight.
 
     Attributes:
-        head_bits: of embedding and head, which many formats leave wider.
+        head_bits: of embedding and head, which are wider in many formats.
     """
 
     weights_bits: float = 16.0
@@ -49,8 +50,8 @@ class Work:
         name: "prefill" or "decode".
         num_queries: positions that the step computes, of each sequence.
         context: keys of each sequence after the step.
-        square: count every score of the [num_queries, context] square, as textbook tables do, and not only those that a
-            causal mask leaves.
+        square: count every score of the [num_queries, context] square, as textbook tables do, not only those inside the causal
+            mask.
     """
 
     name: str
@@ -61,12 +62,12 @@ class Work:
 
     @classmethod
     def prefill(cls, num_tokens: int, num_seqs: int, square: bool = False) -> Work:
-        """Whole prompts of `num_tokens`, from nothing."""
+        """Whole prompts of `num_tokens`."""
         return cls("prefill", num_seqs, num_tokens, num_tokens, square)
 
     @classmethod
     def decode(cls, context: int, num_seqs: int, square: bool = False) -> Work:
-        """One token of each sequence, which then has `context` keys, its own included."""
+        """One token of each sequence, which then has `context` keys including its own."""
         return cls("decode", num_seqs, 1, context, square)
 
     @property
@@ -74,12 +75,12 @@ class Work:
         return self.num_seqs * self.num_queries
 
     def num_pairs(self, window: int | None) -> int:
-        """Returns pairs of a query and a key that it sees, over all sequences, for one head."""
+        """Returns the number of pairs of a query and a visible key, over all sequences, for one head."""
         widest = self.context if window is None else min(window, self.context)
         if self.square:
             return self.num_tokens * widest
         first = self.context - self.num_queries + 1  # keys that the first query sees
-        num_growing = max(0, min(self.num_queries, widest - first))  # queries that see fewer than the widest
+        num_growing = max(0, min(self.num_queries, widest - first))  # queries that see fewer keys than the window
         growing = num_growing * first + num_growing * (num_growing - 1) // 2
         return self.num_seqs * (growing + (self.num_queries - num_growing) * widest)
 
@@ -93,8 +94,8 @@ class Operator:
     """One operator of a layer or of the ends of a decoder; figures are of one call.
 
     Attributes:
-        shape: what is computed, for people.
-        part: the operator of a program that does it, by the names of `backends.base.OperatorSpan`.
+        shape: description of the computation.
+        part: the operator of a program that computes it, as named in `backends.base.OperatorSpan`.
         unit: which part of a chip computes it.
         bits: the wider operand of a product.
         link_bytes: sent to other chips.
@@ -128,8 +129,15 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
 
     Raises:
-        ConfigError: the decoder cannot be cut into that many parts, or has latent attention.
+        ConfigError: it is an encoder, cannot be cut into that many parts, or has latent attention, layers with a state, or
+            layers without attention or feed-forward.
     """
+    if isinstance(spec, EncoderSpec):
+        raise ConfigError("the roofline counts decoders only, not encoders", param="model")
+    if any(layer.state is not None or layer.attention is None or layer.mlp is None for layer in spec.layers):
+        raise ConfigError(
+            "the roofline counts layers of attention and feed-forward only, not those with a state", param="model"
+        )
     if not all(isinstance(layer.attention, AttentionSpec) for layer in spec.layers):
         raise ConfigError("the roofline counts grouped-query attention only, not latent attention", param="model")
     count = _Counting(work, numbers, spec.hidden_size, num_chips)
@@ -137,7 +145,7 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     kinds = Counter(part.layers)
     operators = [count.embed()]
     for layer, num_layers in kinds.items():
-        window = layer.attention.window
+        window = layer.grouped_attention.window
         label = "" if len(kinds) == 1 else " (full)" if window is None else f" (window {window})"
         operators += [replace(op, name=op.name + label, count=op.count * num_layers) for op in count.layer(layer)]
     return [*operators, *count.end(part.vocab_size)]
@@ -149,7 +157,7 @@ def cut(spec: DecoderSpec, num_chips: int) -> DecoderSpec:
     Query heads, the feed-forward and the vocabulary are cut; KV heads too, and repeated where there are fewer than chips.
 
     Raises:
-        ConfigError: it does not divide.
+        ConfigError: the model does not divide.
     """
     if num_chips == 1:
         return spec
@@ -159,7 +167,7 @@ def cut(spec: DecoderSpec, num_chips: int) -> DecoderSpec:
 
 
 def _cut_layer(layer: LayerSpec, num_chips: int) -> LayerSpec:
-    attention, mlp = layer.grouped_attention, layer.mlp
+    attention, mlp = layer.grouped_attention, layer.feed_forward
     num_kv_heads = attention.num_kv_heads
     shares_kv = num_kv_heads % num_chips == 0 or num_chips % num_kv_heads == 0
     widths = [part.intermediate_size for part in _mlps_of(mlp)]
@@ -211,7 +219,7 @@ class _Counting:
         yield from self._joined("attention", "output")
         if layer.pre_norm:
             yield self._norm("mlp norm", "mlp_norm", self._rows, self._hidden)
-        yield from self._feed_forward(layer.mlp)
+        yield from self._feed_forward(layer.feed_forward)
         if layer.post_norm:
             yield self._norm("mlp post norm", "down", self._rows, self._hidden)
         yield from self._joined("mlp", "down")
@@ -260,7 +268,7 @@ class _Counting:
         )  # fmt: skip
 
     def _attend(self, spec: AttentionSpec) -> Iterator[Operator]:
-        """Scores, softmax and values; a key is read once for all the query heads that share it (Ainslie et al. 2023)."""
+        """Scores, softmax and values; a key is read once for all query heads that share it (Ainslie et al. 2023)."""
         work, numbers = self._work, self._numbers
         num_scores = work.num_pairs(spec.window) * spec.num_heads
         num_keys = work.num_keys(spec.window)
@@ -292,7 +300,7 @@ class _Counting:
                 yield replace(operator, name=f"shared {operator.name}")
 
     def _experts(self, spec: MoeSpec) -> Iterator[Operator]:
-        """All experts together: a token passes few, but a batch whose tokens choose evenly reads the weights of many."""
+        """All experts together: a token uses few, but a batch with evenly distributed choices reads the weights of many."""
         missed = (1 - spec.num_chosen / spec.num_experts) ** self._rows  # an expert that no token chose
         num_read = spec.num_experts * (1 - missed)
         for operator in self._mlp(spec.expert, self._rows * spec.num_chosen):

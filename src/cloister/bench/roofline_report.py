@@ -11,7 +11,7 @@ HEADERS = (
     "operator", "calls", "computation", "FLOP", "weights B", "activations B", "KV B", "FLOP/B", "bound", "at the roof", "share",
 )  # fmt: skip
 WIDEST = HEADERS.index("computation")
-"""The column to leave out where there is little room."""
+"""The column to omit on narrow terminals."""
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -25,7 +25,7 @@ def list_rows(step: StepRoofline) -> list[tuple[str, ...]]:
 
 
 def describe_work(work: Work) -> str:
-    """Returns what a step is, in words."""
+    """Returns a description of a step."""
     seqs = "1 sequence" if work.num_seqs == 1 else f"{work.num_seqs} sequences"
     if work.name == "prefill":
         return f"Prefill: {seqs} of {work.num_queries} tokens"
@@ -33,7 +33,7 @@ def describe_work(work: Work) -> str:
 
 
 def describe_roof(roofline: Roofline) -> list[str]:
-    """Returns the lines that stand above the tables: the model, the chip and its ridge points."""
+    """Returns the lines above the tables: the model, the chip and its ridge points."""
     chip, numbers = roofline.chip, roofline.numbers
     widths = f"weights {numbers.weights_bits:g}, activations {numbers.activation_bits:g}, KV {numbers.kv_bits:g} bits"
     peaks = ", ".join(f"{form} {scale(peak)}FLOP/s" for form, peak in chip.peaks.items())
@@ -50,7 +50,7 @@ def describe_roof(roofline: Roofline) -> list[str]:
 
 
 def describe_step(step: StepRoofline) -> str:
-    """Returns the line below a table: the time of the step and what it means in tokens per second."""
+    """Returns the line below a table: the time of the step, and tokens per second."""
     tokens = step.work.num_tokens
     apart = f"{scale_time(step.seconds)} = {tokens / step.seconds:,.1f} tokens/s one operator after the other"
     limit = f"{scale_time(step.limit_s)} = {tokens / step.limit_s:,.1f} tokens/s fused and overlapped"
@@ -58,7 +58,7 @@ def describe_step(step: StepRoofline) -> str:
 
 
 def describe_memory(roofline: Roofline) -> str:
-    """Returns what the model takes on a chip, and whether it fits."""
+    """Returns the memory of the model on a chip, and whether it fits."""
     taken = f"memory: weights {_gib(roofline.weights_bytes)}, KV {_gib(roofline.kv_bytes)}"
     if roofline.chip.memory_bytes is None:
         return taken
@@ -74,7 +74,7 @@ def to_markdown(roofline: Roofline) -> str:
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table; the first column stands left, the others right."""
+    """Returns a Markdown table; the first column is left-aligned, the others right-aligned."""
     lines = [headers, [":--", *["--:"] * (len(headers) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

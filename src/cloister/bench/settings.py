@@ -9,7 +9,7 @@ from cloister.types.config import setting
 
 @dataclass(frozen=True, slots=True)
 class WorkloadConfig:
-    """What is sent."""
+    """The requests to send."""
 
     trace: str | None = setting(
         None,
@@ -23,13 +23,13 @@ class WorkloadConfig:
     max_request_tokens: int | None = setting(
         None, "Leave out requests with a longer prompt and answer; unset, those that the context window cannot hold.", low=2
     )
-    seed: int = setting(0, "Of made-up prompts and Poisson arrivals.", low=0)
-    num_warmup: int = setting(2, "Requests before the run that do not count.", low=0)
+    seed: int = setting(0, "Seed of random prompts and Poisson arrivals.", low=0)
+    num_warmup: int = setting(2, "Warm-up requests before the run.", low=0)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalsConfig:
-    """When it is sent."""
+    """Arrival times of requests."""
 
     arrivals: str | None = setting(
         None,
@@ -42,7 +42,7 @@ class ArrivalsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
-    """What counts as good. With no limit set, a request is good within 1.5x of its time alone."""
+    """The service-level objective. With no limit set, a request is good within 1.5x of its time alone."""
 
     slo_ttft_ms: float | None = setting(None, "Limit on the time to first token.", low=0)
     slo_tbt_ms: float | None = setting(None, "Limit on a request's 99th percentile time between tokens.", low=0)
@@ -50,7 +50,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class TargetConfig:
-    """Whom it is sent to."""
+    """The server under test."""
 
     url: str = setting("http://127.0.0.1:8000", "Server to measure.")
     api_model: str | None = setting(None, "Model to ask for; unset, the first one that the server lists.")

@@ -1,6 +1,6 @@
-"""Readers of request traces: what arrived when, and how long prompts and answers were.
+"""Readers of request traces: arrival times, and lengths of prompts and answers.
 
-Understood are, by their columns and not by their names, plain or gzipped:
+Supported formats, detected by columns, plain or gzipped:
 
 - CSV or JSONL with a header or keys for input and output lengths, or prompts (see COLUMNS);
 - the Azure LLM inference traces (`TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; Patel et al., ISCA 2024);
@@ -25,7 +25,7 @@ from pathlib import Path
 from cloister.types.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens that one entry of `hash_ids` stands for."""
+"""Tokens per entry of `hash_ids`."""
 
 COLUMNS = {
     "input": ("input_length", "input_tokens", "input_toks", "prompt_tokens", "contexttokens", "num_prefill_tokens"),
@@ -43,7 +43,7 @@ COLUMNS = {
     "timestamp": ("timestamp",),
     "hash_ids": ("hash_ids",),
 }
-"""What a column may be called, case aside. `timestamp` is milliseconds, or a date and time."""
+"""Accepted column names, case-insensitive. `timestamp` is milliseconds, or a date and time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TraceRow:
     """One request of a trace.
 
     Attributes:
-        arrival_s: seconds from the trace's first arrival; None where the trace has no times.
+        arrival_s: seconds from the trace's first arrival; None if the trace has no times.
         num_input_tokens: 0 when `prompt` is given instead.
         hash_ids: ids of the prompt's blocks of `MOONCAKE_BLOCK_TOKENS`; equal ids are equal prefixes.
     """

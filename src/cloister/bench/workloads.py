@@ -1,4 +1,4 @@
-"""Workloads from traces: requests with prompts, output lengths and arrival times. Seeded, so they repeat."""
+"""Workloads from traces: requests with prompts, output lengths and arrival times. Seeded, so they are reproducible."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cloister.types.errors import ConfigError
 Arrivals = Literal["recorded", "poisson", "burst"]
 
 FIRST_TOKEN_ID = 32
-"""Made-up prompts use ids from here on: a tokenizer's special tokens often come first."""
+"""Random prompts use ids from here on: a tokenizer's special tokens often come first."""
 
 DEFAULT_VOCAB_SIZE = 2048
-"""Ids of made-up prompts stay below this unless told: every model that we know has as many."""
+"""Default upper bound of ids in random prompts: every supported model has as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class WorkItem:
     """One request to send.
 
     Attributes:
-        arrival_s: when, in seconds from the start of the run.
+        arrival_s: seconds from the start of the run.
         prompt: token ids, or text where the trace has it.
         num_input_tokens: 0 for text.
     """
@@ -43,7 +43,7 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Items in order of arrival, and how they came about.
+    """Items in order of arrival, with their origin.
 
     Attributes:
         num_skipped: rows left out because prompt and answer are longer than the context window.
@@ -56,7 +56,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a trace becomes a workload.
+    """How to convert a trace to a workload.
 
     Attributes:
         arrivals: as recorded, a Poisson process of `rate`, or all at once.
@@ -89,7 +89,7 @@ class Recipe:
 def load_workload(
     work: WorkloadConfig, arrivals: ArrivalsConfig, *, max_model_len: int | None = None, vocab_size: int = DEFAULT_VOCAB_SIZE
 ) -> Workload:
-    """Reads the trace that the settings name, or makes requests of one length, and builds the workload.
+    """Reads the trace that the settings name, or generates requests of one length, and builds the workload.
 
     Raises:
         ConfigError: the settings or the trace cannot be used.
@@ -115,7 +115,7 @@ def parse_scale(text: str) -> Fraction:
     """Reads a factor such as `1/16` or `0.5`.
 
     Raises:
-        ConfigError: it is none, or not above 0.
+        ConfigError: it is not a number, or not above 0.
     """
     try:
         scale = Fraction(text)
@@ -127,10 +127,10 @@ def parse_scale(text: str) -> Fraction:
 
 
 def build_workload(trace: Trace, recipe: Recipe) -> Workload:
-    """Turns a trace into a workload.
+    """Converts a trace to a workload.
 
     Raises:
-        ConfigError: recorded arrivals are asked of a trace without, or no request fits.
+        ConfigError: recorded arrivals are requested from a trace without, or no request fits.
     """
     fitting = [row for row in trace.rows if _fits(row, recipe)]
     rows = fitting[: recipe.num_requests]
@@ -165,13 +165,13 @@ def make_arrivals(trace: Trace, rows: Sequence[TraceRow], recipe: Recipe) -> lis
 
 
 def make_tokens(key: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """Returns `num_tokens` made-up token ids; the same for the same `key`."""
+    """Returns `num_tokens` random token ids; the same for the same `key`."""
     ids: npt.NDArray[np.int64] = np.random.default_rng(list(key)).integers(FIRST_TOKEN_ID, vocab_size, num_tokens)
     return [int(i) for i in ids]
 
 
 def make_shared_prompt(hash_ids: Sequence[int], num_tokens: int, recipe: Recipe) -> list[int]:
-    """Returns a prompt whose blocks are the ones that `hash_ids` name: equal leading ids give equal leading tokens."""
+    """Returns a prompt whose blocks correspond to `hash_ids`: equal leading ids give equal leading tokens."""
     block_tokens = max(1, scale_length(MOONCAKE_BLOCK_TOKENS, recipe.scale))
     blocks = (make_tokens((recipe.seed, 2, block), block_tokens, recipe.vocab_size) for block in hash_ids)
     return [token for block in blocks for token in block][:num_tokens]

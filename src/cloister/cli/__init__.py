@@ -19,7 +19,7 @@ from cloister.types.errors import CloisterError
 PROGRAM: Final = "cloister"
 WRONG_USAGE: Final = 2
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it (128 + SIGINT)."""
+"""Exit status after Ctrl-C, as in shells (128 + SIGINT)."""
 
 GROUP: Final = "app"
 VERBS: Final[Mapping[str, str]] = {
@@ -49,11 +49,11 @@ VERBS: Final[Mapping[str, str]] = {
     "witness": GROUP,
     "verify": GROUP,
 }
-"""Verb, which is also its module here unless one stands before a colon -> the function in it, or the group of verbs."""
+"""Verb (also its module here, unless one precedes a colon) -> function in the module, or group of verbs."""
 
 
 class _Verbs(VerbGroup):
-    """Finds verbs in the order of the table, and imports the one that is asked for."""
+    """Lists verbs in the order of the table, and imports only the one that is used."""
 
     _is_listing = False
 
@@ -118,7 +118,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def cloister(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """A language-model server that people with secrets can trust."""
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 an error that says what to do, 2 wrong usage, 130 Ctrl-C.
 
     Args:
-        arguments: without the program's name; None takes those of the process.
+        arguments: arguments without the program's name; None uses those of the process.
     """
     try:
         status = get_command(app).main(arguments, prog_name=PROGRAM, standalone_mode=False)

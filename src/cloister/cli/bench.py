@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure an engine or a server, with real traces, or the operators of a step.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-Prompt = Annotated[int, typer.Option(help="Tokens of each made-up prompt.", min=1)]
+Prompt = Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1)]
 Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
 
 _WIDE = 120
 _WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0}
-_TYPICAL_INPUTS = 4096  # what a scale per output is spread over
+_TYPICAL_INPUTS = 4096  # number of inputs over which a scale per output is spread
 
 
 @app.command()
 @with_settings(EngineConfig)
 def kernels(
     settings: GivenSettings,
-    chip: Annotated[str, typer.Option(help="Roof to measure by: a chip of `cloister roofline`, or `here`.")] = "here",
+    chip: Annotated[str, typer.Option(help="Chip for the comparison: one of `cloister roofline`, or `here`.")] = "here",
     prompt: Prompt = 512,
     context: Annotated[int, typer.Option(help="Keys of each sequence in the decode step.", min=1)] = 512,
     batch: Batch = 1,
-    repeats: Annotated[int, typer.Option(help="Steps of each kind; the median counts.", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="Steps of each kind; the median is reported.", min=1)] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Measure each operator of one prefill and one decode step, beside its roof."""
+    """Measure each operator of one prefill and one decode step, and compare it with the roofline."""
     from cloister.bench.kernels import measure_kernels, num_blocks
     from cloister.bench.profile import group_blocks_of, program_of
     from cloister.bench.roofline_operators import Work
@@ -103,8 +103,8 @@ def profile(
 ) -> None:
     """Show where the time of a step goes: Python and program, by operator and by thread.
 
-    It starts an engine of its own in this process and feeds it made-up prompts. A running server cannot be profiled: that would
-    be privileged access to what its users do, and there is none. A trace holds names of operators, counts and times.
+    It starts an engine in this process and runs random prompts. A running server cannot be profiled: that would be privileged
+    access to its users' activity. A trace contains names of operators, counts and times.
     """
     from cloister.bench.profile import profile_engine, to_trace
     from cloister.bench.workloads import make_tokens
@@ -113,7 +113,7 @@ def profile(
     config, engine = open_engine(settings)
     _check_room(engine, prompt + new, -(-(prompt + new) // config.block_size))
     steps: list[ProfiledStep] = []
-    for run in ("warm-up", "profile"):  # the first run fills tables and caches, and does not count
+    for run in ("warm-up", "profile"):  # warm-up: the first run fills tables and caches
         prompts = [make_tokens([len(run), number], prompt, engine.model.vocab_size) for number in range(batch)]
         steps = profile_engine(engine, [_make_request(f"{run}-{n}", tokens, new) for n, tokens in enumerate(prompts)])
     by_kind = {kind: [step for step in steps if step.kind == kind] for kind in ("prefill", "decode")}
@@ -245,7 +245,7 @@ def throughput(settings: GivenSettings, output: Output = None, as_json: AsJson =
 @app.command()
 @with_settings(WorkloadConfig, EngineConfig)
 def latency(settings: GivenSettings, output: Output = None, as_json: AsJson = False) -> None:
-    """One request after the other on an engine in this process: time to first token, and between tokens."""
+    """One request after another on an engine in this process: time to first token, and between tokens."""
     from cloister.bench.measure import measure_one_by_one
 
     output = make_folder(output) if output is not None else None
@@ -260,7 +260,7 @@ def latency(settings: GivenSettings, output: Output = None, as_json: AsJson = Fa
 @app.command()
 @with_settings(TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig, config_file=False, model="api_model")
 def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = False) -> None:
-    """A server under load, as its clients see it: requests leave at their times, whatever the server does."""
+    """A server under load, as its clients see it: requests are sent at their arrival times, however slow the server is."""
     from cloister.bench.measure import Objectives, measure_server
     from cloister.bench.workloads import load_workload
 
@@ -282,7 +282,7 @@ def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = Fals
 
 
 def _prepare(settings: GivenSettings) -> tuple[EngineCore, Workload]:
-    """Loads the engine and makes a workload of token ids that it can hold."""
+    """Loads the engine and creates a workload of token ids that it can hold."""
     from cloister.bench.workloads import load_workload
 
     _, engine = open_engine(settings)
@@ -293,7 +293,7 @@ def _prepare(settings: GivenSettings) -> tuple[EngineCore, Workload]:
 
 
 def _tokenize(workload: Workload, model_path: Path) -> Workload:
-    """Turns prompts that the trace has as text into token ids."""
+    """Tokenizes text prompts of a trace."""
     if not any(isinstance(item.prompt, str) for item in workload.items):
         return workload
     from cloister.text import Tokenizer
@@ -326,7 +326,7 @@ def _list_settings(settings: GivenSettings, *classes: type[Any]) -> dict[str, ob
 def _finish(
     verb: str, measurement: Measurement, workload: Workload, settings: dict[str, object], output: Path | None, as_json: bool
 ) -> None:
-    """Prints the figures and writes them where they were wanted; exits with 1 if no request was answered."""
+    """Prints the figures and writes them to the requested folder; exits with 1 if no request was answered."""
     summary = measurement.summary
     if as_json:
         print_json({"verb": verb, "skipped": workload.num_skipped, **measurement.to_json()})

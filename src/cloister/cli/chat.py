@@ -35,11 +35,11 @@ class Conversation:
         self.messages: list[dict[str, str]] = list(self._system)
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Drops everything but the system message."""
         self.messages = list(self._system)
 
     def ask(self, text: str) -> Generator[SequenceOutput]:
-        """Yields the answer as it comes. Whatever came before the caller stopped reading belongs to the conversation."""
+        """Yields the answer in pieces. If the caller stops reading, the conversation keeps the pieces so far."""
         messages = [*self.messages, {"role": "user", "content": text}]
         outputs = self._llm.stream_chat(messages, self._sampling)
         answer, is_answered = "", False
@@ -48,7 +48,7 @@ class Conversation:
                 answer, is_answered = answer + output.text, True
                 yield output
         finally:
-            if is_answered:  # a question that could not be answered is forgotten, so that the next one can be
+            if is_answered:  # drop a question that could not be answered, so that the next one can be
                 self.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
@@ -74,7 +74,7 @@ def chat(
 
 
 def talk(conversation: Conversation, name: str) -> None:
-    """Reads lines and answers them until the input ends or somebody leaves."""
+    """Reads lines and answers them until the input ends or the user exits."""
     err.print(f"[bold]{name}[/]. {HELP}.", highlight=False)
     while (line := read_line()) is not None:
         match line.strip():
@@ -106,7 +106,7 @@ def read_line() -> str | None:
 
 
 def answer(conversation: Conversation, text: str) -> None:
-    """Prints one answer as it comes; Ctrl-C stops it and keeps what came."""
+    """Prints one answer in pieces; Ctrl-C stops it and keeps the pieces so far."""
     outputs = conversation.ask(text)
     try:
         with closing(outputs):

@@ -21,7 +21,7 @@ err = Console(stderr=True)
 
 
 def print_line(line: str, style: str = "", *, console: Console | None = None, end: str = "\n") -> None:
-    """Prints a line as it is, on standard output or on another console: no markup, no colours but `style`, no wrapping."""
+    """Prints a line verbatim on standard output or another console: no markup, no colours but `style`, no wrapping."""
     (console or out).print(line, style=style, end=end, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -42,7 +42,7 @@ def print_json(value: object) -> None:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], console: Console | None = None) -> None:
-    """Prints a table on standard output, or on another console; the first column stands left, the others right."""
+    """Prints a table on standard output, or on another console; the first column is left-aligned, the others right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for number, header in enumerate(headers):
         table.add_column(header, justify="left" if number == 0 else "right", overflow="fold")
@@ -52,12 +52,12 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def wide_console(columns: int) -> Console:
-    """Returns the console of a terminal as it is, else one of that many columns: files and pipes need not wrap."""
+    """Returns the console itself for a terminal, else one of the given width: files and pipes need no wrapping."""
     return out if out.is_terminal else Console(width=columns)
 
 
 def make_progress() -> Progress:
-    """Returns a progress bar on standard error that is gone when it is done; where that is no terminal, nothing is shown."""
+    """Returns a transient progress bar on standard error; without a terminal nothing is shown."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -70,14 +70,14 @@ def make_progress() -> Progress:
     )
 
 
-# Checks of output paths, made before the work starts.
+# Checks of output paths, before work starts.
 
 
 def make_folder(folder: Path) -> Path:
-    """Returns a folder that can be written to, made if it was not there.
+    """Returns a writable folder, creating it if needed.
 
     Raises:
-        ConfigError: it cannot be made or written to.
+        ConfigError: the folder cannot be created or written.
     """
     folder = folder.expanduser()
     try:
@@ -92,10 +92,10 @@ def make_folder(folder: Path) -> Path:
 
 
 def find_place(file: Path) -> Path:
-    """Returns a path at which a file can be written; its folder is made if it was not there.
+    """Returns a path for a new file, creating its folder if needed.
 
     Raises:
-        ConfigError: it is a folder, or its folder cannot be made or written to.
+        ConfigError: the path is a folder, or its folder cannot be created or written.
     """
     file = file.expanduser()
     if file.is_dir():

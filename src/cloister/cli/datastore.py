@@ -13,30 +13,28 @@ from cloister.cli.console import make_progress, out, print_json
 from cloister.types.errors import ConfigError
 from cloister.types.text_files import read_text_file
 
-app = typer.Typer(help="Public text that drafts are looked up in.", no_args_is_help=True)
+app = typer.Typer(help="Build datastores of public text for drafts.", no_args_is_help=True)
 
 PIECE_CHARS: Final = 1 << 18
-"""A text is cut into tokens by so much at once, at the end of a paragraph: what the tokenizer needs grows with it."""
+"""Maximum characters tokenized at once, cut at the end of a paragraph: the tokenizer's memory grows with it."""
 
 
 @app.callback()
 def datastore() -> None:
-    """Public text that drafts are looked up in."""
+    """Build datastores of public text for drafts."""
 
 
 @app.command()
 def build(
-    model: Annotated[str, typer.Option(help="Model whose tokens these are: an embedded one's name, a directory, a hub name.")],
-    text: Annotated[
-        list[Path], typer.Option(help="UTF-8 text, or a folder of .txt and .md files; may be given several times.")
-    ],
+    model: Annotated[str, typer.Option(help="Model whose tokenizer is used: an embedded one's name, a directory, a hub name.")],
+    text: Annotated[list[Path], typer.Option(help="UTF-8 text, or a folder of .txt and .md files; may be repeated.")],
     directory: Annotated[Path, typer.Option("--out", help="Directory to write to.", metavar="OUT")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Build a datastore of public text for `serve --speculate rest --datastore OUT`.
 
-    Give public text only. Which drafts are accepted shows in the time that an answer takes, so whoever may ask the server can
-    find out what is in its datastore.
+    Give public text only: response times reveal which drafts are accepted, so users of the server can find out what is in its
+    datastore.
     """
     from cloister.executor.drafters.datastore import Datastore, write_datastore
     from cloister.models import load, locate
@@ -79,14 +77,14 @@ def build(
         return
     size = f"{int(str(report['size_bytes'])) / 1e6:.1f} MB"
     out.print(f"{directory}: {header.num_tokens} tokens of {header.num_documents} documents, {size}", highlight=False)
-    out.print("Its text must be public: who may ask a server can find out what is in its datastore.", highlight=False)
+    out.print("Its text must be public: users of a server can find out what is in its datastore.", highlight=False)
 
 
 def list_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns files as they are, and of folders every .txt and .md file below them, by name.
+    """Returns the given files, and all .txt and .md files below the given folders, by name.
 
     Raises:
-        ConfigError: a folder has none, or there is no such file.
+        ConfigError: a folder has none, or a file does not exist.
     """
     found = []
     for path in paths:

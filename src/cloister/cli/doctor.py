@@ -1,4 +1,4 @@
-"""`cloister doctor`: what works on this machine, and what to do about what does not."""
+"""`cloister doctor`: checks what works on this machine, and advises on what does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one look at the machine found.
+    """The result of one check.
 
     Attributes:
         essential: without it Cloister cannot serve at all.
@@ -46,13 +46,11 @@ class Check:
 
 def doctor(
     port: Annotated[int, typer.Option(help="Port that the server would listen on.", min=1, max=65535)] = 8000,
-    model: Annotated[
-        str | None, typer.Option(help="Model that the server would load; unset, the one that `serve` takes by itself.")
-    ] = None,
-    hub: Annotated[bool, typer.Option(help="Ask whether the model hub answers.")] = True,
+    model: Annotated[str | None, typer.Option(help="Model that the server would load; unset, the default of `serve`.")] = None,
+    hub: Annotated[bool, typer.Option(help="Check whether the model hub answers.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at this machine: what works, and what to do about what does not. Exits with 1 if something essential fails."""
+    """Check what works on this machine, and what to do about what does not. Exits with 1 if something essential fails."""
     with err.status("Looking"):
         checks = list(examine(port, model, hub))
     failed = [check for check in checks if check.essential and not check.good]
@@ -92,7 +90,7 @@ def check_python() -> Check:
 
 
 def chosen_backend() -> str:
-    """The back end that `serve` would take here."""
+    """The back end that `serve` would use here."""
     from cloister.launch import resolve_settings
     from cloister.launch.backend import chosen_backend as choose
 
@@ -100,10 +98,10 @@ def chosen_backend() -> str:
 
 
 def check_kernels(needed: bool, find: Callable[[], tuple[Sequence[str], Sequence[str]]] | None = None) -> Check:
-    """Were the native kernels compiled, which of them does this CPU run, and could it run better ones?
+    """Checks which native kernels were compiled, which this CPU can run, and whether it could run better ones.
 
     Args:
-        find: returns the instruction sets that were compiled, and those that this CPU runs, best first.
+        find: returns the compiled instruction sets, and those that this CPU supports, best first.
     """
     try:
         compiled, runnable = (find or _find_kernels)()
@@ -129,7 +127,7 @@ def _find_kernels() -> tuple[Sequence[str], Sequence[str]]:
 
 
 def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Check:
-    """Is torch there? Only a GPU, and a machine without native kernels, need it."""
+    """Checks whether torch is installed. Only a GPU, or a machine without native kernels, needs it."""
     try:
         detail = (describe or _describe_torch)()
     except (ImportError, OSError) as error:
@@ -146,7 +144,7 @@ def _describe_torch() -> str:
 
 
 def check_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
-    """Which vector instructions the CPU has; without any it works, but slowly."""
+    """Checks the CPU's vector instructions; without any it works, but slowly."""
     try:
         words = set(cpuinfo.read_text().split())
     except OSError:
@@ -157,14 +155,14 @@ def check_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
 
 
 def check_cpus() -> Check:
-    """CPUs, as the cgroup limits them."""
+    """Checks the number of CPUs, as limited by the cgroup."""
     from cloister.engine.machine import read_machine
 
     return Check("CPUs", True, f"{read_machine().num_cpus} of the host's {os.cpu_count() or 1} may be used", essential=False)
 
 
 def check_hardening() -> Check:
-    """Which measures of a sealed node can this machine give? Only `serve --sealed` needs them."""
+    """Checks the hardening measures available to a sealed node. Only `serve --sealed` needs them."""
     from cloister.trust.hardening import probe
 
     results = list(probe())
@@ -176,7 +174,7 @@ def check_hardening() -> Check:
 
 
 def check_port(port: int) -> Check:
-    """Is the port free on the loopback address?"""
+    """Checks whether the port is free on the loopback address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -189,7 +187,7 @@ def check_port(port: int) -> Check:
 
 
 def served_model() -> str:
-    """The model that `serve` would take here where nobody names one."""
+    """The default model of `serve` on this machine."""
     from cloister.launch import resolve_settings
     from cloister.launch.default_model import choose_default_model
 
@@ -197,7 +195,7 @@ def served_model() -> str:
 
 
 def is_pullable(name: str) -> bool:
-    """Is it a model of the catalogue that is not on this machine?"""
+    """Whether it is a model of the catalogue that is not on this machine."""
     from cloister.models.location import find_named
     from cloister.models.pulling import CATALOGUE
 
@@ -205,7 +203,7 @@ def is_pullable(name: str) -> bool:
 
 
 def check_download(name: str) -> Check:
-    """How a model that is not on this machine will come here; nothing is downloaded by looking."""
+    """Describes how a missing model will be downloaded; downloads nothing itself."""
     from cloister.models.pulling import CATALOGUE
 
     model = CATALOGUE[name]
@@ -215,7 +213,7 @@ def check_download(name: str) -> Check:
 
 
 def check_model(name: str) -> Check:
-    """Opens the model, every tensor's shape included, without computing anything."""
+    """Opens the model and checks every tensor's shape, without computing anything."""
     from cloister.models import load, locate
 
     try:
@@ -229,10 +227,12 @@ def check_model(name: str) -> Check:
 
 
 def check_memory(name: str | None) -> Check:
-    """Does the model fit into what the host, the cgroup and the process's own limit leave? As `serve` counts it.
+    """Checks whether a back end computes the model, and whether it fits into the available memory, as `serve` does.
+
+    The memory is what host, cgroup and process limits leave.
 
     Args:
-        name: of a model that can be opened; None says what is available only.
+        name: name of a model that can be opened; None reports only the available memory.
     """
     from cloister.engine.machine import read_machine
     from cloister.launch import budget_model, resolve_settings
@@ -247,13 +247,13 @@ def check_memory(name: str | None) -> Check:
         budget = budget_model(config, load(locate(name)))
     except MemoryBudgetError as error:
         return Check("memory", False, detail, error.message)
-    except CloisterError:  # no back end: another check says why
-        return Check("memory", True, detail)
+    except CloisterError as error:
+        return Check("back end", False, f"{name} is not computed", error.message)
     return Check("memory", True, f"{detail}; {name} takes {budget.total_bytes // MIB}")
 
 
 def check_cache(directory: Path | None = None) -> Check:
-    """Can packed weights be kept? Without them every start packs anew."""
+    """Checks whether packed weights can be cached. Without a cache every start packs them again."""
     from cloister.types.config import EngineConfig
 
     advice = "make it writable and free space, or name another directory with --weights-cache"
@@ -265,7 +265,7 @@ def check_cache(directory: Path | None = None) -> Check:
 
 
 def check_hub(reach: Callable[[], str] | None = None) -> Check:
-    """Does the model hub answer? Only models that are not here yet need it."""
+    """Checks whether the model hub answers. Only models that are not downloaded yet need it."""
     advice = "models in directories and the embedded ones work without; set HTTPS_PROXY if you have a proxy"
     try:
         detail = (reach or _reach_hub)()
@@ -275,7 +275,7 @@ def check_hub(reach: Callable[[], str] | None = None) -> Check:
 
 
 def _reach_hub() -> str:
-    """Returns a word on who answered; OSError if nobody did."""
+    """Returns a description of the server that answered; raises OSError if there was none."""
     import httpx
     from huggingface_hub.constants import ENDPOINT
 

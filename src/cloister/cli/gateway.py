@@ -1,4 +1,4 @@
-"""`cloister gateway`: takes sealed requests with a token each from relays, and forwards them to the chosen nodes."""
+"""`cloister gateway`: accepts sealed requests with a token each from relays, and forwards them to the chosen nodes."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
 
 def gateway(
-    url: Annotated[str, typer.Option(help="By which clients name it, such as https://gateway.example.", metavar="URL")],
-    node: Annotated[list[str], typer.Option(help="Where a node is; once for each node.", metavar="URL")],
+    url: Annotated[str, typer.Option(help="Its public URL, such as https://gateway.example.", metavar="URL")],
+    node: Annotated[list[str], typer.Option(help="URL of a node; repeat for each node.", metavar="URL")],
     relay_secrets: Annotated[Path, typer.Option(help="File with the secret of each relay, one a line.", metavar="FILE")],
     issuer_keys: Annotated[
         Path,
         typer.Option(help="File that `cloister issuer --show-keys` wrote; it is read again when it changes.", metavar="FILE"),
     ],
     spend_store: Annotated[
-        str, typer.Option(help="Where spent tokens are kept: sqlite:///FILE, postgresql://... or redis://...", metavar="URL")
+        str, typer.Option(help="Store of spent tokens: sqlite:///FILE, postgresql://... or redis://...", metavar="URL")
     ],
     node_secret: Annotated[
-        Path | None, typer.Option(help="File whose one line shows the nodes that it is this gateway.", metavar="FILE")
+        Path | None, typer.Option(help="File with the secret that authenticates this gateway to the nodes.", metavar="FILE")
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Directory of the log; the epochs go into it.", metavar="DIR")] = None,
     log_key: Annotated[Path | None, typer.Option(help="File of the log's signer key.", metavar="FILE")] = None,
     trust: Annotated[Path | None, typer.Option(help="Trust file, the one that clients have.", metavar="FILE")] = None,
     witness: Annotated[
-        list[str] | None, typer.Option(help="A witness of the trust file, as NAME=URL; once for each.", metavar="NAME=URL")
+        list[str] | None, typer.Option(help="A witness of the trust file, as NAME=URL; repeat for each.", metavar="NAME=URL")
     ] = None,
     release: Annotated[str | None, typer.Option(help="Digest of the release that nodes run, hex.", metavar="HEX")] = None,
     profile: Annotated[str, typer.Option(help="Profile that nodes run under.")] = "private",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8002,
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 picks a free one.", min=0, max=65535)] = 8002,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", metavar="FILE")] = None,
     node_ca: Annotated[
         Path | None,
-        typer.Option(help="Authorities that may vouch for nodes, PEM; unset, those of this system.", metavar="FILE"),
+        typer.Option(help="Certificate authorities for the nodes' TLS, PEM; unset, those of this system.", metavar="FILE"),
     ] = None,
-    answer_timeout_s: Annotated[float, typer.Option(help="Longest silence of an answer, in seconds.", min=1)] = 600.0,
+    answer_timeout_s: Annotated[float, typer.Option(help="Read timeout of an answer, in seconds.", min=1)] = 600.0,
 ) -> None:
-    """Hand sealed requests to nodes, each against a token, until SIGTERM or Ctrl-C.
+    """Forward sealed requests to nodes, each for a token, until SIGTERM or Ctrl-C.
 
-    A gateway sees which node is asked, and neither who asks nor what. It publishes the epoch file if it is given a log: --log,
-    --log-key, --trust, --release and a --witness for as many as the trust file asks for. Its keys live for 24 hours, in memory
-    only: started anew, it publishes a new epoch.
+    A gateway learns the node of a request, but neither the client nor the content. With a log it publishes the epoch file:
+    --log, --log-key, --trust, --release and as many --witness as the trust file requires. Its keys live for 24 hours, in memory
+    only: after a restart it publishes a new epoch.
     """
     from cloister.private.gateway import GatewayConfig, gateway_app
     from cloister.private.http_io import REPLAY_WINDOW_S

@@ -24,11 +24,11 @@ _COERCION: Final = (
     (r"Input should be less than or equal to (.*)", r"must be at most \1"),
     (r"Value error, '.*' is not one of (.*?)\.?", r"must be one of \1"),
 )
-"""What typer says of a value -> what we say."""
+"""typer's message about a value -> our message."""
 
 
 def print_usage_error(error: Any) -> None:
-    """Prints what is wrong and what to do on standard error. A group without a verb is answered with its help."""
+    """Prints what is wrong and what to do on standard error. A group without a verb shows its help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(error.format_message(), err=True)
         return
@@ -39,7 +39,7 @@ def print_usage_error(error: Any) -> None:
 
 
 def describe_usage(error: Any) -> str:
-    """Returns a usage error of typer's as one line, without what was given to arguments, which may be a prompt."""
+    """Returns a usage error of typer as one line, without the arguments' values, which may be a prompt."""
     match type(error).__name__:
         case "NoSuchOption":
             return f"there is no option {error.option_name}{_suggest_option(error)}"
@@ -64,7 +64,7 @@ def describe_usage(error: Any) -> str:
 
 
 def show_argument(argument: Any) -> str:
-    """Returns `NAME`, or `[NAME]` for an argument that may be left out."""
+    """Returns `NAME`, or `[NAME]` for an optional argument."""
     if argument.metavar:
         return str(argument.metavar)
     name = argument.name.upper() + ("..." if argument.nargs == -1 else "")
@@ -72,14 +72,14 @@ def show_argument(argument: Any) -> str:
 
 
 def suggest(given: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?` for the nearest known word, or nothing. Dashes before it make no word nearer."""
+    """Returns `; did you mean X?` for the closest known word, or "". Leading dashes are ignored."""
     words = {word.lstrip("-"): word for word in known}
     near = difflib.get_close_matches(given.lstrip("-"), list(words), n=1, cutoff=0.6)
     return f"; did you mean {words[near[0]]}?" if near else ""
 
 
 def _suggest_option(error: Any) -> str:
-    """Returns the nearest option, or says that what was meant is an argument."""
+    """Returns the closest option, or a hint that an argument was meant."""
     known: list[str] = []
     for parameter in _parameters(error):
         if parameter.param_type_name != "argument":
@@ -122,7 +122,7 @@ def _lower(message: str) -> str:
 ALL: Final = "cloister.help_all"
 """Key in `Context.meta` while the help of every option is wanted."""
 RARE: Final = "rare_settings"
-"""Attribute of a verb's function: names of the parameters that `--help` leaves out."""
+"""Attribute of a verb's function: names of the parameters that `--help` omits."""
 GENERAL: Final = "Options"
 _TYPES: Final = re.compile(r" <([^>]+)>")
 _RANGES: Final = (
@@ -130,17 +130,17 @@ _RANGES: Final = (
     (re.compile(r"x>=([\d.-]+)"), r"at least \1"),
     (re.compile(r"x<=([\d.-]+)"), r"at most \1"),
 )
-"""How typer writes the range of a number -> words."""
+"""typer's notation of a range -> our wording."""
 
 Row = tuple[str, str]
 
 
 class Verb(TyperCommand):
-    """A verb. Its `--help` leaves out the options that `with_settings` calls rare; `--help-all` has them."""
+    """A verb. Its `--help` omits the options that are rare in `with_settings`; `--help-all` shows them."""
 
     @property
     def rare(self) -> frozenset[str]:
-        """Names of the parameters that `--help` leaves out."""
+        """Names of the parameters that `--help` omits."""
         return getattr(self.callback, RARE, frozenset())
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -150,7 +150,7 @@ class Verb(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
-            vars(error).update(ctx=ctx)  # the parser itself does not say whose option lacks its value
+            vars(error).update(ctx=ctx)  # the parser itself does not report which option lacks its value
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -227,13 +227,13 @@ def _row(parameter: Any, ctx: Any) -> Row:
 
 
 def _show_type(shown: re.Match[str]) -> str:
-    """Returns what stands for a value: `N`, `NUMBER`, `TEXT`, `PATH` or its choices; nothing for a switch."""
+    """Returns the placeholder of a value: `N`, `NUMBER`, `TEXT`, `PATH` or its choices; "" for a switch."""
     kind = shown[1].removeprefix("list[").removesuffix("]").removesuffix(" range")
     named = {"bool": "", "int": " N", "float": " NUMBER", "str": " TEXT"}.get(kind)
     return named if named is not None else " PATH" if kind.lower() in ("path", "file", "directory") else f" {kind}"
 
 
-# Summaries of verbs for `cloister --help` and completion, which then need not import the verbs.
+# Summaries of verbs for `cloister --help` and completion, to avoid importing the verbs.
 
 
 CONTENTS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -245,34 +245,34 @@ CONTENTS: Final[Mapping[str, Mapping[str, str]]] = {
         "list": "List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given.",
         "models": "List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given.",
         "show": "Show a model's source, licence, digest, format and defaults of sampling.",
-        "rm": "Delete models that were pulled, or that lie in the hub's cache.",
+        "rm": "Delete models that were pulled, or that are in the hub's cache.",
     },
     "Look after a server": {
-        "doctor": "Look at this machine: what works, and what to do about what does not.",
+        "doctor": "Check what works on this machine, and what to do about what does not.",
         "keys": "Make, list and remove API keys.",
         "policy": "What each privacy profile allows, mitigates and refuses.",
         "bench": "Measure an engine or a server, with real traces, or the operators of a step.",
-        "roofline": "Count every operator of a model, in prefill and in decode, and put it under the roof of a chip.",
+        "roofline": "Count every operator of a model, in prefill and in decode, and apply the roofline of a chip.",
     },
     "Make models smaller or faster": {
-        "quantize": "Write a model in few bits, and say what that costs in perplexity.",
-        "train": "Train what drafts tokens for a model; the model itself stays as it is.",
-        "datastore": "Public text that drafts are looked up in.",
+        "quantize": "Quantize a model, and measure what that costs in perplexity.",
+        "train": "Train drafters for a model; the model itself is unchanged.",
+        "datastore": "Build datastores of public text for drafts.",
     },
     "Use a private cloud": {
-        "proxy": "Serve the OpenAI API on this machine: every request is sealed to a node that was drawn and verified.",
-        "verify": "Check what a node claims and what it keeps.",
+        "proxy": "Serve the OpenAI API on this machine: every request is sealed to a randomly drawn, verified node.",
+        "verify": "Verify nodes, receipts, routing and residue.",
         "monitor": "Replay the log: membership, capacities, keys, cadence and releases; compare with what others were shown.",
     },
     "Run a private cloud": {
-        "relay": "Carry sealed requests to a gateway, and sealed purchases to an issuer, until SIGTERM or Ctrl-C.",
-        "gateway": "Hand sealed requests to nodes, each against a token, until SIGTERM or Ctrl-C.",
-        "issuer": "Give tokens against API keys, without seeing what becomes of them.",
+        "relay": "Forward sealed requests to a gateway, and sealed purchases to an issuer, until SIGTERM or Ctrl-C.",
+        "gateway": "Forward sealed requests to nodes, each for a token, until SIGTERM or Ctrl-C.",
+        "issuer": "Issue tokens to holders of API keys, without being able to trace them.",
         "log": "Keep and check a transparency log.",
         "release": "Make releases, and revoke them.",
         "witness": "Witness the checkpoints of logs.",
     },
 }
-"""Heading -> verb -> the first sentence of its help; a verb that is missing here is imported for its help."""
+"""Heading -> verb -> the first sentence of its help; missing verbs are imported for their help."""
 
 SUMMARIES: Final = {verb: summary for verbs in CONTENTS.values() for verb, summary in verbs.items()}

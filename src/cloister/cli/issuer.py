@@ -15,29 +15,29 @@ DEFAULT_STATE = Path("~/.local/state/cloister/issuer")
 
 
 def issuer(
-    url: Annotated[str, typer.Option(help="By which clients name it, such as https://issuer.example.", metavar="URL")],
+    url: Annotated[str, typer.Option(help="Its public URL, such as https://issuer.example.", metavar="URL")],
     key: Annotated[
-        Path, typer.Option(help="Signer key by which clients know it (`cloister log key --role issuer`).", metavar="FILE")
+        Path, typer.Option(help="Its signer key, known to clients (`cloister log key --role issuer`).", metavar="FILE")
     ],
     state: Annotated[Path, typer.Option(help="Directory of its keys and counts.", metavar="DIR")] = DEFAULT_STATE,
     api_keys: Annotated[Path, typer.Option(help="File of API keys (`cloister keys`).", metavar="FILE")] = DEFAULT_FILE,
     token_budget: Annotated[
-        int, typer.Option(help="Output tokens that one token of a new key pays for.", min=1, max=999_999_999)
+        int, typer.Option(help="Output tokens that one blind token of a new key pays for.", min=1, max=999_999_999)
     ] = 4096,
     tokens_per_epoch: Annotated[int, typer.Option(help="Tokens that one API key may have in seven days.", min=1)] = 1000,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8003,
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 picks a free one.", min=0, max=65535)] = 8003,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", metavar="FILE")] = None,
     show_keys: Annotated[
-        bool, typer.Option("--show-keys", help="Print what the epoch file and a gateway need, and leave.")
+        bool, typer.Option("--show-keys", help="Print the keys for the epoch file and a gateway, and exit.")
     ] = False,
 ) -> None:
-    """Give tokens against API keys, without seeing what becomes of them.
+    """Issue tokens to holders of API keys, without being able to trace them.
 
-    Keys sign for seven days. --show-keys prints the public ones as JSON: `token_key` as it stands in the epoch file, from when
-    until when it signs, until when its tokens are taken, their budget, and the signature of --key. Clients buy through the
-    relay, sealed to a key that lives in this process alone: run one.
+    Keys sign for seven days. --show-keys prints the public ones as JSON: `token_key` as in the epoch file, the period in which
+    it signs, when its tokens expire, their budget, and the signature of --key. Clients buy through the relay, sealed to a key
+    that only this process has: run a single one.
     """
     from cloister.engine.machine import read_machine
     from cloister.policy import read_credentials
@@ -56,7 +56,7 @@ def issuer(
     if show_keys:
         typer.echo(format_keys(shelf.turn(time.time()), url, identity), nl=False)
         return
-    read_credentials(api_keys)  # a file that cannot be read is said now, not to the first client
+    read_credentials(api_keys)  # report an unreadable file now, not to the first client
     limits = IssuerLimits(tokens_per_epoch)
     book = QuotaBook(state / "issued.db")
     program = Issuer(shelf, book, lambda: read_credentials(api_keys), limits, now=time.time)

@@ -27,9 +27,9 @@ DEFAULT_FILE = Path("~/.config/cloister/keys.json")
 
 @app.command()
 def add(
-    name: Annotated[str, typer.Argument(help="What to call the key.")],
-    tenant: Annotated[str | None, typer.Option(help="Whose key it is; unset, a tenant of the key's own name.")] = None,
-    priority: Annotated[int, typer.Option(help="Its class, smaller is more urgent.", min=MIN_PRIORITY, max=MAX_PRIORITY)] = 0,
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the key; unset, a tenant with the key's name.")] = None,
+    priority: Annotated[int, typer.Option(help="Its class; smaller is more urgent.", min=MIN_PRIORITY, max=MAX_PRIORITY)] = 0,
     rpm: Rpm = None,
     concurrent: Concurrent = None,
     tokens_per_day: TokensPerDay = None,
@@ -38,7 +38,7 @@ def add(
 ) -> None:
     """Make an API key and print it once. Keys of one tenant share cached prefixes and one fair share.
 
-    Limits hold for the key, not for its tenant; unset or 0 is no limit.
+    Limits apply to the key, not to its tenant; unset or 0 is no limit.
     """
     with locked(file) as path:
         before = read_credentials(path) if path.exists() else Credentials.empty()
@@ -79,7 +79,7 @@ def limit(
     tokens_per_day: TokensPerDay = None,
     file: KeyFile = DEFAULT_FILE,
 ) -> None:
-    """Change the limits of a key; 0 takes one away, and one that is not given stays. A running server follows."""
+    """Change the limits of a key; 0 removes a limit, and omitted ones are kept. A running server applies the change."""
     with locked(file) as path:
         credentials = read_credentials(path)
         before = next((key.limits for key in credentials.keys if key.name == name), KeyQuota())
@@ -90,7 +90,7 @@ def limit(
 
 @app.command()
 def remove(name: Annotated[str, typer.Argument(help="Which key.")], file: KeyFile = DEFAULT_FILE) -> None:
-    """Remove a key. A running server stops taking it within seconds; what it lets run ends."""
+    """Remove a key. A running server rejects it within seconds; requests already running finish."""
     with locked(file) as path:
         write_credentials(path, read_credentials(path).remove(name))
     typer.echo(f"Removed {name}.", err=True)

@@ -20,7 +20,7 @@ Releases = Annotated[list[str], typer.Option("--release", help="A verifier key t
 
 
 class KeyRole(StrEnum):
-    """What a signer key is for."""
+    """The role of a signer key."""
 
     LOG = "log"
     WITNESS = "witness"
@@ -40,7 +40,7 @@ def key(
     out: Annotated[Path, typer.Option(help="The new file, mode 0600.", metavar="FILE")],
     role: Annotated[KeyRole, typer.Option(help="What it signs.")] = KeyRole.LOG,
 ) -> None:
-    """Make a signer key, and print its verifier key."""
+    """Create a signer key, and print its verifier key."""
     from cloister.trust.transparency.files import write_key
     from cloister.trust.transparency.note import Kind, PrivateKey
 
@@ -54,7 +54,7 @@ def init(
     directory: Directory,
     key: Annotated[Path, typer.Option(help="The log's signer key (`cloister log key`).", metavar="FILE")],
 ) -> None:
-    """Make an empty log."""
+    """Create an empty log."""
     from cloister.trust.transparency.files import read_key
     from cloister.trust.transparency.log import Log
 
@@ -64,7 +64,7 @@ def init(
 @app.command()
 def add(
     directory: Directory,
-    entries: Annotated[list[Path], typer.Argument(help="Entries that `cloister release` made.", metavar="ENTRY...")],
+    entries: Annotated[list[Path], typer.Argument(help="Entries written by `cloister release`.", metavar="ENTRY...")],
     key: Annotated[Path, typer.Option(help="The log's signer key.", metavar="FILE")],
     manifest: Annotated[Path | None, typer.Option(help="The manifest that the release names.", metavar="FILE")] = None,
 ) -> None:
@@ -142,13 +142,13 @@ def trust(
     release: Releases,
     witness: Annotated[list[str], typer.Option(help="A witness's verifier key; three of them.", metavar="KEY")],
     issuer: Annotated[
-        str, typer.Option(help="The one issuer that the API key is shown to, https://...; empty buys no tokens.", metavar="URL")
+        str, typer.Option(help="The only issuer that gets the API key, https://...; empty buys no tokens.", metavar="URL")
     ] = "",
     issuer_key: Annotated[str, typer.Option(help="That issuer's verifier key (--role issuer).", metavar="KEY")] = "",
-    threshold: Annotated[int, typer.Option(help="How many of them must have cosigned.", min=2)] = 2,
+    threshold: Annotated[int, typer.Option(help="Number of witnesses that must have cosigned.", min=2)] = 2,
     profile: Annotated[list[str] | None, typer.Option(help="A profile that nodes may run under.", metavar="NAME")] = None,
 ) -> None:
-    """Print the file that says whom a client believes; it belongs to the client, and never comes from the gateway."""
+    """Print a client's trust file, which lists the keys that it trusts. It must never come from the gateway."""
     from cloister.trust.transparency.note import PublicKey
     from cloister.trust.transparency.trust import Trust, encode_trust, identify_issuer
 

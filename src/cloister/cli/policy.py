@@ -40,7 +40,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/threats.md.")] = False,
 ) -> None:
-    """Say what a profile does: of every feature what it is for, what it endangers, and what is done about that."""
+    """Show a profile: for every feature its purpose, its threats, and the mitigation."""
     if markdown and (as_json or profile or matrix):
         raise typer.BadParameter("docs/threats.md has every profile; give --markdown by itself")
     if not (markdown or as_json or matrix):
@@ -61,7 +61,7 @@ def compare(
     second: Annotated[Profile, typer.Argument(help="The profile to compare it with.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what differs between two profiles: each feature that they treat differently, and how each of the two treats it."""
+    """Show the differences between two profiles: each feature that they treat differently, with both treatments."""
     if first is second:
         raise typer.BadParameter("name two different profiles")
     if as_json:
@@ -71,7 +71,7 @@ def compare(
 
 
 def list_entries() -> tuple[Entry, ...]:
-    """Everything that this build has: what is registered by name, then what the packages declare beside their code."""
+    """All features of this build: registered implementations, then those that packages declare."""
     from cloister import kv, scheduler
     from cloister.backends.base import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT
@@ -79,7 +79,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister.scheduler.policies import POLICIES
     from cloister.scheduler.speculation import SPECULATION_THREAT
 
-    importlib.import_module("cloister.backends.torch")  # files its entry in BACKENDS, without importing torch
+    importlib.import_module("cloister.backends.torch")  # registers its entry in BACKENDS, without importing torch
     declared = {
         "prefix cache": kv.PREFIX_CACHE_THREAT,
         "step budget": scheduler.BUDGET_THREAT,
@@ -101,13 +101,13 @@ def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:
         about = (row.name, show_letters(row), "yes" if row in in_build else "no")
         matrix.add_row(*about, *_show_rulings(row.rulings, profile))
     console.print(matrix)
-    parts = _start_table("Parts that are judged by themselves", profile)
+    parts = _start_table("Parts with their own verdict", profile)
     for feature in judged_apart():
         parts.add_row(feature.name, show_letters(row_of(feature.slug)), "yes", *_show_rulings(feature.rulings, profile))
     console.print(parts)
     console.print(
         "S stateless computation, E enforceable guarantees, P no privileged runtime access, T non-targetability, "
-        "V verifiable transparency. --profile NAME shows what must hold; --markdown and --json show residue and attacks too.",
+        "V verifiable transparency. --profile NAME shows the conditions; --markdown and --json show residue and attacks too.",
         style="dim",
     )
 
@@ -120,7 +120,7 @@ def _start_table(title: str, profile: Profile | None) -> Table:
     for column in (profile,) if profile else tuple(Profile):
         table.add_column(column, no_wrap=True)
     if profile:
-        table.add_column("what must hold, or why", overflow="fold")
+        table.add_column("condition, or reason", overflow="fold")
     return table
 
 
@@ -137,19 +137,19 @@ def _show_verdict(ruling: Ruling) -> str:
 
 HEADINGS: Final = {
     Verdict.REFUSED: ("Refused", "red", "no flag, config file or request switches these on"),
-    Verdict.MITIGATED: ("Allowed, since something is done about it", "yellow", ""),
-    Verdict.ALLOWED: ("Allowed as it is", "green", ""),
+    Verdict.MITIGATED: ("Allowed with a mitigation", "yellow", ""),
+    Verdict.ALLOWED: ("Allowed without conditions", "green", ""),
 }
 ABOUT: Final = {
-    Profile.OPEN: "one person uses this machine; chosen by itself on loopback without API keys",
-    Profile.TEAM: "people share a server and trust its operator; chosen by itself elsewhere, and with API keys",
-    Profile.PRIVATE: "people who need not trust other users or the operator; chosen by itself on a sealed node",
+    Profile.OPEN: "one person uses this machine; default on loopback without API keys",
+    Profile.TEAM: "people share a server and trust its operator; default elsewhere, and with API keys",
+    Profile.PRIVATE: "people who need not trust other users or the operator; default on a sealed node",
     Profile.PARANOID: "nothing is reused, and the network sees one shape",
 }
 
 
 def print_profile(profile: Profile) -> None:
-    """Prints what a profile refuses, allows with something done about it, and allows as it is."""
+    """Prints what a profile refuses, allows with a mitigation, and allows without conditions."""
     features = all_features()
     out.print(f"Profile {profile}: {ABOUT[profile]}.", style="bold", highlight=False)
     for verdict, (heading, style, note) in HEADINGS.items():
@@ -167,7 +167,7 @@ def print_profile(profile: Profile) -> None:
 
 
 def print_comparison(first: Profile, second: Profile) -> None:
-    """Prints what each of two profiles says of the features that they do not treat alike."""
+    """Prints each of two profiles' rulings on features that they treat differently."""
     features = list(differing_features(first, second))
     num_alike = len(all_features()) - len(features)
     for profile in (first, second):
@@ -178,7 +178,7 @@ def print_comparison(first: Profile, second: Profile) -> None:
             ruling = feature.rulings[profile]
             table.add_row(f"  {profile}", f"[{HEADINGS[ruling.verdict][1]}]{ruling.verdict}[/]: {escape(ruling.text)}")
         _print_titled(feature, table)
-    out.print(f"\n{num_alike} other features are treated alike.", style="dim", highlight=False)
+    out.print(f"\n{num_alike} other features are treated the same.", style="dim", highlight=False)
 
 
 def _print_feature(feature: Feature, profile: Profile) -> None:

@@ -17,43 +17,43 @@ if TYPE_CHECKING:
 
 
 def proxy(
-    relay: Annotated[str, typer.Option(help="Where the relay is.", metavar="URL")],
-    trust: Annotated[Path, typer.Option(help="Keys of log, witnesses and releases: whom to believe.", metavar="FILE")],
+    relay: Annotated[str, typer.Option(help="URL of the relay.", metavar="URL")],
+    trust: Annotated[Path, typer.Option(help="Trust file: keys of log, witnesses and releases.", metavar="FILE")],
     api_key_file: Annotated[
-        Path, typer.Option(help="File with the API key for the issuer; `-` reads it here.", metavar="FILE")
+        Path, typer.Option(help="File with the API key for the issuer; `-` reads standard input.", metavar="FILE")
     ],
     policy: Annotated[
         Path | None,
-        typer.Option(help="What is accepted of nodes, JSON; what it leaves open is taken from the log.", metavar="FILE"),
+        typer.Option(help="Requirements for nodes, JSON; unset ones are taken from the log.", metavar="FILE"),
     ] = None,
     accept_software: Annotated[
-        bool, typer.Option("--accept-software", help="Send to nodes that no hardware vouches for: NOT PROVED.")
+        bool, typer.Option("--accept-software", help="Send to nodes without hardware attestation: NOT PROVED.")
     ] = False,
     receipts: Annotated[
         Path | None,
-        typer.Option(help="Folder in which a receipt of every answer is kept; unset, none is asked for.", metavar="FOLDER"),
+        typer.Option(help="Folder for receipts of all answers; unset, none is requested.", metavar="FOLDER"),
     ] = None,
     buy_directly: Annotated[
-        bool, typer.Option("--buy-directly", help="Ask the issuer itself for tokens: it sees your address beside the API key.")
+        bool, typer.Option("--buy-directly", help="Buy tokens directly from the issuer: it sees your address and API key.")
     ] = False,
     state: Annotated[
         Path | None,
-        typer.Option(help="What was seen of the log, kept between runs; unset, in ~/.local/state/cloister.", metavar="FILE"),
+        typer.Option(help="View of the log, kept between runs; unset, in ~/.local/state/cloister.", metavar="FILE"),
     ] = None,
     remember: Annotated[
-        bool, typer.Option(help="Keep what was seen of the log; else each start sees the cloud as if for the first time.")
+        bool, typer.Option(help="Keep the view of the log; else each start sees the cloud as if for the first time.")
     ] = True,
     least_present: LeastPresent = LEAST_PRESENT,
     most_share: MostShare = MOST_SHARE,
     accept_membership: AcceptMembership = 0,
     accept_masked_chips: AcceptMaskedChips = False,
     host: Annotated[str, typer.Option(help="Loopback address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8080,
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 picks a free one.", min=0, max=65535)] = 8080,
 ) -> None:
-    """Serve the OpenAI API on this machine: every request is sealed to a node that was drawn and verified.
+    """Serve the OpenAI API on this machine: every request is sealed to a randomly drawn, verified node.
 
-    It prints what was verified at every new epoch, and nothing about any request. Whoever can reach its port can spend its
-    tokens, so it listens on loopback only.
+    It prints what was verified at every new epoch, and nothing about any request. Any client of its port can spend its tokens,
+    so it listens on loopback only.
     """
     from cloister.client import Limits, Session
     from cloister.client.receipts import ReceiptFolder
@@ -88,7 +88,7 @@ def read_api_key(path: Path) -> str:
     """Reads an API key from a file, or from standard input for `-`; never from the command line, which others can read.
 
     Raises:
-        ConfigError: it cannot be read, or is empty.
+        ConfigError: the file cannot be read, or is empty.
     """
     is_typed = str(path) == "-"
     key = typer.get_text_stream("stdin").readline() if is_typed else read_text_file(path, param="api_key_file")

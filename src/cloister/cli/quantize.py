@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Embedded model's name, model directory, or hub name.")],
-    directory: Annotated[Path, typer.Argument(help="Directory to write to; it must not exist, or be empty.", metavar="OUT")],
+    directory: Annotated[Path, typer.Argument(help="Directory to write to; must be empty or not exist.", metavar="OUT")],
     format_name: Annotated[str, typer.Option("--format", help="Number format: int8, int4 or qoq.")] = "int4",
-    method: Annotated[str, typer.Option(help="How codes are found: rtn (no text), gptq, awq or smoothquant.")] = "gptq",
+    method: Annotated[str, typer.Option(help="Calibration method: rtn (no text), gptq, awq or smoothquant.")] = "gptq",
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128; unset, the format's own.", show_default=False)
+        int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128; unset, the default.", show_default=False)
     ] = None,
     activations: Annotated[
-        str | None, typer.Option(help="What meets the codes: int8 or bfloat16; unset, int8.", show_default=False)
+        str | None, typer.Option(help="Format of activations: int8 or bfloat16; unset, int8.", show_default=False)
     ] = None,
     rotate: Annotated[
-        bool, typer.Option(help="Rotate inputs that are rounded; without it other engines can read what is written.")
+        bool, typer.Option(help="Rotate inputs that are rounded; without it other engines can read the result.")
     ] = True,
     text: Annotated[
-        Path | None, typer.Option(help="Text to calibrate on, UTF-8; unset, the one that is shipped.", metavar="FILE")
+        Path | None, typer.Option(help="Text to calibrate on, UTF-8; unset, the shipped one.", metavar="FILE")
     ] = None,
-    num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of it to use at most.", min=512)] = 32768,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="Maximum number of its tokens to use.", min=512)] = 32768,
     num_measured: Annotated[
         int, typer.Option("--measure", help="Tokens of held-out text to measure perplexity on; 0 measures nothing.", min=0)
     ] = 16384,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Write a model in few bits, and say what that costs in perplexity."""
+    """Quantize a model, and measure what that costs in perplexity."""
     from cloister.launch.calibrating import cut_windows
     from cloister.models import load, locate
     from cloister.models.quantized.encoding import check_place, write_model
@@ -76,7 +76,7 @@ def quantize(
 
 
 def compare(before: LoadedModel, after: LoadedModel, windows: IntArray, kv_dtype: KVDtype) -> dict[str, object]:
-    """Returns perplexity of both models and how often they agree, as JSON values."""
+    """Returns the perplexity of both models and their agreement, as JSON values."""
     from cloister.quant.quality import measure
 
     with make_progress() as progress:

@@ -14,7 +14,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.setting_groups import GROUPS, list_groups
 
 OTHERS = (TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig)
-"""Classes of settings whose headings are their own names."""
+"""Classes of settings whose headings are their names."""
 
 HEAD = """# Command line
 

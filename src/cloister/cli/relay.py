@@ -11,34 +11,34 @@ from cloister.types.errors import ConfigError
 
 
 def relay(
-    gateway: Annotated[str, typer.Option(help="Where the gateway is, such as https://gateway.example.", metavar="URL")],
+    gateway: Annotated[str, typer.Option(help="URL of the gateway, such as https://gateway.example.", metavar="URL")],
     secret_file: Annotated[
-        Path, typer.Option(help="File whose one line shows the gateway which relay this is.", metavar="FILE")
+        Path, typer.Option(help="File with the secret that authenticates this relay to the gateway.", metavar="FILE")
     ],
     issuer: Annotated[
         str,
-        typer.Option(help="Where the issuer is, such as https://issuer.example; empty carries no purchases.", metavar="URL"),
+        typer.Option(help="URL of the issuer, such as https://issuer.example; empty refuses purchases.", metavar="URL"),
     ] = "",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8001,
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 picks a free one.", min=0, max=65535)] = 8001,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", metavar="FILE")] = None,
     gateway_ca: Annotated[
         Path | None,
-        typer.Option(help="Authorities that may vouch for the gateway, PEM; unset, those of this system.", metavar="FILE"),
+        typer.Option(help="Certificate authorities for the gateway's TLS, PEM; unset, those of this system.", metavar="FILE"),
     ] = None,
     issuer_ca: Annotated[
         Path | None,
-        typer.Option(help="Authorities that may vouch for the issuer, PEM; unset, those of this system.", metavar="FILE"),
+        typer.Option(help="Certificate authorities for the issuer's TLS, PEM; unset, those of this system.", metavar="FILE"),
     ] = None,
     answer_timeout_s: Annotated[
-        float, typer.Option(help="Longest silence of an answer, in seconds; longer than the gateway's.", min=1)
+        float, typer.Option(help="Read timeout of an answer, in seconds; longer than the gateway's.", min=1)
     ] = 630.0,
 ) -> None:
-    """Carry sealed requests to a gateway, and sealed purchases to an issuer, until SIGTERM or Ctrl-C.
+    """Forward sealed requests to a gateway, and sealed purchases to an issuer, until SIGTERM or Ctrl-C.
 
-    A relay sees the addresses of clients and the lengths of what they send, and can open none of it. Run it where the gateway
-    is not: whoever has both knows who asks which node.
+    A relay sees the addresses of clients and the lengths of their requests, and cannot open them. Its operator must not be the
+    gateway's: together they would know which client uses which node.
     """
     from cloister.private.peers import read_secret
     from cloister.private.program import run_program

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cloister.trust.transparency.note import PublicKey
 
 
-# Launch measurements on the command line: predicted from the files of an image, read from a file of `NAME=HEX` lines.
+# Launch measurements on the command line: predicted from the files of an image, or read from a file of `NAME=HEX` lines.
 
 
 class TeeKind(StrEnum):
@@ -46,10 +46,10 @@ def print_measurements(
     cpu: str,
     features: str,
 ) -> None:
-    """Prints what the hardware will measure, a `KIND=HEX` line each.
+    """Prints the expected hardware measurements, one `KIND=HEX` line each.
 
     Raises:
-        ConfigError: a file cannot be read, or is not what it should be.
+        ConfigError: a file cannot be read, or has the wrong format.
     """
     ovmf = read_firmware(_read(firmware))
     line = _read(command_line).decode("ascii", errors="replace").rstrip("\n")
@@ -70,7 +70,7 @@ def read_launch(given: Iterable[str], file: Path | None) -> dict[str, str]:
     """Returns the hex value of each register, from `NAME=HEX` arguments and from a file of such lines.
 
     Raises:
-        typer.BadParameter: one is not `NAME=HEX` with the name of a register, or a name comes twice.
+        typer.BadParameter: one is not `NAME=HEX` with the name of a register, or a name occurs twice.
         ConfigError: the file cannot be read.
     """
     lines = [*given, *(() if file is None else _read(file).decode("ascii", errors="replace").split())]
@@ -120,12 +120,12 @@ NODE_PARTS = (
     "cloister.engine.engine_process",
     "cloister.private.node",
 )
-"""Loaded before a release is measured, so that the system's libraries that a node maps are mapped here too."""
+"""Loaded before a release is measured, so that the system libraries that a node maps are mapped here too."""
 
 
 @app.callback()
 def release() -> None:
-    """Make releases, and revoke them. The release's key stays here; `cloister log add` logs what is made."""
+    """Make releases, and revoke them. The release key stays here; `cloister log add` logs the results."""
 
 
 @app.command()
@@ -154,12 +154,12 @@ def lock(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def make(
     context: typer.Context,
-    number: Annotated[int, typer.Option(help="Counts up; a revocation takes all below one.", min=1)],
+    number: Annotated[int, typer.Option(help="Increasing number; a revocation covers all lower ones.", min=1)],
     wheel: Annotated[Path, typer.Option(help="The wheel that nodes install.", metavar="FILE")],
     lock: Annotated[Path, typer.Option(help="Their lock file (`cloister release lock`).", metavar="FILE")],
     model: Annotated[Path, typer.Option(help="The model: a directory, or a GGUF file.", metavar="PATH")],
     key: Key,
-    out: Annotated[Path, typer.Option(help="Directory for what is made.", metavar="DIR")],
+    out: Annotated[Path, typer.Option(help="Output directory.", metavar="DIR")],
     profile: Annotated[Profile, typer.Option(help="The privacy profile that nodes run under.")] = Profile.PRIVATE,
     launch: Annotated[
         list[str] | None,
@@ -168,17 +168,17 @@ def make(
     launch_file: Annotated[
         Path | None, typer.Option(help="Launch measurements, as `cloister release image` prints them.", metavar="FILE")
     ] = None,
-    repository: Annotated[str, typer.Option(help="Where the source is.", metavar="URL")] = "",
+    repository: Annotated[str, typer.Option(help="Location of the source.", metavar="URL")] = "",
     revision: Annotated[str, typer.Option(help="Its commit.", metavar="COMMIT")] = "",
-    builder: Annotated[str, typer.Option(help="Who built, as a URI.", metavar="URI")] = "urn:cloister:builder:local",
+    builder: Annotated[str, typer.Option(help="Builder, as a URI.", metavar="URI")] = "urn:cloister:builder:local",
 ) -> None:
-    """Measure what a node is made of and sign it. Run it where the wheel and its lock file are installed, as on a node.
+    """Measure the parts of a node and sign them. Run it where the wheel and its lock file are installed, as on a node.
 
-    What nodes are started with beside the model and the profile comes last, as `cloister serve` takes it:
-    `cloister release make ... -- --quant int8 --lora claims=DIR`. Every setting is part of the release.
+    Further settings of nodes, besides model and profile, come last, as for `cloister serve`: `cloister release make ... --
+    --quant int8 --lora claims=DIR`. Every setting is part of the release.
 
-    Writes release.json (what nodes are started with), manifest.json (every file of the installation) and release.entry (for
-    the log), and prints the release's digest.
+    Writes release.json (the settings of nodes), manifest.json (every file of the installation) and release.entry (for the log),
+    and prints the release's digest.
     """
     from cloister import __version__
     from cloister.launch.sealed import loaded_beside
@@ -233,13 +233,13 @@ def image(
     cpu: Annotated[str, typer.Option(help="SEV-SNP: the guest's processor (`-cpu` of QEMU).", metavar="NAME")] = "EPYC-v4",
     features: Annotated[str, typer.Option(help="SEV-SNP: SEV_FEATURES that the host sets.", metavar="HEX")] = "0x1",
 ) -> None:
-    """Predict what the hardware will measure when QEMU starts this image, as KIND=HEX lines for `release make`."""
+    """Predict the hardware measurements when QEMU starts this image, as KIND=HEX lines for `release make`."""
     print_measurements(firmware, kernel, initrd, command_line, kind, vcpus, cpu, features)
 
 
 @app.command()
 def revoke(
-    below: Annotated[int, typer.Option(help="The least release that may still run.", min=1)],
+    below: Annotated[int, typer.Option(help="The lowest release that may still run.", min=1)],
     key: Key,
     out: Annotated[Path, typer.Option(help="The entry for the log.", metavar="FILE")],
 ) -> None:
@@ -251,7 +251,7 @@ def revoke(
 
 
 def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
-    """Returns the settings that a sealed node has which is started with these arguments.
+    """Returns the settings of a sealed node that is started with these arguments.
 
     Raises:
         ConfigError, PolicyError: see `resolve_settings`.
@@ -275,8 +275,8 @@ def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
 
 @app.command()
 def members(
-    number: Annotated[int, typer.Option(help="Counts up; clients hold each against those before.", min=1)],
-    log: Annotated[str, typer.Option(help="Verifier key of the log that it is for.", metavar="KEY")],
+    number: Annotated[int, typer.Option(help="Increasing number; clients compare each with earlier ones.", min=1)],
+    log: Annotated[str, typer.Option(help="Verifier key of its log.", metavar="KEY")],
     member: Annotated[
         list[str],
         typer.Option(
@@ -287,13 +287,13 @@ def members(
     key: Key,
     out: Annotated[Path, typer.Option(help="The entry for the log.", metavar="FILE")],
     after_s: Annotated[
-        float, typer.Option(help="In how many seconds it begins to hold: 0 for the first one, over 600 for others.", min=0)
+        float, typer.Option(help="Seconds until it becomes valid: 0 for the first one, over 600 for others.", min=0)
     ] = 900.0,
 ) -> None:
-    """Make the entry that says which nodes belong to the cloud, and with what capacity. The gateway can change neither.
+    """Make the entry that lists the nodes of the cloud with their capacities. The gateway can change neither.
 
-    It holds from the time that it names if the log had it 600 s before, and the gateway published an epoch meanwhile;
-    else it never does. Clients refuse one that changes more than half of the capacity within a day.
+    It becomes valid at its stated time if it was logged 600 s before, and the gateway published an epoch meanwhile; otherwise
+    never. Clients refuse one that changes more than half of the capacity within a day.
     """
     from cloister.trust.transparency.files import read_key, write_whole
     from cloister.trust.transparency.membership import build_membership, membership_entry

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cloister.bench.roofline import Roofline
 
 WIDE = 164
-"""Columns that the whole table takes; a narrower terminal gets it without shapes."""
+"""Width of the whole table; on narrower terminals shapes are omitted."""
 FEWEST_BITS, MOST_BITS = 1.0, 32.0
 
 
@@ -28,7 +28,7 @@ def roofline(
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt, for prefill.", min=1)] = 512,
     context: Annotated[int, typer.Option(help="Keys of each sequence, for decode.", min=1)] = 512,
     batch: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 1,
-    weights_bits: Annotated[float, typer.Option(help="Bits of a weight, its share of the scales included (Q4_0: 4.5).")] = 16.0,
+    weights_bits: Annotated[float, typer.Option(help="Bits of a weight, with its share of scales (Q4_0: 4.5).")] = 16.0,
     activation_bits: Annotated[float, typer.Option(help="Bits of an activation.")] = 16.0,
     kv_bits: Annotated[float, typer.Option(help="Bits of a number in the KV cache.")] = 16.0,
     head_bits: Annotated[
@@ -43,9 +43,9 @@ def roofline(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: operations, bytes, seconds.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline into a PNG.", metavar="FILE")] = None,
 ) -> None:
-    """Count every operator of a model, in prefill and in decode, and put it under the roof of a chip.
+    """Count every operator of a model, in prefill and in decode, and apply the roofline of a chip.
 
-    Prints operations, bytes, arithmetic intensity, what bounds it, the time at the roof, tokens per second. Reads no weights.
+    Prints operations, bytes, arithmetic intensity, the limiting resource, minimal time, tokens per second. Reads no weights.
     """
     from cloister.bench.roofline import draw_roofline
     from cloister.bench.roofline_operators import Numbers
@@ -80,7 +80,7 @@ def read_model_spec(name: str) -> DecoderSpec:
     """Returns the decoder of an embedded model, a directory, a GGUF file or a config.json; reads no weights and no network.
 
     Raises:
-        ModelError: there is no such model, or its config is not understood.
+        ModelError: there is no such model, or its config is not supported.
     """
     from cloister.models import embedded_names, locate
     from cloister.models.config import read_json
@@ -145,6 +145,6 @@ def _check_bits(flag: str, bits: float) -> float:
 
 
 def _short(model: str) -> str:
-    """The model's name for titles: of a config.json, its directory's."""
+    """The model's name for titles; for a config.json, its directory's name."""
     path = Path(model)
     return path.resolve().parent.name if path.name == "config.json" else path.name or model

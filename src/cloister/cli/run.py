@@ -35,7 +35,7 @@ def run(
     words: Annotated[
         list[str],
         typer.Argument(
-            help="The model, unless it is the default one, and what to say to it; `-` reads standard input.",
+            help="The model, unless it is the default one, and the prompt; `-` reads standard input.",
             metavar="[MODEL] PROMPT",
             autocompletion=complete_model,
         ),
@@ -76,7 +76,7 @@ def split_words(words: Sequence[str]) -> tuple[str | None, str]:
     """Returns the model, if one is named, and the prompt.
 
     Raises:
-        typer.BadParameter: there are more words, or a model stands alone.
+        typer.BadParameter: there are more words, or only a model.
     """
     if len(words) > 2:
         raise typer.BadParameter("run takes [MODEL] PROMPT and no more; put a prompt of several words into quotes")
@@ -90,21 +90,21 @@ def split_words(words: Sequence[str]) -> tuple[str | None, str]:
 
 
 def read_prompt() -> str:
-    """Returns what standard input holds.
+    """Returns the content of standard input.
 
     Raises:
-        InvalidRequestError: it is not UTF-8.
+        InvalidRequestError: the input is not UTF-8.
     """
     try:
         text = sys.stdin.read()
-        text.encode()  # in some locales Python reads bytes that are no text as halves of surrogate pairs
+        text.encode()  # in some locales Python decodes invalid bytes as lone surrogates
         return text
     except UnicodeError:
         raise InvalidRequestError("standard input is not valid UTF-8; give the prompt as UTF-8 text") from None
 
 
 def print_answer(outputs: Iterable[SequenceOutput], as_json: bool) -> int:
-    """Prints an answer as it comes, or as JSON when it is complete; returns the exit status."""
+    """Prints an answer in pieces, or as JSON when it is complete; returns the exit status."""
     text, last = "", None
     for output in outputs:
         text, last = text + output.text, output

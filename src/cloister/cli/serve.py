@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @with_settings(EngineConfig, ServerConfig, rare=["as_json"])
 def serve(
     settings: GivenSettings,
-    explain: Annotated[bool, typer.Option("--explain", help="Print every setting and why, and leave.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every setting with its reason, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --explain: print JSON.")] = False,
 ) -> None:
     """Serve a model on the OpenAI API until SIGTERM or Ctrl-C."""
@@ -39,7 +39,7 @@ def serve(
 
     if resolved.server.config.sealed and sealed() is None:
         launch_sealed(resolved, sys.argv[1:], settings.config_file)
-    raise typer.Exit(run_server(resolved, partial(print, flush=True)))  # whoever waits for the address reads a pipe
+    raise typer.Exit(run_server(resolved, partial(print, flush=True)))  # flush: a program may read the address from a pipe
 
 
 def _explain(reasons: list[SettingReason], as_json: bool) -> None:
@@ -54,7 +54,7 @@ def _explain(reasons: list[SettingReason], as_json: bool) -> None:
 
 
 def show_value(value: object) -> str:
-    """Returns a setting's value as people write it."""
+    """Returns a setting's value in the notation of users."""
     if value is None:
         return "unset"
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -20,37 +20,35 @@ if TYPE_CHECKING:
     from cloister.train.head_training import HeadSettings
     from cloister.train.session import Material
 
-app = typer.Typer(help="Train what drafts tokens for a model; the model itself stays as it is.", no_args_is_help=True)
+app = typer.Typer(help="Train drafters for a model; the model itself is unchanged.", no_args_is_help=True)
 
-Model = Annotated[str, typer.Option(help="What is served: an embedded model's name, a directory, a GGUF file, or a hub name.")]
+Model = Annotated[str, typer.Option(help="Served model: an embedded model's name, a directory, a GGUF file, or a hub name.")]
 Text = Annotated[list[Path], typer.Option(help="UTF-8 text: a file, or a folder of .txt and .md files; may be repeated.")]
 Questions = Annotated[
     list[Path] | None,
-    typer.Option(help="File with a question a line, which the model answers itself; may be repeated.", show_default=False),
+    typer.Option(help="File with one question per line, which the model answers; may be repeated.", show_default=False),
 ]
 Continues = Annotated[
-    bool, typer.Option("--continue", help="Let the model go on with beginnings of the text, and learn from what it says.")
+    bool, typer.Option("--continue", help="Let the model continue beginnings of the text, and learn from its continuations.")
 ]
-NumAnswers = Annotated[int, typer.Option("--answers", help="Questions at most, and beginnings at most.", min=1)]
-AnswerTokens = Annotated[int, typer.Option(help="Tokens that the model says to each at most.", min=1)]
-Temperature = Annotated[float, typer.Option(help="Of what the model says; 0 takes the likeliest tokens.", min=0, max=2)]
-NumTokens = Annotated[int, typer.Option("--tokens", help="Tokens of the text to use at most.", min=1)]
-NumHeads = Annotated[int, typer.Option("--heads", help="Heads: the k-th guesses the k-th token behind the next.", min=1, max=8)]
+NumAnswers = Annotated[int, typer.Option("--answers", help="Maximum number of questions, and of beginnings.", min=1)]
+AnswerTokens = Annotated[int, typer.Option(help="Maximum tokens of each of the model's answers.", min=1)]
+Temperature = Annotated[float, typer.Option(help="Temperature of the model's answers; 0 is greedy.", min=0, max=2)]
+NumTokens = Annotated[int, typer.Option("--tokens", help="Maximum tokens of the text to use.", min=1)]
+NumHeads = Annotated[int, typer.Option("--heads", help="Heads: the k-th predicts token k after the next.", min=1, max=8)]
 Steps = Annotated[int, typer.Option(help="Steps of training.", min=1)]
-Rows = Annotated[int, typer.Option(help="Places of the text that a step learns from.", min=1)]
-Rate = Annotated[float, typer.Option(help="Learning rate at its peak.", min=1e-6, max=1.0)]
+Rows = Annotated[int, typer.Option(help="Positions of the text in a training step.", min=1)]
+Rate = Annotated[float, typer.Option(help="Peak learning rate.", min=1e-6, max=1.0)]
 Out = Annotated[
     Path | None, typer.Option(help="Directory to write to; unset, in the model's, under `drafters`.", show_default=False)
 ]
-Replaces = Annotated[bool, typer.Option("--replace", help="Write over what was trained before and lies there.")]
+Replaces = Annotated[bool, typer.Option("--replace", help="Overwrite an earlier result.")]
 Work = Annotated[
     Path | None,
-    typer.Option(help="Directory for answers, hidden states and checkpoints: run again, it goes on. Unset, none is kept."),
+    typer.Option(help="Directory for answers, hidden states and checkpoints, to resume from. Unset, none is kept."),
 ]
-Seed = Annotated[int, typer.Option(help="Decides everything that is drawn.", min=0)]
-NumThreads = Annotated[
-    int | None, typer.Option("--num-threads", help="Threads for arithmetic; unset, the processors there are.", min=1)
-]
+Seed = Annotated[int, typer.Option(help="Seed of all random choices.", min=0)]
+NumThreads = Annotated[int | None, typer.Option("--num-threads", help="Threads for arithmetic; unset, all CPUs.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
@@ -76,10 +74,10 @@ def medusa(
     num_threads: NumThreads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train Medusa's heads, and find the tree of their guesses that pays.
+    """Train Medusa heads, and find the best tree of their predictions.
 
-    They learn what the model itself would say at places of the text, of answers that it gives to questions, and of what it goes
-    on with. A part of all of this is held out, to measure how often each head is right.
+    They learn to predict the model's own output at positions of the text, of its answers to questions, and of its
+    continuations. A part is held out, to measure the accuracy of each head.
     """
     from cloister.train.head_training import HeadSettings
 
@@ -116,9 +114,9 @@ def blockwise(
     num_threads: NumThreads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the heads of blockwise parallel decoding: one layer that guesses a chain of tokens.
+    """Train the heads of blockwise parallel decoding: one layer that predicts a chain of tokens.
 
-    They learn from what Medusa's heads would learn from.
+    They learn from the same data as Medusa heads.
     """
     from cloister.train.head_training import HeadSettings
 
@@ -142,11 +140,11 @@ def draft(
     temperature: Temperature = 0.0,
     num_tokens: NumTokens = 500_000,
     hidden_size: Annotated[
-        int | None, typer.Option(help="Of the draft; unset, three eighths of the model's, in heads of 32.", min=32)
+        int | None, typer.Option(help="Hidden size of the draft; unset, three eighths of the model's, in heads of 32.", min=32)
     ] = None,
     num_layers: Annotated[int, typer.Option("--layers", help="Layers of the draft.", min=1, max=16)] = 2,
     steps: Steps = 1000,
-    rows: Annotated[int, typer.Option(help="Passages that a step learns from.", min=1)] = 8,
+    rows: Annotated[int, typer.Option(help="Passages in a training step.", min=1)] = 8,
     rate: Rate = 6e-3,
     out: Out = None,
     replaces: Replaces = False,
@@ -155,9 +153,9 @@ def draft(
     num_threads: NumThreads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Distil a small Llama from a model: a directory that `serve --draft-model` takes, with the model's tokenizer.
+    """Distil a small Llama from a model: a directory for `serve --draft-model`, with the model's tokenizer.
 
-    It learns the model's distribution of the next token, at every place of the text and of what the model says itself.
+    It learns the model's distribution of the next token, at every position of the text and of the model's own answers.
     """
     from cloister.train.draft_training import DraftSettings, train_draft
 
@@ -192,7 +190,7 @@ def _gather(
     seed: int,
     num_threads: int | None,
 ) -> Material:
-    """Returns what to learn from, as the flags of all three verbs say it (ConfigError where torch is missing)."""
+    """Returns the training data from the flags shared by all three verbs (ConfigError if torch is missing)."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("training needs torch; install it with: pip install 'cloister[torch]'")
     from cloister.train.session import Material
@@ -230,7 +228,7 @@ def _train_heads(material: Material, settings: HeadSettings, as_json: bool) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """One bar of the progress shown (protocol `train.session.Task`)."""
+    """One progress bar (protocol `train.session.Task`)."""
 
     progress: Progress
     task: TaskID
@@ -244,7 +242,7 @@ class _Bar:
 
 @dataclass(frozen=True, slots=True)
 class _Bars:
-    """Everything that takes time, a bar each (protocol `train.session.Reporter`)."""
+    """A progress bar for each long-running task (protocol `train.session.Reporter`)."""
 
     progress: Progress
 
@@ -254,7 +252,7 @@ class _Bars:
 
 @contextmanager
 def _show_progress(material: Material) -> Iterator[_Bars]:
-    """Shows bars; who stops it is told what is kept."""
+    """Shows progress bars; on interruption prints what is kept."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

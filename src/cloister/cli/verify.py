@@ -1,4 +1,4 @@
-"""`cloister verify`: checks of what a node claims and what it keeps."""
+"""`cloister verify`: checks of nodes, receipts, routing and residue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cloister.cli import verify_node, verify_receipt, verify_routing, verify_tra
 from cloister.cli.console import leave, print_line
 from cloister.types.errors import CloisterError, ConfigError
 
-app = typer.Typer(help="Check what a node claims and what it keeps.", no_args_is_help=True)
+app = typer.Typer(help="Verify nodes, receipts, routing and residue.", no_args_is_help=True)
 
 PROVES_NOTHING: Final = 1
 CANNOT_CHECK: Final = 2
@@ -19,7 +19,7 @@ CANNOT_CHECK: Final = 2
 
 @app.callback()
 def verify() -> None:
-    """Check what a node claims and what it keeps."""
+    """Verify nodes, receipts, routing and residue."""
 
 
 app.command("node")(verify_node.node)
@@ -28,13 +28,14 @@ app.command("receipt")(verify_receipt.receipt)
 
 @app.command()
 def issuer(
-    proof: Annotated[Path, typer.Argument(help="File that a client wrote (issuer-proof-....json).", metavar="FILE")],
+    proof: Annotated[Path, typer.Argument(help="Proof that a client wrote (issuer-proof-....json).", metavar="FILE")],
     trust: Annotated[Path | None, typer.Option(help="Trust file that names the issuer and its key.", metavar="FILE")] = None,
     issuer_key: Annotated[str, typer.Option(help="Its verifier key, instead of a trust file.", metavar="KEY")] = "",
 ) -> None:
-    """Check a client's proof against an issuer that could tell whose a token is by the key that signed it.
+    """Check a client's proof that an issuer could identify the owners of tokens by the key that signed them.
 
-    Exit status 0: the issuer signed both, and both cannot be; 1: the file proves nothing; 2: it could not be checked.
+    Exit status 0: the issuer signed both, and they contradict each other; 1: the file proves nothing; 2: it could not be
+    checked.
     """
     from cloister.trust.transparency.issuer_keys import check_proof
     from cloister.trust.transparency.note import PublicKey
@@ -43,7 +44,7 @@ def issuer(
 
     try:
         if (trust is None) == (not issuer_key):
-            raise ConfigError("say whose statements they should be: give --trust FILE or --issuer-key KEY", param="trust")
+            raise ConfigError("the issuer is missing: give --trust FILE or --issuer-key KEY", param="trust")
         named = None if trust is None else read_trust(trust.expanduser()).issuer
         if trust is not None and named is None:
             raise ConfigError(f"{trust} names no issuer; give its key with --issuer-key", param="trust")
@@ -57,7 +58,7 @@ def issuer(
         statements = check_proof(content, key)
     except TransparencyError as error:
         leave(f"PROVES NOTHING: {error.message}", PROVES_NOTHING)
-    print_line(f"PROVED: the issuer {key.name} signed both of these, and both cannot be:")
+    print_line(f"PROVED: the issuer {key.name} signed both of these, which contradict each other:")
     for entry in statements:
         shown = entry.token_key.hex()[-32:]
         print_line(

@@ -1,4 +1,4 @@
-"""`cloister verify node`: what a node proves, step by step."""
+"""`cloister verify node`: verifies a node and prints every step."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ CANNOT_CHECK: Final = 2
 
 def node(
     url: Annotated[str, typer.Argument(help="Address of a relay, a gateway or a node.")],
-    trust: Annotated[
-        Path | None, typer.Option(help="Keys of log, witnesses and releases: whom to believe.", metavar="FILE")
-    ] = None,
+    trust: Annotated[Path | None, typer.Option(help="Trust file: keys of log, witnesses and releases.", metavar="FILE")] = None,
     policy: Annotated[
-        Path | None, typer.Option(help="What is accepted, JSON; what it leaves open is taken from the log.", metavar="FILE")
+        Path | None, typer.Option(help="Requirements, JSON; unset ones are taken from the log.", metavar="FILE")
     ] = None,
-    profile: Annotated[str | None, typer.Option(help="Privacy profile that a node by itself must run under.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Privacy profile required of a single node.")] = None,
     state: Annotated[
-        Path | None, typer.Option(help="What was seen of the log, kept between runs; unset, nothing is kept.", metavar="FILE")
+        Path | None, typer.Option(help="View of the log, kept between runs; unset, nothing is kept.", metavar="FILE")
     ] = None,
     accept_software: Annotated[
-        bool, typer.Option("--accept-software", help="Let nodes through that no hardware vouches for: NOT PROVED.")
+        bool, typer.Option("--accept-software", help="Accept nodes without hardware attestation: NOT PROVED.")
     ] = False,
     least_present: LeastPresent = LEAST_PRESENT,
     most_share: MostShare = MOST_SHARE,
@@ -42,7 +40,7 @@ def node(
     accept_masked_chips: AcceptMaskedChips = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check, before anything is sent, what nodes prove of themselves, and print every step.
+    """Verify nodes before anything is sent to them, and print every step.
 
     Exit status 0: nothing is refused (what is not proved is said); 1: a client would refuse; 2: it could not be checked.
     """
@@ -109,13 +107,13 @@ def _print(url: str, checked: Checked) -> None:
     if not checked.accepted:
         print_line("\nREFUSED: a client would send nothing", "bold red")
     elif checked.proved:
-        print_line("\nPROVED: everything that was asked for", "bold green")
+        print_line("\nPROVED: every requirement", "bold green")
     else:
-        print_line("\nNOT PROVED in full: a client would send, and what is not proved stands above", "bold yellow")
+        print_line("\nNOT PROVED in full: a client would send; unproved steps are listed above", "bold yellow")
 
 
 def print_steps(findings: Findings) -> None:
-    """Prints every step with what became of it."""
+    """Prints every step with its outcome."""
     from cloister.trust.attestation import Outcome
 
     marks = {

@@ -1,4 +1,4 @@
-"""`cloister verify receipt`: which release answered what under which policy."""
+"""`cloister verify receipt`: verifies which release answered a request, and under which policy."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def receipt(
     target: Annotated[str, typer.Option(help="Path and query of the request.")] = "/v1/chat/completions",
     trust: Annotated[
         Path | None,
-        typer.Option(help="Keys of log, witnesses and releases; without it, only signature and evidence.", metavar="FILE"),
+        typer.Option(help="Trust file with public keys; without it, only signature and evidence are checked.", metavar="FILE"),
     ] = None,
     policy: Annotated[
-        Path | None, typer.Option(help="What is accepted, JSON; what it leaves open is taken from the log.", metavar="FILE")
+        Path | None, typer.Option(help="Requirements, JSON; unset ones are taken from the log.", metavar="FILE")
     ] = None,
     accept_software: Annotated[
-        bool, typer.Option("--accept-software", help="Let nodes through that no hardware vouches for: NOT PROVED.")
+        bool, typer.Option("--accept-software", help="Accept nodes without hardware attestation: NOT PROVED.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a receipt, without a network: who signed it, which release that was, and for which request and answer.
+    """Check a receipt offline: its signer, the signer's release, and the request and answer it covers.
 
     Exit status 0: nothing is refused (what is not proved is said); 1: it proves nothing; 2: it could not be checked.
     """
@@ -90,7 +90,7 @@ def _print(proof: Proof, shown: Shown) -> None:
     elif proof.findings.proved and shown.request is not None and shown.answer is not None:
         print_line("\nPROVED: this release gave this answer to this request", "bold green")
     else:
-        print_line("\nNOT PROVED in full: what stands above as not proved is open", "bold yellow")
+        print_line("\nNOT PROVED in full: unproved steps are listed above", "bold yellow")
 
 
 def _to_data(proof: Proof) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`cloister verify routing`: whether anyone but the client influences which node gets a request."""
+"""`cloister verify routing`: tests whether anyone but the client influences which node gets a request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NOT_HONEST, CANNOT_TEST = 1, 2
 RATE = 0.05
-"""What an attack has to touch of one user's requests so that the trial promises to find it."""
+"""Smallest fraction of one user's requests for which the trial guarantees to detect an attack."""
 CHANCE = 0.99
 VICTIM = "user-3"
 
@@ -36,52 +36,50 @@ def routing(
     relay: Annotated[
         list[str] | None,
         typer.Option(
-            help="Audit the deployment behind this relay; again for more relays. Unset, a cloud of its own.", metavar="URL"
+            help="Audit the deployment behind this relay; may be repeated. Unset, a cloud in this process.", metavar="URL"
         ),
     ] = None,
     trust: Annotated[
-        Path | None, typer.Option(help="With --relay: keys of log, witnesses and releases.", metavar="FILE")
+        Path | None, typer.Option(help="With --relay: trust file with keys of log, witnesses and releases.", metavar="FILE")
     ] = None,
     api_key_file: Annotated[
-        list[Path] | None, typer.Option(help="With --relay: an API key for the issuer; again for more users.", metavar="FILE")
+        list[Path] | None, typer.Option(help="With --relay: an API key for the issuer; repeat for more users.", metavar="FILE")
     ] = None,
-    policy: Annotated[Path | None, typer.Option(help="With --relay: what is accepted of nodes, JSON.", metavar="FILE")] = None,
+    policy: Annotated[Path | None, typer.Option(help="With --relay: requirements for nodes, JSON.", metavar="FILE")] = None,
     accept_software: Annotated[
-        bool, typer.Option("--accept-software", help="With --relay: send to nodes that no hardware vouches for.")
+        bool, typer.Option("--accept-software", help="With --relay: send to nodes without hardware attestation.")
     ] = False,
     detect: Annotated[
-        float, typer.Option(min=0.001, max=1.0, help="With --relay: the part of one user's requests to find if it is steered.")
+        float, typer.Option(min=0.001, max=1.0, help="With --relay: steered fraction of one user's requests to detect.")
     ] = 0.2,
-    state: Annotated[
-        Path | None, typer.Option(help="With --relay: what was seen of the log before, as for `proxy`.", metavar="FILE")
-    ] = None,
+    state: Annotated[Path | None, typer.Option(help="With --relay: view of the log, as for `proxy`.", metavar="FILE")] = None,
     least_present: LeastPresent = LEAST_PRESENT,
     most_share: MostShare = MOST_SHARE,
     accept_membership: AcceptMembership = 0,
     accept_masked_chips: AcceptMaskedChips = False,
-    yes: Annotated[bool, typer.Option("--yes", help="With --relay: spend what it says without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --relay: spend tokens without asking.")] = False,
     users: Annotated[
         int | None,
-        typer.Option(min=2, help="Users, each with a client of their own; 10, or 4 with --relay.", show_default=False),
+        typer.Option(min=2, help="Users, each with its own client; 10, or 4 with --relay.", show_default=False),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(min=1, help="Requests of each user; 600, or with --relay what --detect needs.", show_default=False),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Draw from a seed, to repeat a trial; unset, as clients draw.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for a reproducible trial; unset, draws as clients do.")] = None,
     attack: Annotated[
-        Attack, typer.Option(help="Let the gateway do this to one user's requests, to see it found.")
+        Attack, typer.Option(help="Let the gateway attack one user's requests in this way, to test detection.")
     ] = Attack.NONE,
-    rate: Annotated[float, typer.Option(min=0.0, max=1.0, help="With --attack: the part that is attacked.")] = RATE,
+    rate: Annotated[float, typer.Option(min=0.0, max=1.0, help="With --attack: the attacked fraction.")] = RATE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Test that every set of nodes gets each user's requests by its share of the capacity, and by nothing else.
 
-    Runs relay, gateway, issuer and nodes in this process, nodes joining, leaving and failing, and sends the requests of many
-    users through the real client. With --relay it audits a deployment by the same tests, and looks at membership, capacities,
-    the issuer's keys and times too; it says before how many tokens that costs. Exit status 0: honest (Holm-corrected p > 1e-4,
-    and requests enough to have found 5% of one user's steered, or --detect); 1: not honest; 2: it could not be tested, or with
-    too few requests.
+    Runs relay, gateway, issuer and nodes in this process, with nodes joining, leaving and failing, and sends the requests of
+    many users through the real client. With --relay it audits a deployment by the same tests, and also checks membership,
+    capacities, the issuer's keys and response times; it states the number of tokens beforehand. Exit status 0: honest
+    (Holm-corrected p > 1e-4, and requests enough to have found 5% of one user's steered, or --detect); 1: not honest; 2: it
+    could not be tested, or with too few requests.
     """
     if relay:
         raise typer.Exit(
@@ -155,7 +153,7 @@ def _power(users: int, requests: int, tests: int) -> float:
 
 
 def _memory() -> Path | None:
-    """Where files cost no disk: what a trial writes is thrown away."""
+    """A directory in memory: files of a trial are discarded."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else None
 
@@ -191,14 +189,14 @@ def _print(verdict: RoutingVerdict, chance: float, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class AuditSettings:
-    """What is asked for.
+    """Settings of an audit.
 
     Attributes:
-        relays: addresses of relays; users take them in turn.
-        api_keys: of users, in turn.
-        requests: of each user; None for as many as find `detect` with a chance of 0.99.
-        detect: part of one user's requests that must not be steered unseen.
-        state: file of what was seen of the log before.
+        relays: addresses of relays, assigned to users in turn.
+        api_keys: API keys, assigned to users in turn.
+        requests: requests of each user; None for as many as detect `detect` with a probability of 0.99.
+        detect: fraction of one user's requests whose steering must be detected.
+        state: file with the view of the log.
         is_agreed: whether to spend without asking.
     """
 
@@ -261,7 +259,7 @@ def _make_users(settings: AuditSettings) -> list[AuditUser]:
             policy=settings.policy,
             limits=settings.limits,
             state=settings.state,
-            remember=number == 0,  # one comes again, the others for the first time
+            remember=number == 0,  # one client returns, the others are new
         )
         users.append(AuditUser(f"user-{number}", session, httpx.AsyncHTTPTransport()))
     return users
@@ -294,7 +292,7 @@ def _enough(settings: AuditSettings, membership: Membership) -> int:
 
     tests = count_tests(len(membership.members), settings.users)
     if _share(membership) >= 1.0:
-        raise ConfigError("there is one node, so nobody could be steered anywhere; there is nothing to test")
+        raise ConfigError("there is only one node, so requests cannot be steered; there is nothing to test")
     captured = _share(membership)
     return requests_needed(
         users=settings.users, rate=settings.detect, captured=captured, tests=tests, seeds=1, chance=CHANCE, level=_level()
@@ -332,7 +330,7 @@ def _ask_to_spend(settings: AuditSettings, requests: int) -> None:
     )
     try:
         is_agreed = settings.is_agreed or typer.confirm("Spend them?", err=True)
-    except typer.Abort:  # nobody is there to ask
+    except typer.Abort:  # no terminal to ask
         is_agreed = False
     if not is_agreed:
         raise ConfigError("nothing was spent; give --yes to agree beforehand, or fewer --requests")

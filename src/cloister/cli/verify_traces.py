@@ -1,4 +1,4 @@
-"""`cloister verify traces`: whether a node keeps anything of what it was sent."""
+"""`cloister verify traces`: tests whether a node keeps residue of requests."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def traces(
 ) -> None:
     """Start a node, send it marked requests, and search its memory and files for them.
 
-    Exit status 0: nothing was found; 1: something was; 2: it could not be tested. It needs the right to trace other
-    processes (root, or CAP_SYS_PTRACE), which a node gives to nobody: this is for who can inspect the machine.
+    Exit status 0: nothing was found; 1: residue was found; 2: it could not be tested. It needs the right to trace other
+    processes (root, or CAP_SYS_PTRACE), which a node grants to nobody: this is for users who can inspect the machine.
     """
     from cloister.client.traces.trial import try_node
     from cloister.text import Tokenizer
@@ -44,7 +44,7 @@ def traces(
     try:
         config, rows, model_path = _prepare(settings)
         maker = MarkMaker(Tokenizer(model_path))
-        # The node gets the model by name: left out, `serve` would take its own default, and its rows would be another's.
+        # Pass the model by name: otherwise `serve` would use its own default, and compute other rows.
         path = _start(str(config.profile), {**settings.flags, "model": config.model}, requests, direct)
         try:
             verdict = asyncio.run(try_node(path, maker, requests, rows))
@@ -57,7 +57,7 @@ def traces(
 
 
 def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[int], int], list[Needle]], str]:
-    """Returns the settings of the node's engine, what computes its rows a second time, and where its model lies."""
+    """Returns the settings of the node's engine, a function that recomputes its rows, and the path of its model."""
     from cloister.backends.native.program import NativeProgram
     from cloister.launch import build_program, resolve_settings
     from cloister.models import locate
@@ -65,7 +65,7 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
 
     if "profile" not in settings.flags:
         raise ConfigError("say which profile to test: --profile open, team, private or paranoid", param="profile")
-    is_sealed = overwrites(str(settings.flags["profile"]))  # as `_start` starts it
+    is_sealed = overwrites(str(settings.flags["profile"]))  # as in `_start`
     config = resolve_settings({**settings.flags, "sealed": is_sealed}).engine.config
     program = build_program(config, _NUM_BLOCKS)
     if not isinstance(program, NativeProgram):
@@ -78,7 +78,7 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
 
 
 def _start(profile: str, flags: Mapping[str, object], num_requests: int, direct: bool) -> Path:
-    """Starts the whole way to a sealed node where the profile asks for one, else a server."""
+    """Starts the whole path to a sealed node if the profile requires one, else a server."""
     from cloister.client.traces.cloud import Cloud
     from cloister.client.traces.node import SealedNode, ServeProgram
 

@@ -13,8 +13,8 @@ from cloister.types.errors import ConfigError
 app = typer.Typer(help="Witness the checkpoints of logs.", no_args_is_help=True)
 
 Key = Annotated[Path, typer.Option(help="The witness's signer key (`cloister log key --role witness`).", metavar="FILE")]
-Logs = Annotated[list[str], typer.Option("--log", help="Verifier key of a log that is watched.", metavar="KEY")]
-State = Annotated[Path, typer.Option(help="Directory of what was cosigned last. Losing it is losing the memory of a witness.")]
+Logs = Annotated[list[str], typer.Option("--log", help="Verifier key of a log to witness.", metavar="KEY")]
+State = Annotated[Path, typer.Option(help="Directory of the last cosigned checkpoints; needed to detect rollbacks.")]
 DEFAULT_STATE = Path("~/.local/state/cloister/witness")
 
 
@@ -29,9 +29,9 @@ def serve(
     log: Logs,
     state: State = DEFAULT_STATE,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8004,
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 picks a free one.", min=0, max=65535)] = 8004,
 ) -> None:
-    """Answer `POST /add-checkpoint` (C2SP tlog-witness). TLS is for a proxy in front: nothing here is secret."""
+    """Answer `POST /add-checkpoint` (C2SP tlog-witness). For TLS put a proxy in front: nothing here is secret."""
     from cloister.private.program import run_program
     from cloister.private.witness import witness_app
     from cloister.server.serve import address_of, bind

@@ -56,7 +56,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    # lazy: what proves things about a node needs no transport
+    # lazy: verifying a node needs no transport
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"cloister.client.{_HOME.get(name, 'errors')}"), name)

@@ -1,4 +1,4 @@
-"""The attempts of one request, and what httpx's messages become on either side; shared by both transports."""
+"""The attempts of one request, and conversions of httpx messages; shared by both transports."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from cloister.trust.attestation import Outcome
 from cloister.trust.sealing import CHUNKED, Fields
 
 ANSWER_DEADLINE_S = 600.0
-"""Longest silence of an answer where the program sets no timeout of its own."""
+"""Default read timeout of an answer."""
 RETRY_COUNT = "x-stainless-retry-count"
-"""By which the SDKs of OpenAI and Anthropic say that they repeat a request."""
+"""Header in which the SDKs of OpenAI and Anthropic mark a retried request."""
 SHOULD_RETRY = b"x-should-retry"
-"""By which those SDKs are told whether to: each repetition would be further draws."""
+"""Header that tells those SDKs whether to retry: each retry would be further draws."""
 DRAWN = "cloister_drawn"
-"""Among a request's extensions, the nodes that were drawn for it (`Attempts.drawn`)."""
+"""Request extension with the nodes that were drawn for it (`Attempts.drawn`)."""
 CUT_OFF = "what was received of it may be used, but it is not whole"
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
 
 
 class Attempts:
-    """What was drawn for one request and why it failed.
+    """The draws of one request, with the reasons of failures.
 
     Args:
-        request: gets the list of what is drawn (`extensions["cloister_drawn"]`), for who has to know though there is no answer.
+        request: receives the list of drawn nodes (`extensions["cloister_drawn"]`), also if there is no answer.
 
     Attributes:
-        drawn: node_ids, in order; the name of a member of which the epoch has no node.
-        num_sent: of the draws, those for which a request went out.
+        drawn: node_ids, in order; for a member without a node in the epoch its name.
+        num_sent: number of draws for which a request was sent.
     """
 
     def __init__(self, request: httpx.Request) -> None:
@@ -55,19 +55,19 @@ class Attempts:
 
     @staticmethod
     def check_first(request: httpx.Request) -> None:
-        """Refuses a request that an SDK repeats by itself.
+        """Refuses a request that an SDK retries by itself.
 
         Raises:
-            RepeatedRequestError: it is one.
+            RepeatedRequestError: it is a retry.
         """
         if request.headers.get(RETRY_COUNT, "0") != "0":
             raise RepeatedRequestError
 
     def draw(self, ready: PreparedRequest) -> None:
-        """Counts one more draw.
+        """Counts a draw.
 
         Raises:
-            FailedTryError: the node's evidence is refused, or there is no such node; nothing is sent to it.
+            FailedTryError: the node's evidence is refused, or the epoch has no such node; nothing is sent to it.
         """
         self.drawn.append(ready.member.name if ready.node is None else ready.node.node_id)
         failed = ready.findings.of(Outcome.FAILED)
@@ -77,13 +77,13 @@ class Attempts:
             raise FailedTryError(f"the node of {ready.member.name} is refused: {steps}")
 
     def fail(self, error: FailedTryError) -> None:
-        """Takes in why the last one failed."""
+        """Records why the last draw failed."""
         self._failures.append(str(error))
 
     def conclude(self, error: SealedError) -> SealedError:
-        """Returns what an error stands for that ends the request: what was sent for an earlier draw is not unsent by it.
+        """Converts an error that ends the request: a request may already have been sent for an earlier draw.
 
-        Whoever holds back an answer and then the list could else have a program ask again that was told of no draw.
+        Otherwise an attacker who withholds an answer and then the epoch could make a program retry without knowing of a draw.
         """
         if not self.num_sent or isinstance(error, FinalRefusalError):
             return error
@@ -102,16 +102,16 @@ class Attempts:
 
 
 def is_answer(reply: httpx.Response) -> bool:
-    """Says whether the relay passed on an answer of the gateway."""
+    """Returns whether a response came from the gateway, through the relay."""
     return reply.status_code == 200 and reply.headers.get("content-type", "") == CHUNKED.response_type
 
 
 def refuse_reply(status: int, body: bytes) -> NoReturn:
-    """Raises what an answer stands for that is none of the gateway's.
+    """Raises the error for a response that is not the gateway's.
 
     Raises:
         FinalRefusalError: the relay refused the request itself.
-        FailedTryError: anything else; another draw may pass.
+        FailedTryError: anything else; another draw may succeed.
     """
     message = read_message(body) or "it gave no reason"
     if status in (413, 414, 431):
@@ -127,14 +127,14 @@ def to_fields(request: httpx.Request) -> Fields:
 def to_request(
     url: str, body: bytes, timeouts: dict[str, float] | None, method: str = "POST", headers: dict[str, str] | None = None
 ) -> httpx.Request:
-    """Returns a request to the relay or the issuer, with nothing in its headers that it does not need."""
+    """Returns a request to the relay or the issuer, with only the necessary headers."""
     fields = {"content-type": CHUNKED.request_type} if headers is None else headers
     given = timeouts or dict.fromkeys(("connect", "read", "write", "pool"), DEADLINE_S)
     return httpx.Request(method, url, headers=fields, content=body if method == "POST" else None, extensions={"timeout": given})
 
 
 def read_timeouts(request: httpx.Request) -> dict[str, float]:
-    """Returns the program's timeouts; where it has none, ours: every wait has an end."""
+    """Returns the program's timeouts, with our defaults for unset ones: every wait is bounded."""
     given = request.extensions.get("timeout") or {}
     limits = {"connect": DEADLINE_S, "read": ANSWER_DEADLINE_S, "write": DEADLINE_S, "pool": DEADLINE_S}
     return {name: limit if given.get(name) is None else float(given[name]) for name, limit in limits.items()}
@@ -145,7 +145,7 @@ def to_response(
 ) -> httpx.Response:
     """Returns the node's response. `extensions["cloister"]` names the epoch and the nodes that were drawn; the last answers.
 
-    Where receipts are asked for, its `receipt` has this answer's (`ReceiptReader.receipt`) once all of it was read.
+    If receipts are requested, its `receipt` is this answer's (`ReceiptReader.receipt`) once all of it was read.
     """
     assert answer.head is not None, "the head was read"
     fields = [(name, value) for name, value in answer.head.fields if name not in HOP_BY_HOP]

@@ -1,5 +1,4 @@
-"""A request, sealed twice: to the node that was drawn, then to the gateway that carries it there; and its answer, opened
-twice. No I/O, no clock."""
+"""A request, sealed twice: to the drawn node, then to the gateway; and its answer, opened twice. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ from cloister.trust.transparency.epoch import Epoch, NodeEntry
 
 MAX_REFUSAL_BYTES = 8192
 NO_OTHER_DRAW_HELPS = frozenset({400, 403, 405, 413, 415, 417, 421, 431})
-"""Statuses of the gateway that say something about the request; every other one may be the node's or the moment's."""
+"""Gateway statuses that concern the request itself; any other may concern the node or be temporary."""
 
 
 class BrokenAnswerError(Exception):
-    """The answer broke off, or is not what was sealed. Its text is free of content."""
+    """The answer was cut off or changed. Its text contains no content."""
 
 
 class Answer:
@@ -53,13 +52,13 @@ class Answer:
     Args:
         outer: the exchange with the gateway.
         inner: the exchange with the node.
-        shaped: whether the node's profile promises a shape; then nothing else is taken.
-        receipt: follows the answer where a receipt was asked for; then an answer without one is broken.
+        shaped: whether the node's profile requires a traffic shape; then no other answer is accepted.
+        receipt: reads the receipt if one was requested; then an answer without one is invalid.
 
     Attributes:
-        head: status and fields of the node's response, once they are there. From then on the request is never sent again.
+        head: status and fields of the node's response, once received. From then on the request is never sent again.
         receipt: see above.
-        signature: at the end of the answer; the receipt checks it, where one was asked for.
+        signature: signature at the end of the answer; checked by the receipt, if one was requested.
     """
 
     def __init__(self, outer: OhttpContext, inner: OhttpContext, *, shaped: bool, receipt: ReceiptReader | None = None) -> None:
@@ -77,7 +76,7 @@ class Answer:
 
         Raises:
             FailedTryError, FinalRefusalError: the gateway answered in place of the node.
-            BrokenAnswerError: these bytes are not what was sealed.
+            BrokenAnswerError: these bytes cannot be opened.
         """
         try:
             return b"".join(self._open_outer(plain) for plain in self._outer_chunks.feed(data))
@@ -86,14 +85,14 @@ class Answer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether only padding follows, which is to be read to its end all the same."""
+        """Whether only padding follows, which must still be read to its end."""
         return self._unshaper.is_complete
 
     def complete(self) -> bytes:
-        """Says that the answer is read, though not its padding, and returns the end of the content.
+        """Marks the answer as read except for its padding, and returns the end of the content.
 
         Raises:
-            BrokenAnswerError: what the node said is not a whole response.
+            BrokenAnswerError: the node's response is incomplete.
         """
         try:
             return self._end()
@@ -101,7 +100,7 @@ class Answer:
             raise BrokenAnswerError(_describe(error)) from None
 
     def close(self) -> bytes:
-        """Says that no more bytes come, and returns the end of the content; see `feed`.
+        """Marks the end of the input, and returns the end of the content; see `feed`.
 
         Raises:
             BrokenAnswerError: the answer is not complete.
@@ -163,7 +162,7 @@ class Answer:
         return content
 
     def _take_signature(self, signature: bytes | None) -> None:
-        """Checks a receipt as soon as it is there: programs that saw the last event hang up without reading the end."""
+        """Checks a receipt as soon as it arrives: programs disconnect after the last event without reading the end."""
         self.signature = signature
         if self.receipt is not None and self.head is not None and signature is not None:
             self.receipt.finish(self.head.status, signature)
@@ -179,7 +178,7 @@ class Answer:
 
 
 def read_message(body: bytes) -> str:
-    """Returns the message of an error in the form of OpenAI's API, or the title of problem details (RFC 9457); else nothing."""
+    """Returns the message of an error in the form of OpenAI's API, or the title of problem details (RFC 9457); else ""."""
     try:
         error = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -198,16 +197,16 @@ def _describe(error: Exception) -> str:
 
 
 TAKEN_FIELDS = frozenset({b"accept", b"content-type", b"cloister-session"})
-"""Header fields that reach the node. The rest would tell who asks: API key, operating system, version of the SDK. The secret
-of a session goes along, for whoever sends it means to be recognised."""
+"""Header fields that are forwarded to the node. Others would identify the client: API key, operating system, version of the
+SDK. A session's secret is forwarded, because its sender wants to be recognised."""
 
 DATE_STEP_S = 60
-"""Receivers take a date that is five minutes off, so half a minute more does no harm."""
+"""Receivers accept a deviation of five minutes, so rounding by half a minute is harmless."""
 
 
 @dataclass(frozen=True)
 class SealedEnvelope:
-    """What goes to the relay, and what reads the answer."""
+    """The request to the relay, and the reader of its answer."""
 
     sealed: bytes
     answer: Answer
@@ -225,16 +224,16 @@ def seal_for_node(
     """Seals a request to a node and, around it, to the gateway.
 
     Args:
-        request: as the node's server shall get it, but for `TAKEN_FIELDS` and the date that is added here.
-        node: to whom.
-        epoch: names the gateway, and the profile that the answer's shape follows from.
+        request: as sent to the node's server, reduced to `TAKEN_FIELDS` and with the date added.
+        node: the drawn node.
+        epoch: names the gateway, and the profile that defines the answer's traffic shape.
         authorization: spends one token.
-        now: Unix seconds; the date of both layers, which their receivers hold against their clocks.
-        order: for a receipt; None asks for none, in an envelope of the same length.
-        budget: output tokens that the token pays for, which the node holds against what the gateway says; None names none.
+        now: Unix seconds; the date of both layers, which their receivers compare with their clocks.
+        order: for a receipt; None for none. The envelope's length is the same.
+        budget: output tokens that the blind token pays for, which the node compares with the gateway's value; None omits it.
 
     Raises:
-        RequestTooLargeError: it is longer than the largest bucket.
+        RequestTooLargeError: the request is longer than the largest bucket.
         KeyConfigurationError: a key of the epoch cannot be sealed to.
     """
     date = (b"date", write_date(now))
@@ -256,11 +255,11 @@ def seal_for_node(
 
 
 def strip_request(method: str, target: bytes, fields: Fields, content: bytes, now: float) -> HttpRequest:
-    """Returns a request without what tells who asks.
+    """Returns a request without fields that identify the client.
 
     Args:
         target: path and query.
-        fields: of the program that asks; those outside of `TAKEN_FIELDS` are left out.
+        fields: header fields of the program; those not in `TAKEN_FIELDS` are dropped.
     """
     kept = tuple((name.lower(), value) for name, value in fields if name.lower() in TAKEN_FIELDS)
     date = (b"date", write_date(now))
@@ -268,5 +267,5 @@ def strip_request(method: str, target: bytes, fields: Fields, content: bytes, no
 
 
 def write_date(now: float) -> bytes:
-    """Returns a date, to the nearest minute: by how many seconds a clock is wrong would join the requests of one machine."""
+    """Returns a date, rounded to a minute: the seconds of a clock's error would link the requests of one machine."""
     return formatdate(round(now / DATE_STEP_S) * DATE_STEP_S, usegmt=True).encode()

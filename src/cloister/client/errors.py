@@ -1,4 +1,4 @@
-"""Why the sealed client did not send, or got no answer. None is an `httpx` error: SDKs repeat those, and that draws again."""
+"""Errors of the sealed client. None is an `httpx` error: SDKs retry those, which would draw again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cloister.types.errors import CloisterError
 
 
 class SealedError(CloisterError):
-    """Base of what the sealed client refuses or fails at."""
+    """Base of the sealed client's errors."""
 
     code = "sealed_request_failed"
     status = 502
@@ -21,10 +21,10 @@ class RelayUnreachableError(SealedError):
 
 
 class EpochRefusedError(SealedError):
-    """The list of nodes is not one that everybody was shown, or it does not hold now. Nothing was sent.
+    """The epoch is not proved to be public, or is not valid now. Nothing was sent.
 
     Attributes:
-        reason: the slug of what was wrong (`transparency.Reason`), None where there was no list at all.
+        reason: slug of the error (`transparency.Reason`); None if there was no epoch at all.
     """
 
     code = "epoch_refused"
@@ -35,7 +35,7 @@ class EpochRefusedError(SealedError):
 
 
 class EvidenceRefusedError(SealedError):
-    """No node that was drawn proved what the policy asks for. Nothing was sent.
+    """No drawn node satisfied the policy. Nothing was sent.
 
     Attributes:
         steps: the slugs of the steps that failed.
@@ -49,17 +49,17 @@ class EvidenceRefusedError(SealedError):
 
 
 class NoTokensError(SealedError):
-    """There is no token to pay with, and the issuer gives none."""
+    """No token is left, and the issuer sells none."""
 
     code = "no_tokens"
     status = 429
 
 
 class IssuerContradictionError(NoTokensError):
-    """The issuer signed two statements that cannot both be: so it could tell tokens by their key, and none is bought or spent.
+    """The issuer signed two contradictory statements, so it could distinguish tokens by key. No token is bought or spent.
 
     Attributes:
-        proof: both statements as JSON, for anybody to check (`cloister verify issuer`).
+        proof: both statements as JSON, which anyone can check (`cloister verify issuer`).
     """
 
     code = "issuer_contradicts_itself"
@@ -71,7 +71,7 @@ class IssuerContradictionError(NoTokensError):
 
 
 class NoAnswerError(SealedError):
-    """Every draw failed before an answer began, or one that was sent did and no other could be made.
+    """Every draw failed before an answer began, or a sent request failed and no further draw was possible.
 
     Attributes:
         draws: the nodes that were drawn, by node_id, in order.
@@ -85,7 +85,7 @@ class NoAnswerError(SealedError):
 
 
 class RepeatedRequestError(SealedError):
-    """A program repeats a request by itself; each repetition would be further draws, beyond the bound that is promised."""
+    """A program retries a request by itself; each retry would be further draws, beyond the guaranteed limit."""
 
     code = "repeated_request"
     status = 409
@@ -98,7 +98,7 @@ class RepeatedRequestError(SealedError):
 
 
 class FailedTryError(Exception):
-    """One draw brought no answer; another may. Its text is free of what a user sent."""
+    """One draw got no answer; another may. Its text contains no user content."""
 
 
 class FinalRefusalError(SealedError):

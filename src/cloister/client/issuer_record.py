@@ -1,7 +1,7 @@
-"""Which keys an issuer was seen to state, in the log and by itself, kept between runs: it is held to one at a time.
+"""A persistent record of the keys that an issuer published, in the log and directly. It must use one at a time.
 
-The log is the common memory: a client reads every epoch of the last month in it, so that a new one knows what others were
-shown. The file beside the client's view keeps what was seen by other ways.
+The log is shared by all clients: a client reads every epoch of the last month from it, so a new client knows what others were
+shown. The file next to the client's view stores keys that were seen elsewhere.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from cloister.trust.transparency.issuer_keys import (
 from cloister.types.errors import ConfigError
 
 REACH_S = MAX_KEY_LIFE_S + OVERLAP_S
-"""Keys of epochs that began longer ago have ended, with all of their tokens."""
+"""Keys of older epochs have expired, with all of their tokens."""
 
 MOST_KEYS = 64
-"""Of one issuer within that time; an honest one states six."""
+"""Most keys of one issuer within that time; an honest one publishes six."""
 
 
 class SeenKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """A key that the issuer stated.
+    """A key that the issuer published.
 
     Attributes:
         entry: the statement.
-        first_epoch, last_epoch: of the epochs that named it; 0 where only the issuer itself did.
+        first_epoch, last_epoch: range of the epochs that named it; 0 if only the issuer itself did.
     """
 
     entry: IssuerEntry
@@ -55,17 +55,17 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IssuerRecord:
-    """What was seen of one issuer.
+    """The record of one issuer.
 
     Args:
         issuer: None records nothing.
-        path: file that is kept between runs; None keeps nothing.
+        path: file that persists the record; None keeps it in memory only.
 
     Attributes:
-        size: entries of the log that were read.
+        size: number of log entries that were read.
 
     Raises:
-        ConfigError: the file is broken. It is not passed over: whoever could break it could hide a second key.
+        ConfigError: the file is damaged. It is not ignored: an attacker who damaged it could hide a second key.
     """
 
     def __init__(self, issuer: IssuerIdentity | None, path: Path | None) -> None:
@@ -78,15 +78,15 @@ class IssuerRecord:
 
     @property
     def seen(self) -> tuple[SeenKey, ...]:
-        """The keys whose tokens could still be spent, the oldest first."""
+        """The keys whose tokens can still be spent, oldest first."""
         return tuple(sorted(self._seen.values(), key=lambda seen: seen.entry.not_before))
 
     def begin(self, view: View) -> View:
-        """Returns the view from which the log has to be read: the client's own, or an empty one if this record is behind it."""
+        """Returns the view from which to read the log: the client's own, or an empty one if this record is behind it."""
         return view if self.size == view.size else View()
 
     def read_log(self, begin: View, believed: VerifiedEpoch, fetched: Mapping[str, bytes], now: float) -> None:
-        """Takes in the entries of the log from `begin` on, which were verified before.
+        """Adds the verified entries of the log from `begin` on.
 
         Raises:
             TransparencyError: an entry is malformed.
@@ -95,27 +95,27 @@ class IssuerRecord:
         for entry in reversed(list(unpack_fetched(begin.size, size, fetched))):
             if entry.startswith(EPOCH_PREFIX):
                 epoch = parse_epoch(entry.removeprefix(EPOCH_PREFIX))
-                if epoch.not_before >= now - REACH_S:  # an older one may stand among newer ones, so reading goes on
+                if epoch.not_before >= now - REACH_S:  # an older one may be among newer ones, so continue reading
                     self._take(epoch.issuers, epoch.epoch)
         self.size = size
         self._save(now)
 
     def see(self, entries: Iterable[IssuerEntry], now: float) -> None:
-        """Takes in what the issuer states itself.
+        """Adds the issuer's own statement of its keys.
 
         Raises:
-            IssuerContradictionError: it contradicts what was seen before.
+            IssuerContradictionError: it contradicts earlier statements.
         """
         self._take(entries, 0)
         self._save(now)
         self.check()
 
     def check(self) -> None:
-        """Makes sure that the issuer stated one key at a time.
+        """Checks that the issuer published one key at a time.
 
         Raises:
-            IssuerContradictionError: it stated two; the proof was written beside the record.
-            NoTokensError: it stated more than a client keeps.
+            IssuerContradictionError: it published two; the proof was written next to the record.
+            NoTokensError: it published more keys than a client stores.
         """
         if len(self._seen) >= MOST_KEYS:
             raise NoTokensError(
@@ -134,7 +134,7 @@ class IssuerRecord:
         )
 
     def _take(self, entries: Iterable[IssuerEntry], epoch: int) -> None:
-        """Takes in statements; what the issuer did not sign says nothing of it."""
+        """Adds statements; those that the issuer did not sign are ignored."""
         for entry in entries:
             content = content_of(entry)
             before = self._seen.get(content)
@@ -159,7 +159,8 @@ class IssuerRecord:
             raise ConfigError(f"{self._path} is broken ({error}); remove it to read the log from its beginning again") from None
 
     def _save(self, now: float) -> None:
-        """Forgets keys whose tokens have ended; writes the others down, with what another client of the file saw meanwhile."""
+        """Drops keys whose tokens have expired, and writes the others, merged with those that other clients of the file added
+        meanwhile."""
         self._forget(now)
         if self._path is None:
             return
@@ -190,7 +191,7 @@ class IssuerRecord:
 
 
 def beside(view: Path) -> Path:
-    """Returns where the record is kept of a client that keeps its view of the log in this file."""
+    """Returns the path of the record of a client whose view of the log is in this file."""
     return view.with_name(f"{view.stem}.issuer.json")
 
 

@@ -1,8 +1,8 @@
-"""What a client puts up with of who is in the cloud, held against what it saw before. Pure: no I/O, no clock.
+"""A client's limits on the cloud's membership and its changes. Pure: no I/O, no clock.
 
-That a membership is signed and logged says that it is public, not that it is harmless: whoever can leave nodes out, give one of
-them most of the capacity, or replace them all in an afternoon, chooses where requests go. So there are bounds, and a person who
-knows why a bound is passed can lift it.
+A signed and logged membership is public, but may still be harmful: an attacker who can omit nodes, give one of them most of the
+capacity, or replace all of them within hours, chooses where requests go. Hence these limits. A user who knows why a limit is
+exceeded can raise it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from cloister.trust.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
 LATE_S: Final = 180
-"""How long after its beginning an epoch may be cosigned: times in the past would hide how fast epochs were made. A gateway
+"""Latest cosigning of an epoch after its start, in seconds: backdated starts would hide how fast epochs were made. A gateway
 gives up on its witnesses after two minutes (`publisher.WAIT_S`)."""
 EARLY_S: Final = 60
-"""How long before its beginning it may be: times to come make room for more at once, as those in the past do."""
+"""Earliest cosigning before its start: future starts permit more epochs at once, as do those in the past."""
 _ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds that a user may move.
+    """Limits that a user may change.
 
     Attributes:
-        least_present: part of the membership's capacity that the epoch has to name, 0 to 1.
-        most_share: of the membership's capacity that one node may have, above 0, to 1.
-        most_change: part of the capacity that may be taken away, added or replaced within a day, 0 to 1.
-        accept_membership: number of a membership that is taken however much it changed; 0 for none.
-        accept_masked_chips: whether several nodes may be on hardware whose evidence does not name its processor; two of them
-            could be on one.
+        least_present: minimum fraction of the membership's capacity that the epoch must name, 0 to 1.
+        most_share: largest fraction of the membership's capacity that one node may have, above 0, at most 1.
+        most_change: largest fraction of the capacity that may be removed, added or replaced within a day, 0 to 1.
+        accept_membership: number of a membership that is accepted regardless of its changes; 0 for none.
+        accept_masked_chips: whether several nodes may be on hardware whose evidence does not identify the processor; two of
+            them could share one.
     """
 
     least_present: float = 0.66
@@ -53,16 +53,16 @@ class Limits:
 
 
 def hold_to_limits(limits: Limits, believed: VerifiedEpoch, trust: Trust) -> View:
-    """Checks an epoch that everybody was shown against the limits.
+    """Checks a verified epoch against the limits.
 
     Args:
-        believed: its view has what was remembered, and the entries since then.
+        believed: its view has the stored state, and the entries since then.
 
     Returns:
-        What to remember now.
+        The new state to store.
 
     Raises:
-        TransparencyError: a limit is passed; nothing may be sent, and the message says what to do.
+        TransparencyError: a limit is exceeded; nothing may be sent, and the message says what to do.
     """
     _check_pace(believed, trust)
     _check_share(limits, believed.membership)

@@ -1,7 +1,7 @@
-"""A monitor: reads all of a log through a relay, says what is wrong with it, and compares with what others were shown.
+"""A monitor: reads a whole log through a relay, reports faults, and compares it with what others were shown.
 
-A client proves to itself that the newest epoch may be used; a monitor proves to everybody that all of them might have been. It
-needs no key of anybody's, and whoever runs one is trusted by nobody.
+A client verifies the newest epoch for itself; a monitor verifies all epochs for everyone. It needs no secret key, and nobody
+has to trust its operator.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from cloister.trust.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
 CONSISTENCY = "consistency"
-"""The kind of what proves that the log lies; the state is kept as it was then, for it is half of the proof."""
+"""Kind of remarks that prove a dishonest log; the state is then left unchanged, because it is half of the proof."""
 
 
 class MonitorState(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a monitor remembers between runs.
+    """The state of a monitor between runs.
 
     Attributes:
-        size, frontier: of the tree that was read.
+        size, frontier: of the tree read so far.
         checkpoint: its signed note.
-        course: where the replay stands.
+        course: state of the replay.
     """
 
     size: int = 0
@@ -55,13 +55,13 @@ class MonitorState(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class Report:
-    """What one run found.
+    """The result of one run.
 
     Attributes:
-        remarks: faults and news, in the order of the log.
+        remarks: faults and news, in log order.
         proofs: signed checkpoints that contradict each other.
-        note: the newest checkpoint with its cosignatures, for others to compare with; empty if it is not believed.
-        state: what to remember.
+        note: the newest checkpoint with its cosignatures, for others to compare; empty if it was not verified.
+        state: the new state to store.
     """
 
     remarks: list[Remark] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def faults(self) -> list[Remark]:
-        """Remarks that no honest operator gives reason for."""
+        """Remarks that an honest operator never causes."""
         return [remark for remark in self.remarks if remark.is_fault]
 
     def blame(self, kind: str, text: str, *proofs: str) -> None:
@@ -81,11 +81,11 @@ class Report:
 
 
 class Monitor:
-    """Runs once over what is new in a log.
+    """Checks the new entries of a log once.
 
     Args:
-        fetch: gives public files of a relay or gateway.
-        trust: whose log it is, and whose witnesses and release keys.
+        fetch: fetches public files of a relay or gateway.
+        trust: keys of the log, its witnesses and releases.
     """
 
     def __init__(self, fetch: Fetch, trust: Trust) -> None:
@@ -94,7 +94,7 @@ class Monitor:
         self._tiles: dict[str, bytes] = {}
 
     def run(self, state: MonitorState, now: float) -> Report:
-        """Reads what was logged since `state`.
+        """Reads the entries since `state`.
 
         Raises:
             RelayUnreachableError: the files cannot be fetched.
@@ -122,7 +122,7 @@ class Monitor:
         return report
 
     def compare(self, report: Report, who: str, text: str) -> None:
-        """Compares the checkpoint that somebody else was shown, which has to be one of the same log."""
+        """Compares a checkpoint that another party was shown, which must belong to the same log."""
         if not report.note:
             return
         try:
@@ -149,7 +149,7 @@ class Monitor:
         """Returns the proof between two trees of the log, from its tiles.
 
         Raises:
-            TransparencyError: the tiles are not there.
+            TransparencyError: tiles are missing.
         """
         return prove_consistency(tile_nodes(self._read_tile, new), old, new)
 
@@ -199,7 +199,7 @@ class Monitor:
 
 
 def read_note(data: bytes) -> str:
-    """Returns the checkpoint in what a peer shows: a signed note, or the epoch bundle of a relay."""
+    """Returns the checkpoint in a peer's data: a signed note, or the epoch bundle of a relay."""
     text = data.decode(errors="replace")
     if not text.startswith("{"):
         return text
@@ -210,10 +210,10 @@ def read_note(data: bytes) -> str:
 
 
 def load_state(path: Path) -> MonitorState:
-    """Reads what was remembered; the empty state on first use.
+    """Reads the stored state; an empty one on first use.
 
     Raises:
-        ConfigError: the file is broken; whoever could break it could hide a split view.
+        ConfigError: the file is damaged. It is not ignored: an attacker who damaged it could hide a split view.
     """
     try:
         fields = msgspec.json.decode(path.expanduser().read_bytes(), type=dict[str, Any])
@@ -229,9 +229,9 @@ def load_state(path: Path) -> MonitorState:
 
 
 def save_state(path: Path, state: MonitorState) -> None:
-    """Writes what to remember, mode 0600.
+    """Writes the state, mode 0600.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     write_whole(path.expanduser(), msgspec.json.encode(state, order="sorted"), SECRET)

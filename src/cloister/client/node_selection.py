@@ -1,4 +1,4 @@
-"""The draw of one node by capacity: the client's alone, and nobody can lean on it.
+"""Draws one node by capacity. The client alone decides, so no other party can influence the draw.
 
 Pure but for the random source, which is the operating system's unless another one is given.
 """
@@ -13,7 +13,7 @@ from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
 
 MAX_DRAWS = 3
-"""One draw and at most two more: each costs a token, and each gives whoever holds back answers another chance."""
+"""One draw and at most two retries: each costs a token, and gives an attacker who withholds answers another chance."""
 
 DRAW_THREAT = ThreatProfile(
     row="machine-level scheduler",
@@ -43,9 +43,8 @@ Drawn = TypeVar("Drawn", bound=HasCapacity)
 def draw(nodes: Sequence[Drawn], below: Below = secrets.randbelow) -> Drawn:
     """Returns one node with probability capacity / sum of capacities, exactly (integers, no rounding).
 
-    Nothing else counts: not the user, not the content, not which nodes answered before. A retry is the same draw again,
-    over the same list, the node that failed included: leaving it out would let a gateway that holds back answers
-    choose by exclusion.
+    Nothing else matters: not the user, not the content, not which nodes answered before. A retry draws again from the same
+    list, including the node that failed: excluding it would let a gateway that withholds answers steer requests.
 
     Raises:
         ConfigError: there is no node, or a capacity is not positive.
@@ -63,15 +62,15 @@ def draw(nodes: Sequence[Drawn], below: Below = secrets.randbelow) -> Drawn:
 
 
 def bound_capture(share: float, draws: int = MAX_DRAWS) -> float:
-    """Returns the most that withheld answers can buy: the probability that captured nodes get one request.
+    """Returns the probability that captured nodes get one request if an attacker withholds answers.
 
-    Whoever holds nodes with `share` of the capacity, and the gateway too, can let every draw of an honest node fail.
-    The client then draws again, at most `draws` times in all, so at least one draw lands there with 1 - (1 - t)^draws.
-    Without withheld answers it is `share`. Such failures stand out: `cloister verify routing` finds them.
+    An attacker who controls the gateway and nodes with `share` of the capacity can make every draw of an honest node fail. The
+    client draws at most `draws` times in all, so at least one draw hits a captured node with probability 1 - (1 - t)^draws.
+    Without withheld answers it is `share`. Such failures are detectable: `cloister verify routing` finds them.
 
     Args:
         share: captured share t of the capacity, 0 to 1.
-        draws: how often the client draws at most.
+        draws: maximum number of draws.
     """
     if not 0.0 <= share <= 1.0:
         raise ValueError("a share is between 0 and 1")

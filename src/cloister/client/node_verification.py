@@ -1,4 +1,4 @@
-"""Is this node what the epoch says, and does its evidence prove what is asked? No I/O; time is an argument."""
+"""Verifies that a node is the one in the epoch, and that its evidence satisfies the policy. No I/O; time is an argument."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from cloister.trust.transparency.trust import Trust
 
 
 def fill_policy(policy: AttestationPolicy, believed: Logged) -> AttestationPolicy:
-    """Returns the policy for an epoch: what is published in the log is what may run, where the user names nothing else.
+    """Returns the policy for an epoch: unless the user names digests, releases published in the log are accepted.
 
     Args:
-        policy: of the user; digests that it names are kept, and so are its demands.
-        believed: an epoch that everybody was shown, and the release that it names.
+        policy: the user's policy; its digests and requirements are kept.
+        believed: a verified epoch, and the release that it names.
     """
     release = believed.release
     launch = {register: frozenset({value}) for register, value in release.launch.items()}
@@ -54,7 +54,7 @@ def fill_policy(policy: AttestationPolicy, believed: Logged) -> AttestationPolic
 
 
 def know_profile(policy: AttestationPolicy) -> AttestationPolicy:
-    """Returns the policy for evidence that no log or release was read for: what a profile rules is taken from this program."""
+    """Returns the policy for evidence without a log or release: the rules of profiles are those of this program."""
     if policy.profile_digests or policy.profile not in list(Profile):
         return policy
     return replace(policy, profile_digests=frozenset({measure_profile(policy.profile)}))
@@ -63,11 +63,11 @@ def know_profile(policy: AttestationPolicy) -> AttestationPolicy:
 def judge_node(
     node: NodeEntry, evidence: bytes | None, believed: Logged, trust: Trust, policy: AttestationPolicy, now: float
 ) -> Findings:
-    """Returns every step of the verification of one node; it may be sent something if they are `accepted`.
+    """Returns every step of the verification of one node; requests may be sent to it if they are `accepted`.
 
     Args:
-        node: as the epoch has it.
-        evidence: what the gateway serves as this node's evidence; None if it serves none.
+        node: the node's entry in the epoch.
+        evidence: this node's evidence from the gateway; None if there is none.
         policy: filled (`fill_policy`).
         now: Unix seconds.
     """
@@ -100,18 +100,18 @@ def judge_node(
 
 
 def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str, bytes], limits: Limits) -> None:
-    """Adds a failed step to every node whose chip another node has too: who captures one chip must not get two shares.
+    """Adds a failed step to every node that shares its chip with another node: capturing one chip must not give two shares.
 
-    A node whose processor is not named could be on any other's, so it fails too where there is another node on hardware.
+    A node whose processor is not identified could share any other's, so it fails too if another node is on hardware.
 
     Args:
-        findings: of each node, by node_id.
+        findings: findings of each node, by node_id.
         evidence: the documents, by node_id.
-        limits: say whether processors without a name are accepted.
+        limits: whether unidentified processors are accepted.
     """
     read = {node_id: read_evidence(evidence[node_id]) for node_id, found in findings.items() if found.accepted}
     on_hardware = {node_id for node_id, one in read.items() if one.kind != SoftwareVerifier.kind}
-    chips = {node_id: name_chips(one) for node_id, one in read.items()}  # what a chip did not sign names none
+    chips = {node_id: name_chips(one) for node_id, one in read.items()}  # evidence that no chip signed identifies none
 
     def is_masked(node_id: str) -> bool:
         return node_id in on_hardware and name_processor(read[node_id]) is None
@@ -156,7 +156,7 @@ def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:
 
 
 def _check_life(findings: Findings, statement: Statement, believed: Logged) -> None:
-    """What was judged once is relied on until the epoch ends, so evidence that ends sooner would be used when it is over."""
+    """Checks are not repeated before the epoch ends, so evidence that expires earlier would be used after its expiry."""
     if statement.not_after < believed.epoch.not_after:
         findings.fail("life", "the evidence ends before the epoch that names the node, which would be sent to afterwards")
 
@@ -164,7 +164,8 @@ def _check_life(findings: Findings, statement: Statement, believed: Logged) -> N
 def _check_nonce(
     findings: Findings, statement: Statement, believed: Logged, trust: Trust, policy: AttestationPolicy, now: float
 ) -> None:
-    """The nonce of evidence is a checkpoint of the log: evidence cannot be older than what witnesses saw then."""
+    """The nonce of evidence is a checkpoint of the log: evidence cannot be older than the checkpoint that witnesses
+    cosigned."""
     if not statement.checkpoint:
         findings.doubt(policy, "nonce", "the evidence names no checkpoint of the log, so nothing shows when it was made")
         return
@@ -186,9 +187,9 @@ _REMEDY: Final = "install the wheel of `cryptography`, which brings one that doe
 
 
 def judge_keys(findings: Findings, whose: str, keys: bytes, policy: AttestationPolicy) -> None:
-    """Adds what requests to the holder of `keys` are sealed with.
+    """Adds a step for the encryption of requests to the holder of `keys`.
 
-    An X25519 key alone is no step of its own where nobody asks for more: it is what every older program has.
+    An X25519 key alone adds no step unless the policy requires more: every older program has one.
 
     Args:
         whose: "the node" or "the gateway".
@@ -208,7 +209,7 @@ def judge_keys(findings: Findings, whose: str, keys: bytes, policy: AttestationP
 
 
 def check_gateway(epoch: Epoch, policy: AttestationPolicy) -> None:
-    """Refuses an epoch whose gateway has no key that the policy takes.
+    """Refuses an epoch whose gateway has no key that the policy accepts.
 
     Raises:
         EpochRefusedError: nothing was sent.

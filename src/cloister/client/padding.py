@@ -1,7 +1,7 @@
-"""Padding that comes after a complete answer, read to its end when nobody waits for it any more.
+"""Reads the padding after a complete answer to its end in the background.
 
-Who hangs up as soon as the answer is complete shows the relay the length that the padding hides (docs/traffic.md). So its
-reader is done at once, and the rest is read beside it and thrown away.
+Disconnecting as soon as the answer is complete would reveal to the relay the length that the padding hides (docs/traffic.md).
+So the reader finishes immediately, and the rest is read in the background and discarded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import httpx
 import sniffio
 
 PADDING_TIMEOUT_S: Final = 600.0
-"""How long padding may take: some more than the longest answer."""
+"""Timeout for padding: slightly more than the longest answer."""
 
 
 class PaddingReader:
-    """Reads padding in threads of its own. The interpreter waits for them when it ends, and so does `wait`."""
+    """Reads padding in separate threads. The interpreter waits for them when it ends, and so does `wait`."""
 
     def __init__(self) -> None:
         self._threads: set[threading.Thread] = set()
@@ -43,7 +43,7 @@ def _read(chunks: Iterator[bytes], close: Callable[[], None]) -> None:
     timer = threading.Timer(PADDING_TIMEOUT_S, close)
     timer.daemon = True
     timer.start()
-    with suppress(httpx.TransportError, httpx.StreamError):  # the answer is there already; nobody misses the rest
+    with suppress(httpx.TransportError, httpx.StreamError):  # the answer is already complete, so errors do not matter
         for _ in chunks:
             pass
     timer.cancel()
@@ -51,7 +51,7 @@ def _read(chunks: Iterator[bytes], close: Callable[[], None]) -> None:
 
 
 class AsyncPaddingReader:
-    """As `PaddingReader`, in tasks. Where there is no asyncio, whoever closes the answer reads."""
+    """Like `PaddingReader`, in tasks. Without asyncio, closing the answer reads the padding."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

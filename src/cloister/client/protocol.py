@@ -1,4 +1,4 @@
-"""What a client fetches over HTTP before it can seal: steps that yield a request and receive its answer. No I/O.
+"""Fetches over HTTP that precede sealing, as steps that yield a request and receive its reply. No I/O.
 
 `FetchSteps` is a generator: it yields an `Ask`, gets a `Reply`, and returns its result; so the same code serves blocking and
 asynchronous transports.
@@ -15,7 +15,7 @@ from cloister.client.errors import RelayUnreachableError
 T = TypeVar("T")
 
 DEADLINE_S = 30.0
-"""For one request of these, from the first byte sent to the last one received."""
+"""Timeout of one such request, from the first byte sent to the last one received."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Ask:
     """A request to the relay or the issuer.
 
     Attributes:
-        who: what is asked, for messages: "the relay", "the issuer".
-        most_bytes: of the answer; a longer one is refused.
+        who: name of the server for messages: "the relay", "the issuer".
+        most_bytes: maximum length of the reply; a longer one is refused.
     """
 
     who: str
@@ -37,7 +37,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back, whole."""
+    """The complete reply."""
 
     status: int
     media_type: str
@@ -48,12 +48,12 @@ FetchSteps = Generator[Ask, Reply, T]
 
 
 def unreachable(ask: Ask, error: Exception) -> RelayUnreachableError:
-    """Returns the error for a connection that failed or ran into the deadline; `error` is named by its type alone."""
+    """Returns the error for a connection that failed or timed out; of `error` it states only the type."""
     address = ask.url.split("/.well-known")[0]
     reason = type(error).__name__
     return RelayUnreachableError(f"{ask.who} at {address} cannot be reached ({reason}); check its address and that it runs")
 
 
 def too_long(ask: Ask) -> RelayUnreachableError:
-    """Returns the error for an answer above `most_bytes`."""
+    """Returns the error for a reply longer than `most_bytes`."""
     return RelayUnreachableError(f"{ask.who} sent more than {ask.most_bytes:,} bytes where a small file was asked for")

@@ -1,4 +1,4 @@
-"""A local endpoint that seals for programs that cannot: HTTP in on loopback, sealed requests out. It logs no request."""
+"""A local proxy for programs that cannot seal: accepts HTTP on loopback, and sends sealed requests. It logs no request."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cloister.trust.sealing import LARGEST_BUCKET_BYTES
 from cloister.types.errors import CloisterError, DeadlineError, RequestTooLargeError
 
 BODY_S = 60.0
-"""How long a program may take to send a request's body."""
+"""Timeout for receiving a request's body."""
 
 Tell = Callable[[str], None]
 
 
 class BrokenOffError(CloisterError):
-    """The answer broke off before it began; nothing is known of it."""
+    """The connection closed before an answer began."""
 
     code = "answer_broke_off"
     status = 502
@@ -36,11 +36,11 @@ class BrokenOffError(CloisterError):
 class Proxy:
     """The ASGI application.
 
-    Pages of browsers are refused, whatever their origin: a page of anybody's could spend tokens, and mark by when it does who
-    has it open.
+    Requests from web pages are refused, whatever their origin: any page could spend tokens, and identify its visitors by
+    timing.
 
     Args:
-        tell: takes lines about what was verified, at every new epoch.
+        tell: called with lines about what was verified, at every new epoch.
     """
 
     def __init__(self, session: Session, transport: AsyncSealedTransport, tell: Tell) -> None:
@@ -50,10 +50,10 @@ class Proxy:
         self._told = session.believed.epoch.epoch if session.believed else None
 
     async def verify(self) -> None:
-        """Fetches and verifies what a request would need, and tells it.
+        """Fetches and verifies everything that a request needs, and reports it.
 
         Raises:
-            SealedError: something of it is refused or cannot be reached.
+            SealedError: something is refused or cannot be reached.
         """
         try:
             ready = await self._transport.prepare()
@@ -104,7 +104,7 @@ class Proxy:
 
 
 def proxy_app(proxy: Proxy) -> ASGIApp:
-    """Returns the application behind the guard against pages that reach a local server under a name of their own."""
+    """Returns the application with protection against DNS rebinding."""
     return LocalHostMiddleware(proxy)
 
 
@@ -132,8 +132,8 @@ async def _read(request: Request) -> bytes:
 
 
 def _is_of_page(headers: Headers) -> bool:
-    """Whether a page made a browser ask. `Origin` is not there where it wants an image, a script or a link; then Fetch Metadata
-    are, or in older browsers `Referer`.
+    """Whether a web page caused the request. Requests for images, scripts and links have no `Origin`, but Fetch Metadata or, in
+    older browsers, `Referer`.
     """
     return "origin" in headers or "referer" in headers or headers.get("sec-fetch-site", "none") != "none"
 

@@ -1,4 +1,4 @@
-"""Asks for receipts, holds each one against what this client knows before anything believes it, and keeps it as a file."""
+"""Requests receipts, verifies each one against the client's own data, and stores it as a file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from cloister.trust.transparency.merkle import hash_leaf
 from cloister.types.errors import ConfigError
 
 Keep = Callable[[Receipt], None]
-"""Takes each receipt, verified, when its answer is complete."""
+"""Called with each verified receipt when its answer is complete."""
 
 
 @dataclass(frozen=True)
 class ReceiptOrder:
-    """What a receipt from one node is asked with, and checked against.
+    """The data to request a receipt from one node, and to verify it.
 
     Attributes:
-        epoch: that the node was drawn from.
-        bundle: the same with its proofs, as it came.
+        epoch: epoch from which the node was drawn.
+        bundle: the same with its proofs, as received.
         evidence: the node's evidence document.
-        key: that the evidence binds for receipts, Ed25519, 32 bytes.
-        keep: takes the receipt.
+        key: receipt key that the evidence binds, Ed25519, 32 bytes.
+        keep: called with the receipt.
     """
 
     epoch: Epoch
@@ -41,16 +41,16 @@ class ReceiptOrder:
 
     @property
     def wish(self) -> Wish:
-        """What the sealed request says."""
+        """The field of the sealed request."""
         return Wish(hash_leaf(epoch_leaf(self.epoch)).hex(), hashlib.sha256(self.evidence).hexdigest())
 
 
 def order_receipt(epoch: Epoch, bundle: bytes, evidence: bytes, keep: Keep) -> ReceiptOrder:
-    """Returns the order, if there can be one.
+    """Returns the order for a receipt.
 
     Raises:
-        PolicyError: the profile of the epoch has no receipts.
-        ReceiptError: the evidence binds no key for them.
+        PolicyError: the epoch's profile forbids receipts.
+        ReceiptError: the evidence binds no receipt key.
     """
     Policy(epoch.profile).check({"receipt": Use(True, "this client")})
     try:
@@ -63,11 +63,11 @@ def order_receipt(epoch: Epoch, bundle: bytes, evidence: bytes, keep: Keep) -> R
 
 
 class ReceiptReader:
-    """Follows one answer on its way in.
+    """Hashes one answer while it is received.
 
     Args:
-        request: as it was sealed.
-        exchange: with the node.
+        request: the request as sealed.
+        exchange: the exchange with the node.
 
     Attributes:
         receipt: None until the answer is complete.
@@ -79,14 +79,14 @@ class ReceiptReader:
         self._transcript = Transcript(exchange, request)
 
     def add(self, content: bytes) -> None:
-        """Takes the next piece of the answer's content."""
+        """Hashes the next piece of the answer's content."""
         self._transcript.add(content)
 
     def finish(self, status: int, signature: bytes | None) -> None:
-        """Says that the answer is complete, and hands its receipt on.
+        """Marks the answer as complete, and passes on its receipt.
 
         Raises:
-            ReceiptError: there is none, or the attested key did not sign just this.
+            ReceiptError: there is none, or the attested key did not sign exactly this answer.
         """
         order = self._order
         wish = order.wish
@@ -105,12 +105,12 @@ _PRIVATE = 0o700
 
 
 class ReceiptFolder:
-    """Keeps receipts in a folder, one a file, named by the SHA-256 of what was signed. It is a `Keep`.
+    """Stores receipts in a folder, one per file, named by the SHA-256 of the signed content. It is a `Keep`.
 
-    Request and answer are not kept: whoever wants to show them later has to keep their exact bytes.
+    Request and answer are not stored: to prove them later, keep their exact bytes.
 
     Raises:
-        ConfigError: the folder cannot be made, or not be written.
+        ConfigError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What was verified, in a person's words: one line for the epoch, and the steps of each node. Pure."""
+"""Formats what was verified for users: one line for the epoch, and the steps of each node. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MARKS = {Outcome.PROVED: "proved", Outcome.NOT_PROVED: "NOT PROVED", Outcome.FA
 
 
 def tell_epoch(session: Session) -> Iterator[str]:
-    """Yields lines about the epoch that the session believes, and about each of its nodes."""
+    """Yields lines about the session's verified epoch, and about each of its nodes."""
     believed = session.believed
     if believed is None:
         return
@@ -39,4 +39,4 @@ def _sum_up(findings: Findings) -> str:
         return "REFUSED; nothing is sent to it"
     if not findings.proved:
         return f"accepted; NOT PROVED: {len(findings.of(Outcome.NOT_PROVED))} of {len(findings)} steps"
-    return "accepted; everything that was asked is proved"
+    return "accepted; every requirement is proved"

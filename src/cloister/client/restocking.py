@@ -1,7 +1,7 @@
-"""When tokens are bought: ahead of need and at a random moment, so that a purchase does not tell of the request beside it.
+"""Schedules token purchases: ahead of need and at a random time, so that a purchase cannot be linked to a request.
 
-Whoever sees purchases (the issuer, by API key) and requests (the gateway, by none) compares times. A purchase that a request
-waits for joins the two; one that comes minutes after some request, as was drawn, fits everybody who asked meanwhile.
+The issuer sees purchases with API keys, and the gateway sees requests without; together they can compare times. A purchase that
+a request waits for links the two. One at a random time minutes later matches every client that sent requests meanwhile.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from cloister.client.node_selection import Below
 from cloister.client.token_purchase import LOW
 
 SPREAD_S: Final = 300.0
-"""The moment is drawn evenly from so many seconds after the wallet was low. A longer time hides better, and the wallet is empty
-before it is over more often."""
+"""The time is drawn uniformly from this many seconds after the wallet ran low. A longer interval hides better, but the wallet
+is more often empty before its end."""
 MOST_LOW: Final = 8 * LOW
-"""How many tokens are few for somebody who asks often. 20 more come in two and a half minutes on average, so who asks every
-eight seconds never waits for a purchase; who asks more often does, in the end."""
+"""Low-water mark for frequent requests. 20 more tokens arrive after two and a half minutes on average, so a client with a
+request every eight seconds never waits for a purchase; one with more eventually does."""
 CLOSE_S: Final = 5.0
 
 
 class PurchasePlan:
-    """The moment of the next purchase. No I/O, no clock.
+    """The time of the next purchase. No I/O, no clock.
 
     Args:
-        below: random source; the system's.
+        below: random source; default: the system's.
     """
 
     def __init__(self, below: Below = secrets.randbelow) -> None:
@@ -39,9 +39,10 @@ class PurchasePlan:
         self._due: float | None = None
 
     def see(self, num_tokens: int, now: float) -> None:
-        """Takes in how many tokens are left: draws a moment once they are few, and drops it when they are many again.
+        """Updates the number of tokens left: draws a time once they are few, and drops it when they are many again.
 
-        One that went by unused, since the machine slept or nobody ran, is drawn anew: now would be right beside a request.
+        If the time passed without a purchase (the machine slept, or no program ran), it is drawn again: buying now would
+        coincide with a request.
         """
         if num_tokens > self._low:
             self._due = None
@@ -49,7 +50,7 @@ class PurchasePlan:
             self.postpone(now)
 
     def run_out(self) -> None:
-        """Takes in that no token is left: where a moment was drawn and came too late, more are kept from now on."""
+        """Records that no token is left: if a purchase was planned too late, the low-water mark rises."""
         if self._due is not None:
             self._low, self._due = min(2 * self._low, MOST_LOW), None
 
@@ -58,19 +59,19 @@ class PurchasePlan:
         self._due = now + self._below(int(SPREAD_S * 1000)) / 1000
 
     def wait_s(self, now: float) -> float | None:
-        """Returns the seconds until then, 0 when it has come; None where there is nothing to buy."""
+        """Returns the seconds until the purchase, 0 if it is due; None if there is nothing to buy."""
         return None if self._due is None else max(0.0, self._due - now)
 
 
 class Restocker:
-    """Runs one purchase at a time in a thread that nobody waits for; a program may end before it."""
+    """Runs one purchase at a time in a daemon thread; the program may exit before it ends."""
 
     def __init__(self, buy: Callable[[], None]) -> None:
         self._buy = buy
         self._timer: threading.Timer | None = None
 
     def plan(self, wait_s: float | None) -> None:
-        """Buys in so many seconds, unless a purchase is planned or runs; None plans nothing."""
+        """Buys after this many seconds, unless a purchase is planned or running; None plans nothing."""
         if wait_s is None or (self._timer is not None and self._timer.is_alive()):
             return
         self._timer = threading.Timer(wait_s, self._buy)
@@ -78,14 +79,14 @@ class Restocker:
         self._timer.start()
 
     def close(self) -> None:
-        """Drops what is planned, and waits a moment for a purchase that runs."""
+        """Cancels a planned purchase, and waits briefly for a running one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join(CLOSE_S)
 
 
 class AsyncRestocker:
-    """As `Restocker`, in a task. Where there is no asyncio nothing is planned, and tokens are bought when none is left."""
+    """Like `Restocker`, in a task. Without asyncio nothing is planned, and tokens are bought when none is left."""
 
     def __init__(self, buy: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._buy = buy
@@ -99,7 +100,7 @@ class AsyncRestocker:
             self._task = asyncio.create_task(self._wait_and_buy(wait_s))
 
     async def close(self) -> None:
-        """Drops what is planned or runs."""
+        """Cancels a planned or running purchase."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -1,7 +1,7 @@
 """One sealed request, from the first draw to the last byte of its answer. No I/O: drivers perform its operations.
 
-`make_sealed_call` is a generator: it yields an `Operation`, gets its outcome or the error that it ended with, and returns
-what reads the answer. `SealedTransport` and `AsyncSealedTransport` are its two drivers.
+`make_sealed_call` is a generator: it yields an `Operation`, receives its outcome or error, and returns the reader of the
+answer. `SealedTransport` and `AsyncSealedTransport` are its two drivers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cloister.trust.sealing import HttpRequest
 
 @dataclass(frozen=True)
 class Prepare:
-    """Carry `Session.prepare`, one at a time; the outcome is its `PreparedRequest`."""
+    """Run `Session.prepare`, one at a time; the outcome is its `PreparedRequest`."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ Operation = Prepare | PostRequest | Receive | HangUp
 
 
 class AnswerReader:
-    """Follows the body of one answer.
+    """Reads the body of one answer.
 
     Attributes:
-        is_over: whether the content is whole, and nothing more is to be read but perhaps padding.
-        has_padding: whether padding is left to be read.
+        is_over: whether the content is complete, so that only padding may remain.
+        has_padding: whether padding remains to be read.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -61,15 +61,15 @@ class AnswerReader:
         self._first = b""
 
     def take_first(self) -> bytes:
-        """Returns content that came with the head, once."""
+        """Returns content that arrived with the head, once."""
         first, self._first = self._first, b""
         return first
 
     def take(self, data: bytes | None) -> bytes:
-        """Takes the next bytes of the body, None at its end, and returns the content that they complete.
+        """Processes the next bytes of the body, None at its end, and returns the content that they complete.
 
         Raises:
-            httpx.RemoteProtocolError: the answer breaks off, or was changed on its way.
+            httpx.RemoteProtocolError: the answer was cut off or changed.
         """
         try:
             return self._take(data)
@@ -77,11 +77,11 @@ class AnswerReader:
             raise httpx.RemoteProtocolError(f"{error}; {CUT_OFF}") from None
 
     def read_head(self) -> Generator[Operation, Any, None]:
-        """Reads until the head of the node's response is there.
+        """Reads until the head of the node's response has arrived.
 
         Raises:
-            FailedTryError: none came; another draw may pass.
-            httpx.RemoteProtocolError: it came and what follows broke off; it began, so it is not sent again.
+            FailedTryError: none arrived; another draw may succeed.
+            httpx.RemoteProtocolError: it arrived, but the rest was cut off; the answer began, so the request is not sent again.
         """
         try:
             while self.answer.head is None and not self.is_over:
@@ -116,15 +116,15 @@ class Answered:
 
 
 def make_sealed_call(session: Session, request: httpx.Request, content: bytes) -> Generator[Operation, Any, Answered]:
-    """Draws nodes until one begins to answer, `MAX_DRAWS` at most.
+    """Draws nodes until one begins to answer, at most `MAX_DRAWS`.
 
     Args:
-        request: as the program made it.
+        request: the program's request.
         content: its whole body.
 
     Raises:
-        SealedError: there is no answer; `SealedTransport` says which error means what.
-        httpx.RemoteProtocolError, httpx.TimeoutException: one began, and broke off or did not come in time.
+        SealedError: there is no answer; see `SealedTransport`.
+        httpx.RemoteProtocolError, httpx.TimeoutException: an answer began, and was cut off or timed out.
     """
     attempts = Attempts(request)
     while len(attempts) < MAX_DRAWS:
@@ -171,7 +171,7 @@ def _attempt(
 
 
 def _read_refusal() -> Generator[Operation, Any, bytes]:
-    """Returns the beginning of an answer that is not sealed."""
+    """Returns the beginning of an unsealed answer."""
     try:
         data: bytes | None = yield Receive()
     except httpx.TransportError:

@@ -1,6 +1,6 @@
-"""What a client knows and holds between requests: the epoch it believes, what nodes proved, tokens. No I/O of its own.
+"""A client's state between requests: the verified epoch, findings about nodes, tokens. No I/O of its own.
 
-`prepare` returns `FetchSteps`: they say what to fetch, and transports carry it. One session may serve several transports.
+`prepare` returns `FetchSteps`: they define what to fetch, and transports do the I/O. One session may serve several transports.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from cloister.types.errors import ConfigError
 
 WELL_KNOWN = "/.well-known/cloister"
 MOST_LOG_BYTES = 1 << 25
-"""Of one file of the log: 256 entries of 64 KiB, and their lengths."""
+"""Maximum size of one log file: 256 entries of 64 KiB, and their lengths."""
 DOUBT_AFTER_S = 5.0
-"""A failed try makes the client fetch the epoch again, unless it is as fresh as this: a node may have left."""
+"""After a failed attempt the client fetches the epoch again, unless it is fresher than this: a node may have left."""
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """One draw: a member of the cloud, its node, what that proved, and the token for it.
+    """One draw: a member of the cloud, its node, the findings about it, and the token for it.
 
     Attributes:
-        node: None where the epoch has none of this member; then a step of `findings` failed.
-        token: None where the node is refused; nothing is spent on it.
-        order: for a receipt; None asks for none.
-        budget: output tokens that the token pays for, by the issuer's signature; None without a token.
+        node: None if the epoch has no node of this member; then a step of `findings` failed.
+        token: None if the node is refused; nothing is spent on it.
+        order: for a receipt; None for none.
+        budget: output tokens that the blind token pays for, as signed by the issuer; None without a token.
     """
 
     epoch: Epoch
@@ -74,21 +74,21 @@ class PreparedRequest:
 
 
 class Session:
-    """Where to ask, whom to believe, and what with.
+    """The client's settings and state.
 
     Args:
-        relay: URL of the relay, the only program that this client speaks with.
-        trust: keys of log, witnesses and releases, or the path of the file that has them.
-        api_key: shown to the issuer alone, for tokens, sealed on its way; nothing of it goes to relay, gateway or node.
-        policy: what is asked of nodes; what it leaves open is filled from the log.
-        receipts: takes a receipt of every answer (docs/receipts.md); None asks for none.
-        buys_directly: asks the issuer itself for tokens, which then sees this machine's address beside the API key.
-        limits: what is put up with of who is in the cloud, and how fast that changes.
-        state: file in which the client remembers what it saw of the log, mode 0600, so that a restart does not forget it; None
-            takes one in the user's state folder (`client.state`).
-        remember: False keeps it in this process's memory only, and each start sees the cloud as if for the first time.
-        below: random source of the draw; the system's.
-        now: Unix seconds.
+        relay: URL of the relay, the only program that this client connects to.
+        trust: keys of log, witnesses and releases, or the path of a file with them.
+        api_key: sent to the issuer only, sealed, to buy tokens; never to relay, gateway or node.
+        policy: requirements for nodes; unset ones are filled from the log.
+        receipts: called with a receipt of every answer (docs/receipts.md); None requests none.
+        buys_directly: buys tokens from the issuer directly, which then sees this machine's address together with the API key.
+        limits: limits on the membership and on its rate of change.
+        state: file with the client's view of the log, mode 0600, which persists over restarts; None uses one in the user's
+            state folder (`client.shared_view`).
+        remember: False keeps it in memory only, so that each start sees the cloud as if for the first time.
+        below: random source of the draw; default: the system's.
+        now: returns Unix seconds.
     """
 
     def __init__(
@@ -137,20 +137,20 @@ class Session:
 
     @property
     def believed(self) -> VerifiedEpoch | None:
-        """The epoch that is believed; None before the first request."""
+        """The verified epoch; None before the first request."""
         return self._believed
 
     @property
     def findings(self) -> Mapping[str, Findings]:
-        """What each node of the epoch proved, by node_id."""
+        """The findings about each node of the epoch, by node_id."""
         return MappingProxyType(self._findings)
 
     def doubt(self) -> None:
-        """Says that a try failed: the next one looks for a newer epoch first."""
+        """Records a failed attempt: the next one first checks for a newer epoch."""
         self._is_doubted = True
 
     def give_back(self, ready: PreparedRequest) -> None:
-        """Takes a token back that was never sent."""
+        """Returns an unsent token to the wallet."""
         if ready.token is not None:
             self._wallet.add([ready.token])
             if self._believed is not None:
@@ -158,26 +158,25 @@ class Session:
 
     @property
     def restock_in_s(self) -> float | None:
-        """Seconds until the moment that was drawn for the next purchase; None while there are tokens enough."""
+        """Seconds until the time drawn for the next purchase; None while there are enough tokens."""
         return self._plan.wait_s(self.now())
 
     def restock(self) -> FetchSteps[None]:
-        """Buys a batch ahead of need. Where none can be bought another moment is drawn: whoever needs one is told why."""
+        """Buys a batch ahead of need. On failure another time is drawn; a request that needs a token reports the error."""
         believed, now = self._believed, self.now()
         self._plan.postpone(now)
         if believed is None or now >= believed.epoch.not_after:
             return
         self._record.check()
         self._wallet.add((yield from self._buyer.buy(believed.epoch, now)))
-        self._drop_tokens((self._believed or believed).epoch)  # another one may have come meanwhile
+        self._drop_tokens((self._believed or believed).epoch)  # another batch may have arrived meanwhile
         self._plan.see(len(self._wallet), now)
 
     def prepare(self) -> FetchSteps[PreparedRequest]:
-        """Makes sure of the epoch, of every node's evidence and of a token, and draws one node.
+        """Verifies the epoch and every node's evidence, gets a token, and draws one node.
 
-        The draw is over the membership, nodes that the epoch leaves out included: a gateway that could have nodes drawn around
-        by leaving them out could choose by exclusion. Evidence of all nodes is fetched, whichever is drawn: fetching one would
-        show the relay which it is.
+        The draw is over the whole membership, including nodes that the epoch omits: otherwise a gateway could steer requests by
+        omitting nodes. Evidence of all nodes is fetched, whichever is drawn: fetching one would reveal it to the relay.
 
         Raises:
             EpochRefusedError, EvidenceRefusedError, NoTokensError, RelayUnreachableError: nothing was sent.
@@ -237,7 +236,7 @@ class Session:
             for path in needed_paths(bundle, self.trust, earliest):
                 fetched[path] = yield from self._fetch(f"log/{path}", MOST_LOG_BYTES)
             believed = believe(bundle, self.trust, seen.newest, fetched, now)
-            for view in (seen.own, seen.filed, begin):  # each has to lead to the same tree
+            for view in (seen.own, seen.filed, begin):  # each must lead to the same tree
                 if view != seen.newest:
                     believe(bundle, self.trust, view, fetched, now)
             self._record.read_log(begin, believed, fetched, now)
@@ -253,7 +252,7 @@ class Session:
             evidence = reply.body if reply.status == 200 else None
             found = judge_node(node, evidence, believed, self.trust, policy, now)
             if evidence is None or hashlib.sha256(evidence).hexdigest() != node.evidence_sha256:
-                # whoever carries files could else have the nodes left out that it does not own, a draw each, for one client
+                # otherwise a carrier of files could exclude nodes that it does not own for one client, one draw each
                 failed = found.of(Outcome.FAILED)
                 raise EvidenceRefusedError(
                     f"Nothing was sent: of node {node.node_id[:8]} {failed[0].text}. Each node's has to come, or who carries "
@@ -270,7 +269,7 @@ class Session:
 
     def _take_token(self, epoch: Epoch) -> FetchSteps[tuple[Token, int]]:
         issuer = self.trust.issuer
-        if issuer is not None:  # an epoch whose keys mark tokens is not paid in, however many are left
+        if issuer is not None:  # spend no token in an epoch whose keys mark tokens, however many are left
             self._record.check()
             signing_key(epoch, issuer)
         if not len(self._wallet):

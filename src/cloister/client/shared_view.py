@@ -1,7 +1,7 @@
-"""What a client remembers of the log, in a file that other programs of the same user read on too.
+"""A client's view of the log, in a file shared by programs of the same user.
 
-Each program holds the log to what it saw itself and to what the file has. So programs that are shown two logs, by two relays
-or at two times, find it at the next epoch, whichever of them wrote last.
+Each program checks the log against its own view and the file's. So if programs are shown two logs, by two relays or at two
+times, they detect it at the next epoch, whichever wrote last.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def state_file(log: PublicKey) -> Path:
 
 
 def state_name(log: PublicKey) -> str:
-    """Returns a file's name for a log: by its key, since two logs may call themselves alike."""
+    """Returns a file name for a log, derived from its key, because two logs may have the same name."""
     return f"{log.key_id.hex()}{log.key.hex()[:24]}.json"
 
 
 MOST_TRIES: Final = 5
 """How often the log is read again because another program wrote the file meanwhile."""
 MOST_PROOFS: Final = 16
-"""Pairs of checkpoints that are kept: a relay that hands out old copies could else fill the disk."""
+"""Maximum number of stored pairs of checkpoints: otherwise a relay that serves old copies could fill the disk."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """From where the log is read on.
+    """The views from which reading continues.
 
     Attributes:
-        own: what this program saw.
-        filed: what the file has; `own` where there is none.
+        own: this program's view.
+        filed: the file's view; `own` if there is no file.
     """
 
     own: View
@@ -51,15 +51,15 @@ class Beginning:
 
     @property
     def newest(self) -> View:
-        """The one that saw more of the log."""
+        """The view with more entries."""
         return max(self.filed, self.own, key=lambda view: view.size)
 
 
 class SharedView:
-    """The view of one program, and the file; without a file only the first.
+    """The view of one program, and the file if there is one.
 
     Raises:
-        ConfigError: the file is broken.
+        ConfigError: the file is damaged.
     """
 
     def __init__(self, memory: Memory | None) -> None:
@@ -67,25 +67,25 @@ class SharedView:
         self._own = View() if memory is None else memory.load()
 
     def begin(self) -> Beginning:
-        """Returns what the next checkpoint has to lead on from.
+        """Returns the views that the next checkpoint must extend.
 
         Raises:
-            ConfigError: the file is broken.
+            ConfigError: the file is damaged.
         """
         return Beginning(self._own, self._own if self._memory is None else self._memory.load())
 
     def save(self, view: View, begun: Beginning) -> bool:
-        """Remembers a view that leads on from both that it was begun from.
+        """Stores a view that extends both starting views.
 
         Returns:
-            False: another program changed the file meanwhile, and nobody knows whether both saw one log. Begin again.
+            False: another program changed the file meanwhile, and it is unknown whether both saw the same log. Start again.
         """
         if view.size >= self._own.size:
             self._own = view
         return self._memory is None or self._memory.save(view, begun.filed)
 
     def keep_proof(self, error: TransparencyError) -> str:
-        """Writes the checkpoints that contradict each other beside the file; returns a sentence that says where, or nothing."""
+        """Writes contradictory checkpoints next to the file; returns a sentence with their location, or ""."""
         if self._memory is None or len(error.evidence) != 2 or not all(error.evidence):
             return ""
         path = self._memory.path

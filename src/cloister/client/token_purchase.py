@@ -1,7 +1,8 @@
-"""Tokens for an API key: the issuer learns who asks for how many, and never sees them again. No I/O; time is an argument.
+"""Buys tokens with an API key: the issuer learns the account and the number, but cannot recognise the tokens later. No I/O;
+time is an argument.
 
-A purchase goes through the relay, sealed to a key that the issuer signed: so the issuer learns the account and not the address,
-the relay the address and not the account, and the gateway nothing. `is_direct` shows the issuer both.
+A purchase goes through the relay, sealed to a key that the issuer signed: the issuer learns the account but not the address,
+the relay the address but not the account, and the gateway nothing. With `is_direct` the issuer learns both.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ from cloister.trust.transparency.issuer_keys import (
 from cloister.trust.transparency.refusal import TransparencyError
 
 BATCH = 20
-"""Tokens asked for at once, by everybody."""
+"""Tokens in a batch, the same for every client."""
 LOW = 10
-"""More are bought, at a random moment (`restocking`), once no more than these are left."""
+"""Low-water mark: more are bought, at a random time (`restocking`), once no more than this are left."""
 
 
 class Wallet:
-    """Tokens by the issuer key that signed them; a key or a challenge that left the epoch takes its tokens with it."""
+    """Tokens by the issuer key that signed them; tokens of a key or challenge that is no longer in the epoch are dropped."""
 
     def __init__(self) -> None:
         self._tokens: dict[bytes, list[Token]] = {}
 
     def keep(self, key_ids: set[bytes], challenge_digest: bytes) -> None:
-        """Drops tokens of all other keys, and those that answer another challenge: they would say when they were bought."""
+        """Drops tokens of all other keys, and those for another challenge: they would reveal when they were bought."""
         self._tokens = {
             key_id: [token for token in tokens if token.challenge_digest == challenge_digest]
             for key_id, tokens in self._tokens.items()
@@ -65,7 +66,7 @@ class Wallet:
         }
 
     def add(self, tokens: list[Token]) -> None:
-        """Takes in a batch."""
+        """Adds a batch."""
         for token in tokens:
             self._tokens.setdefault(token.key_id, []).append(token)
 
@@ -73,7 +74,7 @@ class Wallet:
         return sum(len(tokens) for tokens in self._tokens.values())
 
     def pop(self) -> Token | None:
-        """Takes out one token of the fullest key, drawn at random; None when there is none."""
+        """Removes and returns a random token of the key with most tokens; None if there is none."""
         tokens = max(self._tokens.values(), key=len, default=[])
         return tokens.pop(secrets.randbelow(len(tokens))) if tokens else None
 
@@ -88,10 +89,10 @@ class Buyer:
 
     Args:
         issuer: None buys nothing.
-        relay: URL of what carries purchases; with a slash at the end.
-        is_direct: asks the issuer itself, which then sees this machine's address beside the API key.
-        see: takes the keys that the issuer states itself; raises if they contradict what was seen before.
-        needs_post_quantum: seals with X-Wing or not at all.
+        relay: URL for purchases, with a trailing slash.
+        is_direct: buys from the issuer directly, which then sees this machine's address together with the API key.
+        see: called with the keys that the issuer publishes; raises if they contradict earlier ones.
+        needs_post_quantum: refuses any key but X-Wing.
     """
 
     def __init__(
@@ -114,15 +115,15 @@ class Buyer:
         self._needs_post_quantum = needs_post_quantum
 
     def buy(self, epoch: Epoch, now: float, count: int = BATCH) -> FetchSteps[list[Token]]:
-        """Fetches a batch under the key that everybody buys under in this epoch.
+        """Fetches a batch under this epoch's common key.
 
-        A batch whose answer was lost is asked for again as it was, and the issuer counts it once.
+        A batch whose reply was lost is requested again unchanged, and the issuer counts it once.
 
         Args:
             now: Unix seconds.
 
         Raises:
-            NoTokensError: there is none; the message says why.
+            NoTokensError: no batch was sold; the message says why.
         """
         if self._issuer is None:
             raise NoTokensError(
@@ -133,7 +134,7 @@ class Buyer:
         ask = self._ask_directly(self._issuer, pending) if self._is_direct else self._ask_sealed(self._issuer, pending, now)
         try:
             status, body = yield from ask
-        except BaseException:  # also where the carrier gave up: who is asked next may have counted it
+        except BaseException:  # also if the transport gave up: the issuer may have counted it
             self._pending = pending
             raise
         if status != 200:
@@ -148,7 +149,7 @@ class Buyer:
     def _begin(self, key: bytes, epoch: Epoch, issuer: IssuerIdentity, count: int) -> Pending:
         challenge = challenge_between(issuer.url, epoch.gateway.url)
         kept, wanted = self._pending, (key, challenge.digest(), count)
-        self._pending = None  # it is this purchase's now; another may begin meanwhile
+        self._pending = None  # it belongs to this purchase now; another may begin meanwhile
         if kept is None or (kept.encoded_key, kept.tokens[0].challenge_digest, len(kept.tokens)) != wanted:
             try:
                 kept = request_tokens(key, challenge, count)
@@ -178,7 +179,7 @@ class Buyer:
                 except (UnsealError, MessageError):
                     raise NoTokensError("The answer to the purchase was changed on the way; nothing of it is used.") from None
                 return status, body
-            self._statement = None  # an issuer that was started anew has another key
+            self._statement = None  # a restarted issuer has another key
             if reply.status != 400 or not has_more:
                 break
         message = read_message(reply.body) or "it gave no reason"
@@ -211,10 +212,11 @@ class Buyer:
 
 
 def signing_key(epoch: Epoch, issuer: IssuerIdentity) -> bytes:
-    """Returns the key under which everybody buys in this epoch: the one that signed when it began.
+    """Returns this epoch's common key: the one that was signing when the epoch began.
 
     Raises:
-        NoTokensError: the epoch does not name this issuer, names a key that it did not sign, or leaves open which one signs.
+        NoTokensError: the epoch does not name this issuer, names a key that it did not sign, or does not determine the signing
+            key.
     """
     keys = [entry for entry in epoch.issuers if entry.url == issuer.url]
     if not keys:

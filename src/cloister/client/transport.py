@@ -1,6 +1,6 @@
 """httpx transports that seal every request to a node that they draw, so that SDKs work unchanged.
 
-Both perform what `make_sealed_call` and the steps of `Session` yield; everything that is decided is decided there.
+Both perform the operations of `make_sealed_call` and of `Session`; all decisions are made there.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ T = TypeVar("T")
 class SealedTransport(httpx.BaseTransport):
     """Seals requests: `openai.OpenAI(http_client=httpx.Client(transport=SealedTransport(session)))`.
 
-    Host, port and scheme of a request's URL mean nothing: the session knows the relay, and a node is drawn for each request.
-    An API key in its headers goes nowhere; the session's own is shown to the issuer alone. Safe to use from several threads.
+    Host, port and scheme of a request's URL are ignored: the session knows the relay, and a node is drawn for each request. An
+    API key in its headers is dropped; the session's own is sent to the issuer only. Thread-safe.
 
     Args:
         session: relay, trust, policy and tokens; may be shared.
-        carrier: what speaks HTTP to relay and issuer; None makes a pooled one.
+        carrier: HTTP transport to relay and issuer; None creates a pooled one.
 
-    `handle_request` raises, before anything left this machine: `EpochRefusedError`, `EvidenceRefusedError`, `NoTokensError`,
-    `RelayUnreachableError`; after every draw failed: `NoAnswerError`; where another draw would not help: `FinalRefusalError`;
-    at an answer that breaks off: `httpx.RemoteProtocolError`; at one that does not come in time: `httpx.ReadTimeout`.
+    `handle_request` raises, before anything was sent: `EpochRefusedError`, `EvidenceRefusedError`, `NoTokensError`,
+    `RelayUnreachableError`; after every draw failed: `NoAnswerError`; if another draw would not help: `FinalRefusalError`; for
+    an answer that was cut off: `httpx.RemoteProtocolError`; for one that timed out: `httpx.ReadTimeout`.
     """
 
     def __init__(self, session: Session, carrier: httpx.BaseTransport | None = None) -> None:
@@ -56,7 +56,7 @@ class SealedTransport(httpx.BaseTransport):
             while True:
                 try:
                     outcome = self.prepare() if isinstance(operation, Prepare) else reply.perform(operation)
-                except Exception as error:  # what it means is decided there
+                except Exception as error:  # the generator interprets it
                     operation = operations.throw(error)
                 else:
                     operation = operations.send(outcome)
@@ -69,7 +69,7 @@ class SealedTransport(httpx.BaseTransport):
         return to_response(answered.reader.answer, stream, answered.ready, answered.attempts)
 
     def prepare(self) -> PreparedRequest:
-        """Fetches and verifies everything that the next request needs, and draws its node; for programs that show it."""
+        """Fetches and verifies everything that the next request needs, and draws its node; for programs that display it."""
         with self._lock:
             ready = self._run(self._session.prepare())
             self._restocker.plan(self._session.restock_in_s)
@@ -85,7 +85,7 @@ class SealedTransport(httpx.BaseTransport):
             self._run(self._session.restock(), self._lock)
 
     def _run(self, step: FetchSteps[T], lock: AbstractContextManager[object] | None = None) -> T:
-        """Carries a step; `lock` is held while it works, and not while it waits."""
+        """Performs a step; holds `lock` while it computes, not while it waits."""
         lock = lock or nullcontext()
         try:
             with lock:
@@ -136,7 +136,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
             while True:
                 try:
                     outcome = await (self.prepare() if isinstance(operation, Prepare) else reply.perform(operation))
-                except Exception as error:  # what it means is decided there
+                except Exception as error:  # the generator interprets it
                     operation = operations.throw(error)
                 else:
                     operation = operations.send(outcome)
@@ -192,7 +192,7 @@ class AsyncSealedTransport(httpx.AsyncBaseTransport):
 
 
 class _OpenReply:
-    """The response that is open for a request."""
+    """The open response of a request."""
 
     def __init__(self, carrier: httpx.BaseTransport) -> None:
         self._carrier = carrier
@@ -239,13 +239,13 @@ class _AsyncOpenReply:
         return None
 
     async def aclose(self) -> None:
-        with anyio.CancelScope(shield=True):  # who is cancelled hangs up all the same
+        with anyio.CancelScope(shield=True):  # cancellation must still close the connection
             if self._response is not None:
                 await self._response.aclose()
 
 
 class AnswerStream(httpx.SyncByteStream):
-    """The content of an answer, while it comes."""
+    """Streams the content of an answer."""
 
     def __init__(self, reply: _OpenReply, reader: AnswerReader, padding: PaddingReader) -> None:
         self._reply, self._reader, self._padding = reply, reader, padding
@@ -266,7 +266,7 @@ class AnswerStream(httpx.SyncByteStream):
 
 
 class AsyncAnswerStream(httpx.AsyncByteStream):
-    """The content of an answer, while it comes."""
+    """Streams the content of an answer."""
 
     def __init__(self, reply: _AsyncOpenReply, reader: AnswerReader, padding: AsyncPaddingReader) -> None:
         self._reply, self._reader, self._padding = reply, reader, padding

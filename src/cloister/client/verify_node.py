@@ -1,7 +1,7 @@
-"""Every check that a client makes before it sends, made once, for a person: of a relay or gateway, or of a node by itself.
+"""Runs every check that a client makes before it sends, and reports it: for a relay or gateway, or for a single node.
 
-A relay or gateway is asked for the epoch, the log and the evidence of all nodes. A node knows of no epoch: its evidence is
-checked, and what only the log can show stays open.
+From a relay or gateway it fetches the epoch, the log and the evidence of all nodes. A node has no epoch: only its evidence is
+checked, without what the log would prove.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ MAX_LOG_BYTES: Final = 1 << 25
 _NOT_FOUND: Final = 404
 
 Fetch = Callable[[str, int], bytes | None]
-"""Path and most bytes to the content, None where there is nothing."""
+"""Maps path and maximum size to content; None if there is none."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What came out.
+    """The result of the checks.
 
     Attributes:
         epoch: steps about the list of nodes.
         nodes: steps about each node, by its name in the epoch.
-        view: what to remember of the log; None where it was not believed.
+        view: the new view of the log; None if it was not verified.
     """
 
     epoch: Findings
@@ -51,19 +51,19 @@ class Checked:
 
     @property
     def accepted(self) -> bool:
-        """Whether a client would send: nothing failed, and there is a node."""
+        """Whether a client would send: no step failed, and there is a node."""
         return self.epoch.accepted and bool(self.nodes) and all(findings.accepted for findings in self.nodes.values())
 
     @property
     def proved(self) -> bool:
-        """Whether every single step was proved."""
+        """Whether every step was proved."""
         return self.accepted and self.epoch.proved and all(findings.proved for findings in self.nodes.values())
 
 
 def fetch_from(url: str, client: httpx.Client) -> Fetch:
-    """Returns what asks a program at `url` for public files.
+    """Returns a function that fetches public files of a program at `url`.
 
-    The function raises `RelayUnreachableError` where there is no answer, or none that it takes.
+    The function raises `RelayUnreachableError` if there is no valid answer.
     """
     base = url.rstrip("/")
 
@@ -94,28 +94,28 @@ def check_url(
     """Runs every check.
 
     Args:
-        trust: whom to believe; None is enough for a node by itself.
-        policy: what is accepted; what it leaves open is filled from the log.
-        view: what was remembered of the log.
+        trust: trusted keys; None suffices for a single node.
+        policy: requirements; unset ones are filled from the log.
+        view: the stored view of the log.
         now: Unix seconds.
-        limits: what is put up with of who is in the cloud.
+        limits: limits on the membership.
 
     Raises:
-        RelayUnreachableError: nothing, or too little, could be fetched.
-        ConfigError: there is an epoch and no `trust`.
+        RelayUnreachableError: files could not be fetched.
+        ConfigError: there is an epoch, but no `trust`.
     """
     bundle = fetch("epoch", MAX_BUNDLE_BYTES)
     if bundle is None:
         return _check_node(fetch, trust, policy, now)
     if trust is None:
-        raise ConfigError("an epoch is there, and nobody said whom to believe; give --trust FILE", param="trust")
+        raise ConfigError("there is an epoch, but no trust file to verify it; give --trust FILE", param="trust")
     findings = Findings()
     try:
         record = IssuerRecord(trust.issuer, None)
         begin = view if trust.issuer is None else record.begin(view)
         fetched = _fetch_log(fetch, bundle, trust, begin)
         believed = believe(bundle, trust, view, fetched, now)
-        if begin != view:  # the issuer's earlier keys are read again, so the entries that name them are verified again
+        if begin != view:  # the issuer's earlier keys are read again, so their entries are verified again
             believe(bundle, trust, begin, fetched, now)
         record.read_log(begin, believed, fetched, now)
         after = hold_to_limits(limits or Limits(), believed, trust)
@@ -136,7 +136,7 @@ def check_url(
 
 
 def cannot_check(checked: Checked) -> bool:
-    """Says whether the only thing wrong is that a check could not be run on this machine."""
+    """Returns whether the only problem is a check that cannot run on this machine."""
     failed = [step for findings in (checked.epoch, *checked.nodes.values()) for step in findings.of(Outcome.FAILED)]
     return bool(failed) and all(step.slug == "verifier" for step in failed)
 

@@ -1,7 +1,7 @@
-"""Checks a receipt later, without a network: who signed it, which release that was, and about which request and answer. No I/O.
+"""Verifies a stored receipt offline: its signer, the signer's release, and the request and answer it covers. No I/O.
 
-Every check is made as of the moment at which clients first could believe the epoch: certificates and signatures of witnesses
-that have run out since do not make a receipt false.
+Every check is made as of the time at which clients could first verify the epoch: certificates and cosignatures that have
+expired since do not invalidate a receipt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cloister.trust.transparency.trust import Trust
 
 @dataclass(frozen=True)
 class Shown:
-    """What the holder shows beside the receipt; None for what is not shown.
+    """What the holder presents with the receipt; None for anything not presented.
 
     Attributes:
         request: the exact content of the request.
@@ -55,14 +55,14 @@ class Shown:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came out.
+    """The result of the verification.
 
     Attributes:
         findings: every step.
-        claims: what was signed; None where it cannot be read.
-        statement: what the node said of itself; None where it cannot be read.
-        release: number and version of the release in the log; empty where no log was consulted.
-        moment: Unix seconds as of which the node was judged; 0 where it was not.
+        claims: the signed claims; None if malformed.
+        statement: the node's statement; None if malformed.
+        release: number and version of the release in the log; empty if no log was checked.
+        moment: Unix seconds as of which the node was verified; 0 if it was not.
     """
 
     findings: Findings
@@ -73,11 +73,11 @@ class Proof:
 
 
 def verify_receipt(receipt: Receipt, shown: Shown, trust: Trust | None, policy: AttestationPolicy) -> Proof:
-    """Takes every step, whichever fails.
+    """Runs every step, even after failures.
 
     Args:
-        trust: keys of log, witnesses and releases; None leaves open whether the node was in any list.
-        policy: what is accepted of nodes; what it leaves open is filled from the log.
+        trust: keys of log, witnesses and releases; None skips the check that the node was in a public epoch.
+        policy: requirements for nodes; unset ones are filled from the log.
     """
     findings = Findings()
     try:

@@ -28,7 +28,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    # lazy: the child must not load the front's half, nor the command line numpy for `--help`
+    # lazy: the child must not load the front's half, and `--help` must not load numpy
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

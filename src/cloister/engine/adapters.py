@@ -1,4 +1,4 @@
-"""LoRA adapters of an engine: the register on its side, and calls from the client to load and unload them."""
+"""LoRA adapters of an engine: the registry in the engine, and the client's calls to load and unload them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and
 
 
 class AdapterHost(Protocol):
-    """Where adapters are put, so that sequences can be computed with them."""
+    """Holds loaded adapters for the executor."""
 
     def load(self, name: str, path: str) -> AdapterInfo:
-        """Reads an adapter and makes it ready; one with the same weights is not loaded twice.
+        """Reads and loads an adapter; identical weights are loaded only once.
 
         Raises:
-            ModelError: it cannot be used.
-            ConfigError: there is no room for it.
+            ModelError: the adapter cannot be used.
+            ConfigError: there is no free slot for it.
         """
         ...
 
@@ -45,12 +45,12 @@ class AdapterRegister:
     """Adapters of one engine.
 
     Args:
-        host: None where they stay as they were at start.
-        loaded: those that were loaded at start.
+        host: None if the set of adapters is fixed at start.
+        loaded: adapters that were loaded at start.
 
     Attributes:
-        leaving: digest -> calls that unloaded it, of adapters that keep their places as open requests use them.
-        replies: answers that are ready; whoever sends them clears the list.
+        leaving: digest -> pending unload calls, for adapters that open requests still use.
+        replies: replies ready to be sent; the sender clears the list.
     """
 
     def __init__(self, host: AdapterHost | None = None, loaded: Sequence[AdapterInfo] = ()) -> None:
@@ -61,11 +61,11 @@ class AdapterRegister:
 
     @property
     def loaded(self) -> list[AdapterInfo]:
-        """Those that requests can ask for."""
+        """Adapters that requests can use."""
         return list(self._loaded.values())
 
     def read(self, message: LoadAdapter | UnloadAdapter, used: Collection[str | None]) -> None:
-        """Does what the front asks for, between two steps; `replies` has the answer, at once or later.
+        """Handles a call of the front between two steps; the reply is added to `replies`, now or later.
 
         Args:
             used: digests of the adapters of open requests.
@@ -79,16 +79,16 @@ class AdapterRegister:
                 self.replies.append(AdapterReply(message.call_id, self._load(message, self._host)))
             else:
                 self._unload(message, used)
-        except Exception as error:  # what this call names must not end other requests
+        except Exception as error:  # a bad adapter in this call must not end other requests
             shown = error if isinstance(error, CloisterError) else InvalidRequestError(_UNREADABLE.format(type(error).__name__))
             self.replies.append(AdapterReply(message.call_id, error=shown.message, code=shown.code))
 
     def find_refusal(self, digest: str) -> str | None:
-        """Says why a request cannot have an adapter, or returns None if it can."""
+        """Returns why a request cannot use its adapter, or None if it can."""
         return None if self._is_loaded(digest) else GONE
 
     def free_unused(self, used: Collection[str | None]) -> None:
-        """Frees the places of adapters that were unloaded and that no open request uses any more, and answers those calls.
+        """Frees the slots of unloaded adapters that no open request uses any more, and replies to those calls.
 
         Args:
             used: digests of the adapters of open requests.
@@ -109,7 +109,7 @@ class AdapterRegister:
             )
         try:
             adapter = host.load(message.name, message.path)
-        except ModelError as error:  # of what the request names, not of what the server runs
+        except ModelError as error:  # caused by the request's adapter, not by the server's configuration
             raise InvalidRequestError(error.message, param="lora_path") from None
         self._loaded[adapter.name] = adapter
         return adapter
@@ -121,28 +121,28 @@ class AdapterRegister:
                 "there is no adapter of this name; GET /v1/models lists those that are loaded", param="lora_name"
             )
         if self._is_loaded(adapter.digest):
-            self.replies.append(AdapterReply(message.call_id))  # the same weights stay under another name
+            self.replies.append(AdapterReply(message.call_id))  # the same weights are still loaded under another name
             return
         self.leaving.setdefault(adapter.digest, []).append(message.call_id)
         self.free_unused(used)
 
 
-# The front's side of adapters: which ones the engine has, and calls to load and unload them. Used from one thread only.
+# The front's side of adapters: those that the engine has loaded, and calls to load and unload. Used from one thread only.
 
 
 CALL_TIMEOUT_S: Final = 30.0
-"""How long an adapter may take to come or to go."""
+"""Timeout for loading or unloading an adapter."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 class AdapterCalls:
-    """Adapters of one engine, as its front knows them.
+    """Adapters of one engine, as known to its front.
 
     Args:
         send: passes a message to the engine.
 
     Attributes:
-        loaded: name -> adapter, of those that a request may ask for.
+        loaded: name -> adapter, for all adapters that a request may use.
     """
 
     def __init__(self, send: Callable[[FrontMessage], None]) -> None:
@@ -154,7 +154,7 @@ class AdapterCalls:
         self._calls: dict[str, asyncio.Future[AdapterReply]] = {}
 
     def start(self, loaded: Sequence[AdapterInfo]) -> None:
-        """An engine is there, with these adapters."""
+        """Called when an engine has started with these adapters."""
         self._has_started = True
         self._is_overdue = False
         self.loaded.clear()
@@ -162,11 +162,12 @@ class AdapterCalls:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine reads an adapter, so that it makes no step; False once it has let a call time out."""
+        """Whether the engine is loading an adapter, so it makes no step; False once a call has timed out."""
         return self._num_loading > 0 and not self._is_overdue
 
     def as_setting(self, at_first: str | None) -> str | None:
-        """Returns the setting `lora` with which another engine has the same adapters; `at_first` before there was one."""
+        """Returns the setting `lora` that gives another engine the same adapters; `at_first` before the first engine has
+        started."""
         if not self._has_started:
             return at_first
         return ",".join(f"{adapter.name}={adapter.path}" for adapter in self.loaded.values()) or None
@@ -175,9 +176,9 @@ class AdapterCalls:
         """Loads an adapter's directory.
 
         Raises:
-            InvalidRequestError: the name or the adapter cannot be used, or there is no room; the message says why.
+            InvalidRequestError: the name or the adapter cannot be used, or no slot is free; the message says why.
             DeadlineError: the engine did not answer in time; it may still load it.
-            EngineError: the engine went away.
+            EngineError: the engine ended.
         """
         check_adapter(name, path)
         self._num_loading += 1
@@ -194,13 +195,13 @@ class AdapterCalls:
         return reply.adapter
 
     async def unload(self, name: str) -> None:
-        """Unloads an adapter: from now on no request can ask for it; returns when those that use it have ended.
+        """Unloads an adapter. New requests cannot use it from now on; returns when the requests that use it have ended.
 
         Raises:
-            NotFoundError: there is none of that name.
-            InvalidRequestError: adapters stay as they are here.
-            DeadlineError: requests still use it; it goes when they have ended.
-            EngineError: the engine went away.
+            NotFoundError: there is no adapter of this name.
+            InvalidRequestError: the set of adapters is fixed.
+            DeadlineError: requests still use it; it is unloaded when they have ended.
+            EngineError: the engine ended.
         """
         adapter = self.loaded.pop(name, None)
         try:
@@ -211,7 +212,7 @@ class AdapterCalls:
             raise
 
     def deliver(self, replies: Sequence[AdapterReply]) -> None:
-        """Passes on what the engine answered."""
+        """Dispatches a reply of the engine."""
         for reply in replies:
             self._is_overdue = False
             call = self._calls.pop(reply.call_id, None)
@@ -219,7 +220,7 @@ class AdapterCalls:
                 call.set_result(reply)
 
     def fail_all(self, message: str) -> None:
-        """The engine is gone."""
+        """Called when the engine has ended."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
             if not call.done():
@@ -243,10 +244,10 @@ class AdapterCalls:
 
 
 def check_adapter(name: str, path: str) -> None:
-    """Raises InvalidRequestError where a name or a path could not stand in the setting `lora`."""
+    """Raises InvalidRequestError if a name or a path would be invalid in the setting `lora`."""
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            "an adapter's name begins with a letter or digit and goes on with letters, digits, '.', '_', ':', '/' or '-', 128 "
+            "an adapter's name begins with a letter or digit, followed by letters, digits, '.', '_', ':', '/' or '-', 128 "
             "characters at most",
             param="lora_name",
         )
@@ -257,5 +258,5 @@ def check_adapter(name: str, path: str) -> None:
 def _as_error(message: str, code: str) -> CloisterError:
     if code == NotFoundError.code:
         return NotFoundError(message, param="lora_name")
-    is_wish = code in (InvalidRequestError.code, ConfigError.code)  # ConfigError: no room for it
+    is_wish = code in (InvalidRequestError.code, ConfigError.code)  # ConfigError: no free slot
     return (InvalidRequestError if is_wish else EngineError)(message)

@@ -1,7 +1,7 @@
 """Messages between front and engine over a stream socket: frames of msgpack, never pickle.
 
-A frame is four bytes of length, big-endian, and that many bytes of one message. The types of `types.events` are the
-whole protocol, so a frame that is none of them ends the connection.
+A frame is four bytes of length, big-endian, and that many bytes of one message. The protocol consists of the types of
+`types.events`; any other frame ends the connection.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from cloister.types.events import EngineMessage, FrontMessage
 
 _READ_LIMIT_BYTES: Final = 2**20
 MAX_FRAME_BYTES: Final = 256 * 2**20
-"""Longest message that either side sends or takes: prompt log-probabilities of 128k tokens, with room."""
+"""Maximum message size in both directions: prompt log-probabilities of 128k tokens, with a margin."""
 
 _LENGTH: Final = struct.Struct(">I")
 HEAD_BYTES: Final = _LENGTH.size
 
 
 class ChannelError(CloisterError):
-    """The other side sent what is no message, or a message is too long to send."""
+    """The peer sent an invalid message, or a message is too long to send."""
 
     code = "channel_error"
 
 
 class Boot(msgspec.Struct, frozen=True, tag=True):
-    """The first message to an engine process: what it shall become.
+    """The first message to an engine process: how to build its engine.
 
     Attributes:
         entry: "module:function"; the function takes the configuration and returns an EngineCore.
         import_path: the front's `sys.path`, so that both sides import the same code.
-        log_format: how the engine writes its log, as the front does.
+        log_format: the front's log format, which the engine uses too.
     """
 
     entry: str
@@ -57,7 +57,7 @@ def frame(message: Boot | FrontMessage | EngineMessage) -> bytes:
     """Returns a message as bytes to send.
 
     Raises:
-        ChannelError: it is longer than `MAX_FRAME_BYTES`.
+        ChannelError: the message is longer than `MAX_FRAME_BYTES`.
     """
     payload = _encode(message)
     if len(payload) > MAX_FRAME_BYTES:
@@ -66,10 +66,10 @@ def frame(message: Boot | FrontMessage | EngineMessage) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader) -> bytes | None:
-    """Reads one frame's payload; None when the other side closed, also in the middle of a frame.
+    """Reads one frame's payload; None if the peer closed the connection, even in the middle of a frame.
 
     Raises:
-        ChannelError: the frame claims more than `MAX_FRAME_BYTES`.
+        ChannelError: the frame declares more than `MAX_FRAME_BYTES`.
     """
     try:
         return await reader.readexactly(payload_size(await reader.readexactly(HEAD_BYTES)))
@@ -86,20 +86,20 @@ class MessageStream:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> MessageStream:
-        """Takes a connected socket, which it closes."""
+        """Takes over a connected socket, and closes it."""
         return cls(*await asyncio.open_unix_connection(sock=sock, limit=_READ_LIMIT_BYTES))
 
     def send(self, message: FrontMessage) -> None:
-        """Passes a message on without waiting; one to an engine that is gone is lost, and `receive` returns None.
+        """Sends a message without blocking. If the engine has ended, the message is lost and `receive` returns None.
 
         Raises:
-            ChannelError: it is too long.
+            ChannelError: the message is too long.
         """
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def receive(self) -> EngineMessage | None:
-        """Returns the next message; None when the engine is gone, or sent what is no message."""
+        """Returns the next message; None if the engine has ended or sent an invalid message."""
         try:
             payload = await receive(self._reader)
             return None if payload is None else decode_engine(payload)
@@ -107,12 +107,12 @@ class MessageStream:
             return None
 
     def close(self) -> None:
-        """Closes this end; `receive` then says that the engine is gone."""
+        """Closes this end; `receive` then returns None."""
         self._writer.close()
 
 
 def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
-    """As `receive_blocking`, of the first frame, which may come with the descriptor of a listener."""
+    """Like `receive_blocking`, for the first frame, which may carry the descriptor of a listener."""
     while True:
         try:
             head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, 1)
@@ -124,16 +124,16 @@ def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
 
 
 def receive_blocking(sock: socket.socket) -> bytes | None:
-    """As `receive`, for a thread that may block until the other side sends or closes."""
+    """Like `receive`, but blocks until the peer sends or closes."""
     head = _read_exactly(sock, HEAD_BYTES)
     return None if head is None else _read_exactly(sock, payload_size(head))
 
 
 def payload_size(head: bytes | bytearray) -> int:
-    """Returns the length of the message behind a frame's first `HEAD_BYTES` bytes.
+    """Returns the message length declared by a frame's first `HEAD_BYTES` bytes.
 
     Raises:
-        ChannelError: it is longer than `MAX_FRAME_BYTES`.
+        ChannelError: the length is over `MAX_FRAME_BYTES`.
     """
     size: int = _LENGTH.unpack(head)[0]
     if size > MAX_FRAME_BYTES:
@@ -147,7 +147,7 @@ def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
     while filled < num_bytes:
         try:
             got = sock.recv_into(view[filled:])
-        except TimeoutError:  # the socket's timeout is for sending; to receive, there is nothing to do but wait
+        except TimeoutError:  # the socket's timeout applies to sending only; receiving waits without limit
             continue
         except OSError:
             return None

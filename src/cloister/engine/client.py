@@ -1,4 +1,5 @@
-"""The front's side of an engine, wherever it runs: requests go in, outputs come out, and every request ends exactly once."""
+"""The front's client of an engine, for every transport: submits requests, returns outputs, and ends every request
+exactly once."""
 
 from __future__ import annotations
 
@@ -27,19 +28,19 @@ RESTARTING: Final = "the engine is being restarted; send the request again in a 
 BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
 NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 STOP_GRACE_S: Final = 5.0
-"""How long past the drain's deadline the engine may take to exit by itself."""
+"""Time after the drain's deadline within which the engine must exit by itself."""
 GRACE_S: Final = 10.0
-"""How long past its deadline, which the engine enforces, a request waits for the engine to say so, before it ends here."""
+"""Grace period after a request's deadline, which the engine enforces, before the client ends the request itself."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health means progress.
+    """The health of an engine: whether it makes progress.
 
     Attributes:
-        good: steps advance, or nothing waits.
+        good: steps advance, or no request waits.
         detail: one line for an operator, free of content.
     """
 
@@ -48,7 +49,7 @@ class Health:
 
 
 class _Mailbox:
-    """Outputs from the event loop's callbacks to the one task that reads them; asyncio.Queue does more and costs more."""
+    """Queue of outputs from event loop callbacks to the one task that reads them; cheaper than asyncio.Queue."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -69,19 +70,19 @@ class _Mailbox:
 
 
 class EngineClient:
-    """An engine as one event loop uses it.
+    """The client of an engine for one event loop.
 
     Args:
-        transport: the way to the engine.
-        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` says when
-            an engine that makes no step is unhealthy (it is replaced after twice that time, if it can be).
+        transport: the connection to the engine.
+        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` the time
+            without a step after which the engine is unhealthy (after twice that time it is replaced, if possible).
 
     Attributes:
-        model: what it serves.
+        model: the model that it serves.
         memory: itemised budget, (what, bytes).
-        startup: how long its start took, (phase, seconds).
-        adapters: those that requests can ask for, and calls to load and unload them.
-        closed: why no request is taken at present, or None.
+        startup: startup times, (phase, seconds).
+        adapters: loaded adapters, and calls to load and unload them.
+        closed: why no request is accepted at present, or None.
     """
 
     model: ModelInfo
@@ -105,25 +106,27 @@ class EngineClient:
             self._introduce(transport.ready)
 
     async def start(self) -> None:
-        """Starts the engine, or reaches it, and waits until its model is loaded. It belongs to this event loop from now on.
+        """Starts the engine, or connects to it, and waits until its model is loaded. Binds this client to the current event
+        loop.
 
         Raises:
-            CloisterError: it cannot start; the message says why.
+            CloisterError: the engine cannot start; the message says why.
         """
         await self._open()
         self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
     @property
     def pid(self) -> int | None:
-        """The process of its own that the engine runs in at present."""
+        """The process id of the engine, if it runs in its own process."""
         return self._transport.pid
 
     def subscribe(self, listener: EventListener) -> None:
-        """Calls `listener` with every event of requests from here, and of every step, on the event loop."""
+        """Registers `listener`, which is called on the event loop with every event of this client's requests and of
+        every step."""
         self._requests.subscribe(listener)
 
     def health(self) -> Health:
-        """Good while requests are taken, and steps advance or nothing waits."""
+        """Good while requests are accepted, and steps advance or no request waits."""
         if self.closed is not None:
             return Health(False, self.closed)
         detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
@@ -132,38 +135,38 @@ class EngineClient:
         return Health(True, detail)
 
     def fault(self) -> str | None:
-        """Says why no engine will be started any more; None while one runs, or will."""
+        """Returns why the engine will not be started again; None while one runs or will be started."""
         return self._fault
 
     # Requests
 
     async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
-        """Submits a request at the first `anext` and yields what its sequences gain, until the last one ended.
+        """Submits a request at the first `anext` and yields new outputs of its sequences until the last one has ended.
 
-        Closing the iterator early aborts the request; its blocks are free at the next step. Every sequence's last
-        output carries a finish reason, errors included: the iterator itself raises only before the first output.
+        Closing the iterator early aborts the request; its blocks become free at the next step. Every sequence's last output
+        carries a finish reason, errors included: the iterator itself raises only before the first output.
 
         Args:
-            observer: gets the events of the request.
+            observer: called with the events of the request.
 
         Raises:
-            QueueFullError: as many requests wait as the configuration allows.
-            InvalidRequestError: its id is in use, or it asks for no sequence or too many.
-            EngineError: the engine is not running (it is being restarted, or it drains).
+            QueueFullError: the queue is full (`max_waiting`).
+            InvalidRequestError: its id is in use, or its `n` is zero or too large.
+            EngineError: the engine is not running (restarting or draining).
         """
         mailbox = _Mailbox()
         self.submit(request, mailbox.put, observer)
         num_open = request.sampling.n
-        with self._watch_deadline(request):  # ends every wait
+        with self._watch_deadline(request):  # wakes every waiter
             while num_open:
                 output = await mailbox.get()
                 num_open -= output.finish_reason is not None
                 yield output
 
     async def follow(self, request: Request, sink: Sink) -> None:
-        """Submits a request, calls `sink` with every output as it comes, and returns after the last one.
+        """Submits a request, calls `sink` with every output, and returns after the last one.
 
-        As `generate` without a task to wake for every token. What `sink` raises ends the request, and is raised here.
+        Like `generate`, but wakes no task for each token. An exception in `sink` ends the request and propagates.
         """
         done = asyncio.get_running_loop().create_future()
         num_open = request.sampling.n
@@ -186,7 +189,8 @@ class EngineClient:
             await done
 
     def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
-        """Hands a request to the engine; `sink` gets what its sequences gain, `observer` its events. Errors as `generate`."""
+        """Submits a request to the engine; `sink` is called with its outputs, `observer` with its events. Raises as
+        `generate`."""
         try:
             if self.closed is not None:
                 raise EngineError(self.closed)
@@ -199,18 +203,18 @@ class EngineClient:
         self._requests.add(request, sink, observer)
 
     def abandon(self, request_id: str) -> None:
-        """Aborts a request that nobody waits for any more, if it has not ended."""
+        """Aborts a request that has no waiter any more, if it has not ended."""
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
 
     def give_up(self, request_id: str) -> None:
-        """Ends a request that the engine should have ended long ago."""
+        """Ends a request whose deadline the engine failed to enforce."""
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
 
     @contextmanager
     def _watch_deadline(self, request: Request) -> Iterator[None]:
-        """Bounds the wait for a request's outputs, and gives it up when nobody waits any more."""
+        """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
         patience_s = request.timeout_s + GRACE_S
         timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
         try:
@@ -222,7 +226,7 @@ class EngineClient:
     # Messages
 
     def receive(self, message: Outputs) -> None:
-        """Takes what the engine says."""
+        """Handles a message of the engine."""
         self._watchdog.note(message.events)
         self._requests.deliver(message)
         if message.replies:
@@ -240,12 +244,12 @@ class EngineClient:
     # The engine's life
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, waits until the running ones ended or `timeout_s` passed, then stops the engine."""
+        """Refuses new requests, waits until the running ones have ended or `timeout_s` has passed, then stops the engine."""
         self.closed, self._is_draining = DRAINING, True
         if self._lifecycle is None:
             return
         if not self._is_open:
-            self._lifecycle.cancel()  # it waits to start the engine again
+            self._lifecycle.cancel()  # it is waiting to restart the engine
         self._send(Shutdown(timeout_s))
         await asyncio.wait({self._lifecycle}, timeout=timeout_s + STOP_GRACE_S)
         self._lifecycle.cancel()
@@ -266,7 +270,7 @@ class EngineClient:
         self.adapters.start(ready.adapters)
 
     async def _serve_until_broken(self) -> None:
-        """Runs for as long as there shall be an engine: serves one after the other."""
+        """Keeps an engine running: serves one engine after another."""
         try:
             while self._is_open:
                 await self._serve()
@@ -282,7 +286,7 @@ class EngineClient:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
 
     async def _serve(self) -> None:
-        """Passes on what the engine says, until it is gone; kills it when it hangs."""
+        """Dispatches the engine's messages until it ends; kills it when it hangs."""
         watch = asyncio.create_task(self._watch(), name="engine watchdog") if self._transport.supervision is not None else None
         try:
             await self._transport.run(self.receive)
@@ -301,7 +305,7 @@ class EngineClient:
                 return
 
     async def _close_engine(self) -> None:
-        """Ends every request of an engine that is gone."""
+        """Ends every request of an engine that has ended."""
         self._is_open = False
         can_replace = self._supervision.restarts is not None
         self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
@@ -313,7 +317,7 @@ class EngineClient:
         self.adapters.fail_all(reply)
 
     async def _replace(self) -> None:
-        """Starts the engine again, or gives up for good."""
+        """Restarts the engine, or gives up permanently."""
         restarts = self._supervision.restarts
         while not (self._is_open or self._is_draining) and restarts is not None:
             delay_s = restarts.next_delay_s(self._clock.now())

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from cloister.executor.grammar import Grammars
 
 IDLE_WAIT_S: Final = 5.0
-"""Longest sleep of an engine with nothing to do; a message ends it at once."""
+"""Longest sleep of an idle engine; a message wakes it."""
 COMPILING_WAIT_S: Final = 1.0
-"""The same while requests wait for their grammar; a message without events then says that the engine lives."""
+"""The same while requests wait for a grammar; the engine then sends a message without events as a heartbeat."""
 MAX_FAILURES_IN_ROW: Final = 3
 STEP_FAILED: Final = "the engine failed while it computed this request; send it again"
 
@@ -51,31 +51,31 @@ _logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What carries a plan out."""
+    """Runs plans."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class EngineCore:
-    """One replica, without the transport of its messages. What it knows of a request is the scheduler's state of it
-    (`Scheduler.requests`), from the message that brings it until its last sequence ends.
+    """One replica, without the transport of its messages. Its state of a request is the scheduler's (`Scheduler.requests`),
+    from the submit message until the last sequence ends.
 
     Args:
-        scheduler: says what runs.
-        runner: runs it.
-        output: turns tokens into text and finds where answers end.
-        model: what is served.
+        scheduler: makes plans.
+        runner: runs plans.
+        output: converts tokens to text and detects the end of answers.
+        model: the served model.
         memory: itemised budget, (what, bytes).
-        startup: how long its start took, (phase, seconds).
-        adapters: those that requests may ask for.
-        grammars: compiles those of requests, beside the steps; None where no request has one.
-        scrubber: overwrites what ended requests left in memory; None leaves it until the memory is used again.
-        ahead: holds the step that a device computes while the engine plans the next one and reads the tokens of the last one;
-            None plans, runs and reads one step at a time.
+        startup: startup times, (phase, seconds).
+        adapters: adapters that requests may use.
+        grammars: compiles grammars in the background; None if requests cannot have grammars.
+        scrubber: overwrites residue of ended requests; None leaves it until the memory is reused.
+        ahead: overlaps planning with the device: holds the step that runs while the engine plans the next one and reads the
+            tokens of the last one. None handles one step at a time.
 
     Attributes:
-        input_queue: where the front's messages are put, from any thread.
-        is_done: the engine was told to shut down and everything ended.
+        input_queue: receives the front's messages, from any thread.
+        is_done: the engine has shut down and every request has ended.
     """
 
     def __init__(
@@ -111,20 +111,21 @@ class EngineCore:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model, for whoever shares this process."""
+        """The model's tokenizer, for other users in this process."""
         return self._output.tokenizer
 
     def take_turns(self) -> None:
-        """Does one thing after the other from now on, for whoever measures the parts of a step. No step may run."""
+        """Disables overlapping steps, to measure the parts of a step. No step may be running."""
         self._ahead = None
 
     def freeze_gc_heap(self) -> None:
-        """Excludes from garbage collection what was loaded (`MemoryScrubber.freeze_gc_heap`): before the first request."""
+        """Excludes all loaded objects from garbage collection (`MemoryScrubber.freeze_gc_heap`). Call it before the first
+        request."""
         if self._scrubber is not None:
             self._scrubber.freeze_gc_heap()
 
     def run(self, emit: Callable[[Outputs], None]) -> None:
-        """Steps until it is told to shut down; `emit` gets what each step brought.
+        """Runs steps until shutdown; calls `emit` with the message of each step.
 
         Raises:
             EngineError: too many steps in a row failed.
@@ -139,11 +140,11 @@ class EngineCore:
                     emit(Outputs([], []))
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
-        """Reads the input_queue and does one step; None if there was nothing to do.
+        """Reads the input_queue and runs one step; returns None if there was nothing to do.
 
         Args:
-            emit: gets arrivals and refusals before the step runs, so that others know of requests in a step that never ends;
-                None, they come with what the step brings.
+            emit: called with arrivals and refusals before the step runs, so that they are known even if the step hangs; None
+                includes them in the step's message.
 
         Raises:
             EngineError: too many steps in a row failed.
@@ -171,7 +172,7 @@ class EngineCore:
         return outputs
 
     def _collect(self, events: list[Event]) -> Outputs | None:
-        """Builds the message about what happened; None if nothing did."""
+        """Builds the message with all new events; None if there are none."""
         for event in events:
             if isinstance(event, Ended) and event.last:
                 self._clear_up()
@@ -182,7 +183,7 @@ class EngineCore:
         return Outputs(self._output.collect(events, self._scheduler.requests, answers), events, replies)
 
     def _clear_up(self) -> None:
-        """Takes away what only a request that ended had a use for."""
+        """Drops state that only ended requests used."""
         if self.adapters.leaving:
             self.adapters.free_unused(self._used_adapters())
         if self._scrubber is not None:
@@ -211,11 +212,12 @@ class EngineCore:
         self._scheduler.add(request, now, seed=secrets.randbits(63), refusal=refusal, grammar_deadline_s=grammar_deadline_s)
 
     def _is_compiled(self, grammar: Grammar) -> bool:
-        """Whether no request has to wait for a grammar; starts to compile it, and wakes the engine when that is done."""
+        """Whether a request need not wait for a grammar. Otherwise starts to compile it, and wakes the engine when that is
+        done."""
         return self._grammars is None or self._grammars.prepare(grammar, lambda: self.input_queue.wake())
 
     def _release_compiled(self, now: float) -> None:
-        """Lets requests run whose grammar is compiled, and those that waited too long for it, which fail with the reason."""
+        """Releases requests whose grammar is compiled, and fails those that have waited too long."""
         for state in list(self._scheduler.waiting_for_grammar.values()):
             grammar, is_late = state.request.sampling.grammar, now >= state.grammar_deadline_s
             assert grammar is not None
@@ -226,7 +228,7 @@ class EngineCore:
                 state.grammar_deadline_s = now + COMPILE_TIMEOUT_S
 
     def _plan_ahead(self, ahead: StepAhead, now: float) -> tuple[StepPlan | None, StepPlan | None]:
-        """Returns the step that a device computes, begun here if none was, and the one behind it, planned meanwhile."""
+        """Returns the step on the device, started here if none was, and the next one, planned meanwhile."""
         try:
             if ahead.plan is None and (plan := self._plan(now)) is not None:
                 ahead.start(plan)
@@ -237,14 +239,14 @@ class EngineCore:
         return ahead.plan, next_plan
 
     def _plan(self, now: float) -> StepPlan | None:
-        """Plans a step, whose answers are readied before it runs, as they may end while it does."""
+        """Plans a step. Its answers are prepared before it runs, because they may end while it runs."""
         plan = self._scheduler.plan(now)
         if plan is not None:
             self._output.begin(plan)
         return plan
 
     def _wait(self, ahead: StepAhead, next_plan: StepPlan | None) -> StepResult:
-        """Waits for the step on the device, and starts the next one there."""
+        """Waits for the step on the device, then starts the next one there."""
         result = ahead.wait()
         if next_plan is not None:
             ahead.start(next_plan)
@@ -268,11 +270,11 @@ class EngineCore:
         return [*events, self._stepped(plan, result, now)]
 
     def _recover(self, error: Exception) -> None:
-        """Ends the requests of a step that could not be done, and of the one that was planned behind it; the others go on."""
+        """Ends the requests of a failed step and of the step planned after it; other requests continue."""
         self._num_failures += 1
         _logger.error("a step failed: %s", describe(error))
         if self._ahead is not None:
-            self._ahead.drop()  # it writes blocks that others could get as soon as its requests have ended
+            self._ahead.drop()  # it writes blocks that other requests could get as soon as its requests have ended
         self._scheduler.fail(STEP_FAILED, self._clock.now())
 
     def _stepped(self, plan: StepPlan, result: StepResult, now: float) -> Stepped:
@@ -300,7 +302,7 @@ class EngineCore:
         )
 
     def _patience_s(self) -> float:
-        """How long to wait for a message: until the next deadline of anybody, but never too long."""
+        """How long to wait for a message: until the next deadline, within a limit."""
         waiting = self._scheduler.waiting_for_grammar.values()
         known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))
         deadlines = [d for d in known if d is not None]

@@ -1,4 +1,4 @@
-"""What one step drafted, as counts, for the event stream (one source for every figure)."""
+"""Draft counts of one step, for the event stream (the source of all metrics)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cloister.types.step import StepPlan, StepResult
 
 
 def describe_drafting(plan: StepPlan, result: StepResult) -> tuple[Drafting, ...]:
-    """Returns what each drafter did in a step, and how much of it was accepted; nothing of a step without drafters."""
+    """Returns the counts of drafted and accepted tokens for each drafter of a step; empty if the step used no drafters."""
     drafter_of = {part.seq_id: part.drafter for part in plan.sequences if part.num_drafts}
     drafted: dict[str, list[int]] = {}
     accepted: dict[str, list[int]] = {}
@@ -34,8 +34,8 @@ def describe_drafting(plan: StepPlan, result: StepResult) -> tuple[Drafting, ...
 
 
 def measure(plan: StepPlan, result: StepResult) -> tuple[int, float]:
-    """Returns the positions that a step computed and the keys that they attended to: a plan has room for drafts that nobody may
-    have made."""
+    """Returns the positions that a step computed and the keys that they attended to. A plan may reserve more drafts than were
+    made."""
     num_drafted = {sample.seq_id: sample.num_drafted for sample in result.samples if sample.num_drafted}
     size = StepSize()
     for part in plan.sequences:
@@ -44,11 +44,11 @@ def measure(plan: StepPlan, result: StepResult) -> tuple[int, float]:
 
 
 def weigh(drafting: tuple[Drafting, ...], plan: StepPlan, result: StepResult, cost: StepCost) -> tuple[float, float]:
-    """Returns the seconds that drafts gained in a step, and those that they took.
+    """Returns the seconds that drafts saved in a step, and those that they cost.
 
-    Gained: the predicted time of the steps without drafts that the accepted drafts replace. Such a step brings one token for
-    each sequence that samples. Taken: the time of this step less the predicted time of the same step without drafts; negative
-    where it was quicker than predicted.
+    Saved: the predicted time of the steps without drafts that the accepted drafts replace. Such a step yields one token for
+    each sequence that samples. Cost: the time of this step minus the predicted time of the same step without drafts; negative
+    if it was faster than predicted.
     """
     num_accepted = sum(sum(drafter.accepted) for drafter in drafting)
     plain_size = StepSize()

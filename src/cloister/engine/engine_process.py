@@ -1,7 +1,7 @@
 """The engine process: `python -m cloister.engine.engine_process FD`, where FD is its end of a socket pair.
 
-It lives exactly as long as its front: it ends when the socket does, and the kernel ends it when the parent dies. Signals
-of the terminal are the front's business, which decides when to drain.
+It lives exactly as long as its front: it ends when the socket does, and the kernel ends it when the parent dies. Terminal
+signals are handled by the front, which decides when to drain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cloister.types.logs import describe, set_up_logging
 from cloister.types.processes import name_process
 
 SEND_TIMEOUT_S: Final = 60.0
-"""A front that reads nothing for so long is taken for dead."""
+"""A front that reads nothing for this long is considered dead."""
 _PR_SET_PDEATHSIG: Final = 1
 
 _logger = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ CoreFactory = Callable[[EngineConfig], EngineCore]
 
 
 def main(fd: int) -> int:
-    """Builds the engine that the front asks for and runs it; returns the exit status."""
+    """Builds and runs the engine that the front requests; returns the exit status."""
     _tie_to_parent()
     name_process("engine")
-    faulthandler.enable()  # prints places in the code, no values
+    faulthandler.enable()  # prints code locations, no values
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     sock.settimeout(SEND_TIMEOUT_S)
@@ -78,10 +78,10 @@ def main(fd: int) -> int:
 
 
 def find_entry(entry: str) -> CoreFactory:
-    """Returns the function that "module:function" names.
+    """Imports the function "module:function".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such function.
     """
     module, _, name = entry.partition(":")
     try:
@@ -96,7 +96,7 @@ def _build(boot: channel.Boot, send: Callable[[EngineMessage], None]) -> EngineC
         return find_entry(boot.entry)(boot.config)
     except CloisterError as error:
         send(Failed(error.message, error.code))
-    except Exception as error:  # before the first request there is nothing a user sent
+    except Exception as error:  # safe to log: before the first request there is no user content
         _logger.exception("the engine could not be built")
         send(Failed(f"the engine could not start: {describe(error)}; the log says more", EngineError.code))
     return None
@@ -106,16 +106,16 @@ def _tie_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
-        # covers what _listen cannot: a thread that holds the interpreter lock for good
+        # covers what _listen cannot: a thread that never releases the interpreter lock
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(sock: socket.socket, input_queue: InputQueue) -> None:
-    """Fills the input_queue until the front is gone, then ends the process, whatever the other thread does."""
+    """Fills the input_queue until the front has ended, then ends the process, whatever the other thread does."""
     try:
         while (frame := channel.receive_blocking(sock)) is not None:
             input_queue.put(channel.decode_front(frame))
-            frame = None  # what it says is not kept until the next one comes
+            frame = None  # do not keep the last message alive while waiting for the next
     finally:
         os._exit(1)
 

@@ -1,8 +1,7 @@
-"""Requests between a front and its engine. Every sequence of every one gets exactly one end, and the listeners exactly
-one `Ended` event for it, whatever becomes of the engine.
+"""Requests between a front and its engine. Every sequence of every request ends exactly once, and listeners get exactly one
+`Ended` event for it, whatever happens to the engine.
 
-Used from one thread only. What ends here because the engine cannot say so any more looks as if the engine had said it.
-No I/O.
+Used from one thread only. If the engine has ended, requests end here with the same events as from the engine. No I/O.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Final, Protocol
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import Arrived, Ended, Event, Outputs, Preempted, Progressed, Scheduled, Stepped, end_output
+from cloister.types.images import MAX_PIXELS_BYTES, MAX_REQUEST_PIXELS_BYTES
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
@@ -30,7 +30,7 @@ Sink = Callable[[SequenceOutput], None]
 
 @dataclass(slots=True)
 class EngineStats:
-    """What the engine did for one request. Times are of the monotonic clock."""
+    """The engine's statistics of one request. Times are of the monotonic clock."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -43,7 +43,7 @@ class EngineStats:
     reasons: list[str] = field(default_factory=list)
 
     def follow(self, event: Event) -> None:
-        """Takes one event of the request; `Ended` sums up what `Progressed` said one by one."""
+        """Adds one event of the request; `Ended` holds the totals of the `Progressed` events."""
         match event:
             case Arrived():
                 self.arrival_s, self.num_prompt_tokens = event.now_s, event.num_prompt_tokens
@@ -60,20 +60,20 @@ class EngineStats:
 
 
 class RequestObserver(Protocol):
-    """Who submitted a request and wants to know what becomes of it.
+    """Callbacks for the submitter of a request.
 
     Attributes:
-        stats: kept while the engine has the request.
+        stats: updated while the engine has the request.
     """
 
     stats: EngineStats
 
     def refuse(self) -> None:
-        """Is called when the request was not taken."""
+        """Called if the request was not accepted."""
         ...
 
     def observe(self, event: Event) -> None:
-        """Takes one event of the request, its tokens aside, when `stats` has it."""
+        """Called with each event of the request, without its tokens, after `stats` was updated."""
         ...
 
 
@@ -81,7 +81,7 @@ class InFlightRequest:
     """One request that the engine has.
 
     Attributes:
-        sink: gets its outputs; None when nobody waits for them any more.
+        sink: called with its outputs; None if nothing waits for them any more.
         open: indexes of the sequences that have not ended.
     """
 
@@ -98,7 +98,7 @@ class InFlightRequest:
         self._observer = observer
 
     def note(self, event: Event) -> None:
-        """Keeps what an `Ended` event would need, should this side have to write it."""
+        """Records what an `Ended` event needs, in case this side has to create it."""
         if isinstance(event, Progressed):
             self.seq_ids[event.index] = event.seq_id
             self.num_outputs[event.index] += event.num_tokens
@@ -110,7 +110,8 @@ class InFlightRequest:
             _notify(self._observer.observe, event)
 
     def ends(self, reason: FinishReason, error: str, now: float) -> Iterator[Ended]:
-        """Yields the end of each sequence that has none, in the engine's place; each is to be closed before the next."""
+        """Yields an `Ended` event for each open sequence, in place of the engine. The caller closes each before it takes the
+        next."""
         for index in sorted(self.open):
             yield Ended(
                 request_id=self.request.request_id,
@@ -133,7 +134,7 @@ class InFlightRequests:
 
     Args:
         max_waiting: requests that may wait for a slot.
-        max_num_seqs: sequences that run at once; so many requests may come to an idle engine without waiting.
+        max_num_seqs: sequences that run at once; an idle engine accepts this many requests without queueing.
     """
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
@@ -147,37 +148,37 @@ class InFlightRequests:
         self._left_waiting = 0
 
     def __len__(self) -> int:
-        """Requests that have not ended, those included that nobody waits for any more."""
+        """Requests that have not ended, including those without a waiter."""
         return len(self._by_id)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that somebody waits for and that have not been scheduled yet."""
+        """Requests with a waiter that have not been scheduled yet."""
         return sum(1 for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether anybody waits for the engine, such as a worker with a channel of its own."""
+        """Whether any requests are open, including those of workers with their own channels."""
         return bool(self._by_id or self._of_others)
 
     def has_room(self) -> bool:
-        """True if one more request may wait."""
-        # Requests the engine has not answered yet do not count as waiting while it has slots for them; whether it has,
-        # the last step says: if it left somebody waiting, there are none (or no memory for them).
+        """True if another request may be queued."""
+        # Requests without a reply yet do not count as waiting while the engine has free slots. If requests still waited after
+        # the last step, there are none (or no memory for them).
         num_running = sum(len(r.open) for r in self._by_id.values() if r.stats.scheduled_s is not None)
         num_slots = 0 if self._left_waiting else max(0, self._max_num_seqs - num_running)
         return self.num_waiting < self._max_waiting + num_slots
 
     def subscribe(self, listener: EventListener) -> None:
-        """Calls `listener` with every event of these requests, and of every step."""
+        """Registers `listener`, which is called with every event of these requests and of every step."""
         self._listeners.append(listener)
 
     def check(self, request: Request) -> None:
-        """Raises what speaks against one more request.
+        """Checks whether another request can be accepted.
 
         Raises:
-            QueueFullError: too many wait.
-            InvalidRequestError: its id is in use, or it asks for no sequence or too many.
+            QueueFullError: too many wait, or those that are there have too many images.
+            InvalidRequestError: its id is in use, its `n` is zero or too large, or its images are too many.
         """
         if not self.has_room():
             raise QueueFullError(
@@ -185,15 +186,26 @@ class InFlightRequests:
             )
         if request.request_id in self._by_id:
             raise InvalidRequestError("the request id is in use; choose another one", param="request_id")
-        if not 1 <= request.sampling.n <= self._max_num_seqs:  # before anything is made for each of them
+        if not 1 <= request.sampling.n <= self._max_num_seqs:  # checked before anything is allocated for each sequence
             raise InvalidRequestError(f"n must be from 1 to {self._max_num_seqs}, the sequences that run at once", param="n")
+        if request.images:
+            self._check_pixels(request.pixels_bytes)
+
+    def _check_pixels(self, num_bytes: int) -> None:
+        if num_bytes > MAX_REQUEST_PIXELS_BYTES:
+            most = MAX_REQUEST_PIXELS_BYTES >> 20
+            raise InvalidRequestError(f"the images of a request may take {most} MiB of pixels; send fewer", param="messages")
+        if num_bytes + sum(found.request.pixels_bytes for found in self._by_id.values()) > MAX_PIXELS_BYTES:
+            raise QueueFullError(
+                "requests with too many images wait already; try again later", retry_after_s=self._estimate_retry_s()
+            )
 
     def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
-        """Takes a request that was checked; `sink` gets its outputs, `observer` its events."""
+        """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events."""
         self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer)
 
     def leave(self, request_id: str) -> bool:
-        """Nobody waits for a request any more; True if somebody did and it has not ended."""
+        """Removes the waiter of a request. Returns True if it had one and has not ended."""
         found = self._by_id.get(request_id)
         if found is None or found.sink is None:
             return False
@@ -201,7 +213,7 @@ class InFlightRequests:
         return True
 
     def end(self, request_id: str, reason: FinishReason, error: str) -> bool:
-        """Ends a request in the engine's place, with `error` as the reply; False if it has ended."""
+        """Ends a request in place of the engine, with `error` as the reply; returns False if it had ended."""
         found = self._by_id.get(request_id)
         if found is None:
             return False
@@ -214,14 +226,14 @@ class InFlightRequests:
         return True
 
     def end_all(self, error: str) -> None:
-        """The engine is gone: ends everything, with `error` as the reply."""
+        """Ends all requests of an engine that has ended, with `error` as the reply."""
         self._left_waiting = 0
         self._of_others.clear()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
     def deliver(self, message: Outputs) -> None:
-        """Passes on what a step brought; ends of sequences that have ended already are dropped."""
+        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended."""
         for event in message.events:
             if self._is_news(event):
                 self._tell(event)
@@ -248,7 +260,7 @@ class InFlightRequests:
         self._tell(event)
 
     def _note_other(self, event: Event) -> None:
-        """Counts requests that others wait for, so that an engine that hangs on one of theirs is found out."""
+        """Counts requests of other clients, so that an engine that hangs on one of them is detected."""
         if isinstance(event, Arrived):
             self._of_others.add(event.request_id)
         elif isinstance(event, Ended) and event.last:
@@ -268,7 +280,7 @@ class InFlightRequests:
             self._completions_s.append(self._clock.now())
 
     def _estimate_retry_s(self) -> float:
-        """Time until half of those who wait now have started, at the recent rate of completions."""
+        """Estimated time until half of the waiting requests have started, at the recent rate of completions."""
         if len(self._completions_s) < 2:
             return 1.0
         span_s = max(1e-3, self._clock.now() - self._completions_s[0])
@@ -278,5 +290,5 @@ class InFlightRequests:
 def _notify(listener: EventListener, event: Event) -> None:
     try:
         listener(event)
-    except Exception as error:  # a listener's fault must not keep answers back
+    except Exception as error:  # an exception in a listener must not block outputs
         _logger.error("an event listener failed: %s", describe(error))

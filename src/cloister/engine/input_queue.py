@@ -22,20 +22,20 @@ class InputQueue:
             self._arrived.notify()
 
     def wake(self) -> None:
-        """Wakes the engine without a message: something that it waits for is done."""
+        """Wakes the engine without a message, when something that it waits for is done."""
         with self._arrived:
             self._is_woken = True
             self._arrived.notify()
 
     def take(self) -> list[FrontMessage]:
-        """Returns every message that is there, oldest first, and forgets them."""
+        """Removes and returns all messages, oldest first."""
         with self._arrived:
             messages, self._messages = self._messages, []
             self._is_woken = False
         return messages
 
     def wait(self, timeout_s: float) -> None:
-        """Returns as soon as a message is there or the engine was woken, or after `timeout_s`."""
+        """Waits until a message arrives, the engine is woken, or `timeout_s` has passed."""
         with self._arrived:
             if not (self._messages or self._is_woken):
                 self._arrived.wait(timeout_s)

@@ -1,6 +1,6 @@
-"""What this process may use of the machine: limits come from the cgroup and the process, not the host.
+"""CPU and memory limits of this process, from the cgroup and the process, not the host.
 
-Reads /proc and /sys (cgroups 1 and 2); the only I/O of this kind. Formats: Linux Documentation/admin-guide/cgroup-v2.rst,
+Reads /proc and /sys (cgroups 1 and 2); the only code that does. Formats: Linux Documentation/admin-guide/cgroup-v2.rst,
 cgroup-v1/memory.rst and scheduler/sched-bwc.rst.
 """
 
@@ -23,9 +23,9 @@ class Machine:
     """CPU and memory that this process may use.
 
     Attributes:
-        num_cpus: CPUs of the affinity mask, or of the cgroup's quota where that is fewer; whole ones, at least 1.
+        num_cpus: CPUs of the affinity mask, or of the cgroup's quota if that is fewer; a whole number, at least 1.
         memory_bytes: the smallest of the host's memory, the cgroup's limit and that of the process's address space.
-        available_bytes: how much of it can be taken now; file cache that the kernel can drop counts as available.
+        available_bytes: memory available now, including file cache that the kernel can drop.
         limited_by: "host", "cgroup" or "ulimit -v", whichever sets `available_bytes`.
     """
 
@@ -39,7 +39,7 @@ def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None, add
     """Reads the limits of this process.
 
     Args:
-        root: where `proc` and `sys` lie.
+        root: directory that contains `proc` and `sys`.
         num_affine_cpus: CPUs of the affinity mask; None asks the system.
         address_space_bytes: limit of this process's address space (RLIMIT_AS); None asks the system.
     """
@@ -53,7 +53,7 @@ def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None, add
         "cgroup": min((max(0, limit - used) for limit, used in limits), default=_UNLIMITED_BYTES),
         "ulimit -v": max(0, address_space - _statm_bytes(root / "proc/self/statm", 0)),
     }
-    limited_by = min(room, key=lambda name: room[name])  # of equal ones the first
+    limited_by = min(room, key=lambda name: room[name])  # the first of equal ones
     return Machine(
         # a fraction of a CPU is rounded down: a thread more than the quota is throttled and stalls the others
         num_cpus=max(1, min([num_cpus, *(math.floor(quota) for quota in quotas)])),
@@ -64,19 +64,19 @@ def read_machine(root: Path = Path("/"), num_affine_cpus: int | None = None, add
 
 
 def process_age_s() -> float:
-    """Returns how long this process has lived: what its start took before any of its own code ran counts too."""
+    """Returns the age of this process, including the time before its own code ran."""
     fields = _stat_fields(None)
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
 def resident_bytes(pid: int | None = None) -> int:
-    """Returns the memory that a process, this one unless told, has in RAM: its own and what it maps; 0 if there is none."""
+    """Returns the resident memory of a process (default: this one), including mapped files; 0 if the process does not exist."""
     return _statm_bytes(Path("/proc", _process(pid), "statm"), 1)
 
 
 def cpu_seconds(pid: int | None = None) -> float | None:
-    """Returns the processor time of a process, this one unless told, user and system together; None if there is none."""
+    """Returns the CPU time of a process (default: this one), user and system together; None if the process does not exist."""
     try:
         fields = _stat_fields(pid)
     except OSError:
@@ -85,9 +85,9 @@ def cpu_seconds(pid: int | None = None) -> float | None:
 
 
 def return_free_memory() -> None:
-    """Gives the system what was freed and is still held for later, where the C library can (malloc_trim(3)).
+    """Returns freed heap memory to the system if the C library supports it (malloc_trim(3)).
 
-    Reading a tokenizer of 150,000 entries leaves 50 MiB of it behind.
+    Reading a tokenizer of 150,000 entries leaves 50 MiB of freed memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -95,7 +95,7 @@ def return_free_memory() -> None:
 
 
 def _statm_bytes(path: Path, field: int) -> int:
-    """Returns a field of /proc/PID/statm (proc(5): 0 the address space, 1 what is resident), 0 where there is none."""
+    """Returns a field of /proc/PID/statm (proc(5): 0 the address space, 1 resident pages); 0 if there is none."""
     try:
         return int(path.read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -109,9 +109,9 @@ def _address_space_limit() -> int:
 
 
 def _stat_fields(pid: int | None) -> list[str]:
-    """The fields of /proc/PID/stat (proc(5)) from the third on: utime is [11], stime [12], starttime [19], in ticks."""
+    """The fields of /proc/PID/stat (proc(5)) from the third: utime is [11], stime [12], starttime [19], in ticks."""
     stat = Path("/proc", _process(pid), "stat").read_text()
-    return stat.rpartition(")")[2].split()  # the second field, in parentheses, may hold blanks
+    return stat.rpartition(")")[2].split()  # the second field, in parentheses, may contain blanks
 
 
 def _process(pid: int | None) -> str:
@@ -133,7 +133,7 @@ def _host_memory(root: Path) -> tuple[int, int]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Every directory whose limits of `controller` hold for this process: its cgroup and all those above it."""
+    """Every directory whose limits of `controller` apply to this process: its cgroup and all ancestors."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -152,7 +152,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _memory_limit(group: Path) -> tuple[int, int] | None:
-    """(limit, use without file cache that can be dropped) in bytes, or None where there is no limit."""
+    """(limit, use without droppable file cache) in bytes; None if there is no limit."""
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -166,7 +166,7 @@ def _memory_limit(group: Path) -> tuple[int, int] | None:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    """CPUs that the group may use at once, or None where there is no quota."""
+    """CPUs that the group may use at once; None if there is no quota."""
     if (both := _read(group / "cpu.max")) is not None:
         quota, period = both.split()
     else:

@@ -1,4 +1,5 @@
-"""Memory is budgeted once and itemised; what does not fit is refused with the figure that would. No I/O, no clock."""
+"""The memory budget, computed once and itemised. A configuration that does not fit is refused with a figure that does. No I/O,
+no clock."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cloister.backends.base import KVGroup, MemoryNeed
+from cloister.backends.spec import LayerGroup
 from cloister.types.errors import MemoryBudgetError
 from cloister.types.step import MAX_SCORED_ROWS
 
@@ -15,19 +17,25 @@ MIB: Final = 2**20
 OVERHEAD_BYTES: Final = 384 * MIB
 """Interpreter and libraries of an engine process (225 MiB resident with torch 2.13, CPU build), and allocator slack."""
 WINDOWS_PER_PREFIX: Final = 8
-"""A cached prefix is taken to be so many windows long; layers with a window keep the last one of each, which a hit reads."""
+"""Assumed length of a cached prefix, in windows; layers with a window keep the last window of each prefix, which a
+hit reads."""
+STATES_PER_SEQ: Final = 4
+"""States for each sequence: its running one, one more while a step copies it, and two that the prefix cache keeps: where its
+prompt ended and where its answer did."""
+SEQS_PER_LENGTH: Final = 8
+"""With KV for one sequence of full length there may be so many shorter ones, which need as many states; not fewer."""
 DEFAULT_SHARE: Final = 0.5
-"""Part of what weights and activations leave free that the KV cache takes when nobody said how much."""
+"""Default share of the KV cache in the memory that weights and activations leave free."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What an engine takes, in bytes.
+    """The memory of an engine, in bytes.
 
     Attributes:
-        items: (what, bytes): weights, KV cache, activations, overhead.
-        groups: KV blocks that the KV item pays for, by groups of layers.
-        why: one sentence on where the KV figure comes from.
+        items: (what, bytes): weights, KV cache, states of layers that have one, activations, overhead.
+        groups: KV blocks in the KV item, by groups of layers.
+        why: one sentence on the origin of the KV figure.
     """
 
     items: tuple[tuple[str, int], ...]
@@ -51,7 +59,7 @@ def budget_memory(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
-    windows: Sequence[tuple[int | None, frozenset[int]]] = (),
+    groups: Sequence[LayerGroup] = (),
     max_batched_tokens: int = 0,
     kv_memory_mb: float | None = None,
     adapters_bytes: int = 0,
@@ -61,19 +69,20 @@ def budget_memory(
 ) -> MemoryBudget:
     """Divides `available_bytes`.
 
-    Without `kv_memory_mb` the KV cache holds `max_num_seqs` sequences of `max_model_len` positions, or as many blocks as
-    half of what is left pays for, whichever is fewer, but always one sequence of full length.
+    Without `kv_memory_mb` the KV cache holds `max_num_seqs` sequences of `max_model_len` positions, or as many blocks as fit
+    into half of the remaining memory, whichever is fewer, but always at least one sequence of full length.
 
     Args:
-        windows: (window, layers) of each group (`backends.spec.group_layers`); empty for one group of all layers.
-        max_batched_tokens: positions that one step computes at most. All of them need blocks until the step is committed; only
-            then are blocks behind a window released.
-        adapters_bytes: of the places for adapters.
-        drafters_bytes: of drafters, their KV aside: `need` counts it with each block.
-        num_draft_rows: rows as wide as the vocabulary that drafts take at once.
+        groups: of layers (`backends.spec.group_layers`); empty for one group of all layers.
+        max_batched_tokens: most positions in one step. All of them need blocks until the step is committed; only then are
+            blocks behind a window released.
+        adapters_bytes: size of the adapter slots.
+        kv_memory_mb: size of the KV cache, states included.
+        drafters_bytes: size of drafters without their KV, which `need` counts with each block.
+        num_draft_rows: rows of vocabulary width that drafts need at once.
 
     Raises:
-        MemoryBudgetError: it cannot fit; the message has the figure that would.
+        MemoryBudgetError: it does not fit; the message states a figure that does.
     """
     activations_bytes = need.activations_bytes + need.logit_row_bytes * (_logit_rows(max_num_seqs) + num_draft_rows)
     left = available_bytes - need.weights_bytes - adapters_bytes - drafters_bytes - activations_bytes - overhead_bytes
@@ -86,7 +95,7 @@ def budget_memory(
             param="model",
         )
     blocks_per_seq = math.ceil(max_model_len / block_size)
-    sizes = _GroupSizes(need, windows, block_size, max_num_seqs, max_batched_tokens)
+    sizes = _GroupSizes(need, groups, block_size, blocks_per_seq, max_num_seqs, max_batched_tokens)
     if kv_memory_mb is None:
         num_blocks, why = _default_blocks(sizes, left, blocks_per_seq, max_num_seqs)
     else:
@@ -96,7 +105,8 @@ def budget_memory(
         ("weights", need.weights_bytes),
         *((("adapters", adapters_bytes),) if adapters_bytes else ()),
         *((("drafters", drafters_bytes),) if drafters_bytes else ()),
-        ("KV cache", sizes.num_bytes(num_blocks)),
+        ("KV cache", sizes.num_bytes(num_blocks) - sizes.state_bytes(num_blocks)),
+        *((("states", sizes.state_bytes(num_blocks)),) if need.state_bytes else ()),
         ("activations", activations_bytes),
         ("overhead", overhead_bytes),
     )
@@ -104,28 +114,35 @@ def budget_memory(
 
 
 class _GroupSizes:
-    """How many blocks each group of layers gets.
+    """Number of blocks of each group of layers.
 
-    Positions of layers that see all of them need a block for every `block_size`. Of layers with a window no more is in use than
-    what sequences see and one step computes; the prefix cache keeps the windows at the ends of prefixes beside it.
+    Layers that see all positions need a block for every `block_size` positions. Layers with a window use only what sequences
+    see and one step computes, plus the windows at the ends of cached prefixes.
+    States are as many as sequences are likely to run at once need: all of `max_num_seqs` where there is KV for many of them.
     """
 
     def __init__(
         self,
         need: MemoryNeed,
-        windows: Sequence[tuple[int | None, frozenset[int]]],
+        groups: Sequence[LayerGroup],
         block_size: int,
+        blocks_per_seq: int,
         max_num_seqs: int,
         max_batched_tokens: int,
     ) -> None:
-        extra = need.kv_block_bytes - sum(need.kv_layer_bytes)  # of drafters, whose blocks are those of the first group
+        self._blocks_per_seq, self._max_num_seqs = blocks_per_seq, max_num_seqs
+        extra = need.kv_block_bytes - sum(need.kv_layer_bytes)  # KV of drafters, which share the blocks of the first group
         self._groups: list[tuple[KVGroup, int]] = []
-        for window, layers in windows if need.kv_layer_bytes else ():
-            size_bytes = sum(need.kv_layer_bytes[layer] for layer in layers) + (0 if self._groups else extra)
+        for group in groups if need.kv_layer_bytes else ():
+            if group.is_state:
+                self._groups.append((KVGroup(0, group.layers, is_state=True), need.state_bytes))
+                continue
+            size_bytes = sum(need.kv_layer_bytes[layer] for layer in group.layers) + (0 if self._groups else extra)
             most = 2**62
-            if window is not None:
-                most = max_num_seqs * (math.ceil(window / block_size) + 1) + math.ceil(max_batched_tokens / block_size) + 1
-            self._groups.append((KVGroup(most, layers, window), size_bytes))
+            if group.window is not None:
+                per_seq = math.ceil(group.window / block_size) + 1
+                most = max_num_seqs * per_seq + math.ceil(max_batched_tokens / block_size) + 1
+            self._groups.append((KVGroup(most, group.layers, group.window), size_bytes))
         self._groups = self._groups or [(KVGroup(2**62), need.kv_block_bytes)]
 
     def groups(self, num_blocks: int) -> tuple[KVGroup, ...]:
@@ -133,16 +150,23 @@ class _GroupSizes:
         return tuple(replace(group, num_blocks=self._count(group, num_blocks)) for group, _ in self._groups)
 
     def num_bytes(self, num_blocks: int) -> int:
-        """Returns what they take."""
+        """Returns their size in bytes."""
         return sum(self._count(group, num_blocks) * size_bytes for group, size_bytes in self._groups)
 
-    @staticmethod
-    def _count(group: KVGroup, num_blocks: int) -> int:
+    def state_bytes(self, num_blocks: int) -> int:
+        """Returns what states take of it."""
+        return sum(self._count(group, num_blocks) * size_bytes for group, size_bytes in self._groups if group.is_state)
+
+    def _count(self, group: KVGroup, num_blocks: int) -> int:
+        if group.is_state:
+            num_more = max(0, num_blocks - self._blocks_per_seq) * SEQS_PER_LENGTH // self._blocks_per_seq
+            return STATES_PER_SEQ * min(self._max_num_seqs, 1 + num_more)
         return min(num_blocks, group.num_blocks + num_blocks // WINDOWS_PER_PREFIX)
 
     def count_blocks(self, num_bytes: int) -> int:
-        """Returns the most `num_blocks` that so many bytes pay for."""
-        low, high = 0, 1 + WINDOWS_PER_PREFIX * num_bytes // max(1, min(size_bytes for _, size_bytes in self._groups))
+        """Returns the largest `num_blocks` that fits into this many bytes."""
+        most = WINDOWS_PER_PREFIX * num_bytes // max(1, min(size_bytes for _, size_bytes in self._groups))
+        low, high = 0, 1 + max(most, self._blocks_per_seq * self._max_num_seqs)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.num_bytes(middle) <= num_bytes else (low, middle)
@@ -150,8 +174,8 @@ class _GroupSizes:
 
 
 def _logit_rows(max_num_seqs: int) -> int:
-    """Rows of logits that there are at once: one for each sequence and a copy where log-probabilities are asked for, and those
-    of scored prompts."""
+    """Most rows of logits that exist at once: one for each sequence, a copy for log-probabilities, and those of
+    scored prompts."""
     return 2 * max_num_seqs + MAX_SCORED_ROWS
 
 

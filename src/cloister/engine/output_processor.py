@@ -1,4 +1,4 @@
-"""Output processing, between run and commit of a plan: tokens become text, and stop tokens and stop strings end answers."""
+"""Output processing, between run and commit of a plan: converts tokens to text, and checks stop tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
 
 class _Stream:
-    """The answer of one sequence, as text that grows.
+    """The growing answer of one sequence, as text.
 
     Args:
-        new: how the scheduler introduced it.
-        max_model_len: bounds its answer, as `max_tokens` does.
+        new: the scheduler's introduction of the sequence.
+        max_model_len: limits its length, like `max_tokens`.
 
     Attributes:
-        num_tokens: of the answer so far.
-        text, token_ids, logprobs: what the last step added.
+        num_tokens: length of the answer so far.
+        text, token_ids, logprobs: output of the last step.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class _Stream:
         self._stop_strings = StopStrings(stops, sampling.include_stop) if stops else None
 
     def take(self, sample: Sample) -> Stop | None:
-        """Reads the tokens that a step sampled, up to where the answer ends."""
+        """Reads the tokens that a step sampled, up to the end of the answer."""
         self.text = ""
         token_ids = sample.token_ids
         if len(token_ids) > self._max_output - self.num_tokens:
@@ -76,14 +76,14 @@ class _Stream:
         return stop
 
     def drop_gain(self) -> None:
-        """Forgets what the last step added."""
+        """Clears the output of the last step."""
         self.text, self.token_ids, self.logprobs = "", [], None
 
     def finish(self, *, is_cut: bool) -> str:
-        """Returns the text that was held back, at the end of the answer.
+        """Returns the text that was still held back at the end of the answer.
 
         Args:
-            is_cut: the answer ended at its length, perhaps inside a character.
+            is_cut: the answer reached its maximum length, perhaps inside a character.
         """
         rest = self._detokenizer.flush(is_cut=is_cut)
         if self._stop_strings is None:
@@ -107,11 +107,11 @@ class _Stream:
 
 
 class OutputProcessor:
-    """Turns what steps bring into what the front receives.
+    """Converts step results to the outputs that the front receives.
 
     Args:
-        tokenizer: of the model.
-        model: its `max_model_len` bounds answers.
+        tokenizer: the model's tokenizer.
+        model: its `max_model_len` limits answers.
     """
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
@@ -120,15 +120,15 @@ class OutputProcessor:
         self._streams: dict[int, _Stream] = {}
 
     def begin(self, plan: StepPlan) -> None:
-        """Readies the answers of sequences that come with a plan, before it is checked."""
+        """Prepares the answers of a plan's new sequences, before the plan's result is checked."""
         for new in plan.arrivals:
-            if new.sampling.beams is None and new.seq_id not in self._streams:  # else it resumes, and its text so far is here
+            if new.sampling.beams is None and new.seq_id not in self._streams:  # else it resumes, and its text so far is kept
                 self._streams[new.seq_id] = self._open(new, new.index)
         for fork in plan.forks:
             self._streams[fork.child_id] = self._open(self._streams[fork.parent_id].new, fork.index)
 
     def check(self, plan: StepPlan, result: StepResult) -> dict[int, Stop]:
-        """Reads the step's tokens; returns, by seq_id, where EOS, a stop token or a stop string ends an answer."""
+        """Reads the step's tokens; returns by seq_id where EOS, a stop token or a stop string ends an answer."""
         for part in plan.sequences:
             if part.seq_id in result.prompt_logprobs and part.seq_id in self._streams:
                 self._keep_prompt(part.seq_id, part.start, result.prompt_logprobs[part.seq_id])
@@ -138,7 +138,7 @@ class OutputProcessor:
         for sample in result.samples:
             stream = self._streams.get(sample.seq_id)
             if stream is None:
-                continue  # a beam, which has no text unless it wins, or an answer that ended while the step ran
+                continue  # a beam, which has text only if it wins, or an answer that ended while the step ran
             stop = stream.take(sample)
             if stop is None and sample.seq_id in result.complete:
                 stop = Stop(len(stream.token_ids))
@@ -149,11 +149,11 @@ class OutputProcessor:
     def collect(
         self, events: Sequence[Event], requests: Mapping[str, RequestState], answers: Sequence[NewSequence]
     ) -> list[SequenceOutput]:
-        """Builds the outputs that belong to the events of a step, one per sequence.
+        """Builds the outputs for the events of a step, one per sequence.
 
         Args:
-            requests: the scheduler's records of those that are open, by id.
-            answers: what beam searches found, whole.
+            requests: the scheduler's open requests, by id.
+            answers: complete results of beam searches.
         """
         for new in answers:
             stream = self._streams[new.seq_id] = self._open(new, new.index)
@@ -175,7 +175,7 @@ class OutputProcessor:
         return _Stream(new, index, self.tokenizer, self._max_model_len)
 
     def _keep_prompt(self, seq_id: int, start: int, entries: list[TokenLogprobs]) -> None:
-        """Files log-probabilities by position: a prompt that was preempted is computed again from its start."""
+        """Stores log-probabilities by position: a preempted prompt is computed again from its start."""
         kept = self._streams[seq_id].prompt_logprobs
         if kept is not None:
             kept[start + 1 : start + 1 + len(entries)] = [self._spell(entry) for entry in entries]

@@ -1,6 +1,6 @@
-"""A step that a device computes while the engine reads the tokens of the last one and plans the next (decisions/0016).
+"""Overlaps a step on a device with reading the tokens of the last step and planning the next one (decisions/0016).
 
-One thread does all of it: a step is launched, and its result is waited for later.
+Uses one thread: it launches a step and waits for the result later.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from cloister.types.step import StepPlan, StepResult
 
 
 class LaunchingRunner(Protocol):
-    """A runner that returns as soon as a device has work, and waits for it later."""
+    """A runner that launches a step on a device and waits for it later."""
 
     def start(self, plan: StepPlan) -> Callable[[], StepResult]: ...
 
 
 class StepAhead:
-    """The step that is on the device.
+    """The step in progress on the device.
 
     Attributes:
-        plan: of that step; None where there is none.
+        plan: plan of that step; None if there is none.
     """
 
     def __init__(self, runner: LaunchingRunner) -> None:
@@ -31,18 +31,18 @@ class StepAhead:
         self._finish: Callable[[], StepResult] | None = None
 
     def start(self, plan: StepPlan) -> None:
-        """Launches a step. The one before was waited for."""
+        """Launches a step; the previous one must have been waited for."""
         self._finish = self._runner.start(plan)
         self.plan = plan
 
     def wait(self) -> StepResult:
-        """Waits for the step and returns what it brought; raises what it raised."""
+        """Waits for the step and returns its result, or raises its exception."""
         finish, self.plan, self._finish = self._finish, None, None
         assert finish is not None
         return finish()
 
     def pause(self) -> None:
-        """Waits for the step, and keeps what it brought: until the next one starts the device is idle."""
+        """Waits for the step and keeps its result; the device is idle until the next one starts."""
         if self._finish is None:
             return
         done: Future[StepResult] = Future()
@@ -53,6 +53,6 @@ class StepAhead:
         self._finish = done.result
 
     def drop(self) -> None:
-        """Waits for the step, and forgets it."""
+        """Waits for the step and discards its result."""
         self.pause()
         self.plan = self._finish = None

@@ -1,6 +1,6 @@
-"""How an engine is watched: health means progress, and one that died is started again so often and so soon.
+"""Supervision of an engine: a watchdog that measures progress, and a restart policy.
 
-Pure: what is here takes `now`.
+Pure: all functions take `now`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Final
 from cloister.types.events import Ended, Event, Stepped
 
 MAX_TICK_S: Final = 1.0
-"""Most time without progress that one look counts, so that a front which itself stood still does not replace the engine."""
+"""Limit on the time that one watchdog check counts, so that a stall of the front itself does not replace the engine."""
 NUM_STEPS: Final = 20
-"""An engine may stand still for so many of its own steps, however short the timeout."""
+"""An engine may make no progress for this many of its own steps, however short the timeout."""
 _STEP_DECAY: Final = 0.99
 
 
 class Watchdog:
-    """Measures how long an engine has made no progress although it should.
+    """Measures for how long an engine with waiting requests has made no progress.
 
     Args:
-        stall_timeout_s: without progress for so long, and for 20 of its longest recent steps, it is stalled.
+        stall_timeout_s: the engine is stalled after this time without progress, and at least 20 of its longest recent steps.
         first_step_timeout_s: the same before its first step, which may compile kernels or read weights from the disk.
 
     Attributes:
-        stalled_s: time without progress while something waited.
+        stalled_s: time without progress while requests waited.
     """
 
     def __init__(self, stall_timeout_s: float, first_step_timeout_s: float) -> None:
@@ -36,14 +36,14 @@ class Watchdog:
         self.restart(0.0)
 
     def restart(self, now: float) -> None:
-        """Starts to watch a new engine."""
+        """Resets for a new engine."""
         self.stalled_s = 0.0
         self._seen_s = now
         self._has_stepped = False
         self._step_s = 0.0
 
     def note(self, events: Iterable[Event]) -> None:
-        """Counts steps and ends of requests as progress; a message without events is a sign of life."""
+        """Counts steps and ends of requests as progress; a message without events is a heartbeat."""
         is_empty = True
         for event in events:
             is_empty = False
@@ -57,7 +57,7 @@ class Watchdog:
             self.stalled_s = 0.0
 
     def look(self, now: float, *, is_waited_for: bool) -> None:
-        """Counts the time since the last look, if somebody waits for the engine."""
+        """Counts the time since the last check if requests wait for the engine."""
         if is_waited_for:
             self.stalled_s += min(now - self._seen_s, MAX_TICK_S)
         else:
@@ -66,12 +66,12 @@ class Watchdog:
 
     @property
     def is_stalled(self) -> bool:
-        """Requests wait and nothing has happened for too long: the engine is not healthy."""
+        """Whether requests have waited too long without progress: the engine is unhealthy."""
         return self.stalled_s >= self._timeout_s
 
     @property
     def is_hung(self) -> bool:
-        """It has been stalled for as long again: it will not come back."""
+        """Whether it has been stalled for twice that time: it will not recover."""
         return self.stalled_s >= 2 * self._timeout_s
 
     @property
@@ -83,7 +83,7 @@ class Restarts:
     """Exponential backoff with a limit.
 
     Args:
-        max_restarts: so many within `window_s`, then no more.
+        max_restarts: most restarts within `window_s`.
         backoff_s: pause before the first restart of a window; each further one doubles it, up to `max_backoff_s`.
     """
 
@@ -97,7 +97,7 @@ class Restarts:
         self._times_s: deque[float] = deque()
 
     def next_delay_s(self, now: float) -> float | None:
-        """Counts a restart and returns the pause before it, or None if there were too many already."""
+        """Counts a restart and returns the pause before it, or None if there were too many."""
         while self._times_s and self._times_s[0] <= now - self.window_s:
             self._times_s.popleft()
         if len(self._times_s) >= self.max_restarts:
@@ -108,13 +108,13 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """How one engine is watched.
+    """Supervision settings of one engine.
 
     Attributes:
-        start_timeout_s: loading the model may take so long.
-        first_step_timeout_s: stands for the setting `stall_timeout_s` until the first step is done.
-        look_every_s: how often the watchdog looks.
-        restarts: how often and how soon it may be started again; None: it cannot be.
+        start_timeout_s: timeout for loading the model.
+        first_step_timeout_s: replaces the setting `stall_timeout_s` until the first step is done.
+        look_every_s: interval of watchdog checks.
+        restarts: its restart policy; None if it cannot be restarted.
     """
 
     start_timeout_s: float = 600.0

@@ -1,4 +1,4 @@
-"""How messages reach an engine: one in a process of its own, one in a thread, one that a worker has a channel to."""
+"""Transports of messages to an engine: in a separate process, in a thread, or over a worker's channel."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ Deliver = Callable[[Outputs], None]
 
 
 class Transport(Protocol):
-    """A way to one engine, used from one event loop.
+    """A connection to one engine, used from one event loop.
 
     Attributes:
-        ready: what the engine said of itself; None before it has.
-        supervision: how the engine is watched; None: by somebody else.
-        lost: the error of its requests when it is gone.
+        ready: the engine's description of itself; None until it is received.
+        supervision: supervision settings; None if another process supervises the engine.
+        lost: the error for its requests when the engine has ended.
     """
 
     ready: Ready | None
@@ -57,36 +57,37 @@ class Transport(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """The process of its own that the engine runs in at present."""
+        """The process id of the engine, if it runs in its own process."""
         ...
 
     async def open(self, config: EngineConfig) -> None:
-        """Reaches an engine with these settings, and has it say what it is; again, after `close`, where it can be replaced.
+        """Starts or connects to an engine with these settings, and waits for its description. May be called again after `close`
+        if the engine can be replaced.
 
         Raises:
-            CloisterError: it cannot start; the message says why.
+            CloisterError: the engine cannot start; the message says why.
         """
         ...
 
     def send(self, message: FrontMessage) -> None:
-        """Passes a message on without waiting; one to an engine that is gone is lost, and `run` ends."""
+        """Sends a message without blocking. If the engine has ended, the message is lost and `run` returns."""
         ...
 
     async def run(self, deliver: Deliver) -> None:
-        """Passes on what the engine says, until it is gone."""
+        """Dispatches the engine's messages until it ends."""
         ...
 
     def kill(self) -> None:
-        """Ends an engine that hangs, if it can be ended from here."""
+        """Kills an engine that hangs, if this transport can."""
         ...
 
     async def close(self) -> str | None:
-        """Clears away what is left of an engine that is gone; returns how it ended, where that says more."""
+        """Cleans up after an engine that has ended; returns how it ended, if known."""
         ...
 
 
 class ProcessHandle(Protocol):
-    """A process that somebody made for us, as subprocess.Popen shows it."""
+    """A child process, with the interface of subprocess.Popen."""
 
     @property
     def pid(self) -> int: ...
@@ -97,26 +98,26 @@ class ProcessHandle(Protocol):
 
 
 Spawn = Callable[[socket.socket], ProcessHandle]
-"""Makes a process that runs `cloister.engine.engine_process` with the socket given as its own."""
+"""Starts a process that runs `cloister.engine.engine_process` with the given socket."""
 
 
 def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> ProcessHandle:
-    """Makes an engine process by executing the interpreter anew: no shell, no port, no name that another process could take.
+    """Starts an engine process by executing the interpreter again: no shell, no port, no name that another process could take.
 
     Args:
-        variables: of its environment, beside those of this process.
+        variables: environment variables, in addition to those of this process.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "cloister.engine.engine_process", str(far.fileno())],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **variables},
         pass_fds=(far.fileno(),),
-        process_group=0,  # Ctrl-C in a terminal reaches the front only
+        process_group=0,  # so that Ctrl-C in a terminal reaches the front only
     )
 
 
 class _ChannelTransport:
-    """What a process and a worker's channel have in common: messages over a socket."""
+    """Common base of the process and worker-channel transports: messages over a socket."""
 
     lost = LOST
     _messages: MessageStream | None = None
@@ -128,15 +129,15 @@ class _ChannelTransport:
 
 
 class ProcessTransport(_ChannelTransport):
-    """To an engine in a child process, which is replaced when it dies.
+    """Transport to an engine in a child process, which is replaced when it dies.
 
     Args:
         entry: "module:function" that takes the configuration in the child and returns its EngineCore.
-        log_format: how the child writes its log.
-        spawn: makes the child process; unset, by executing the interpreter, with memory that is overwritten when it is freed
-            if the profile asks for that.
-        keep_listener: gets the near end of the listener of each engine process (`engine.worker_channels`), to keep; None,
-            engines have no listener.
+        log_format: log format of the child.
+        spawn: starts the child process. Default: executes the interpreter, with an allocator that overwrites freed memory if
+            the profile requires it.
+        keep_listener: called with the near end of the listener of each engine process (`engine.worker_channels`), and takes
+            ownership of it; None: engines have no listener.
     """
 
     def __init__(
@@ -180,10 +181,10 @@ class ProcessTransport(_ChannelTransport):
         self.ready = msgspec.structs.replace(said, startup=[("import", import_s), *said.startup])
 
     async def _start(self, config: EngineConfig, listener: socket.socket | None) -> None:
-        """Makes the process and says what it shall become.
+        """Starts the process and sends its boot message.
 
         Args:
-            listener: through which others than this process send it channels (`engine.worker_channels`); it is closed here.
+            listener: through which other processes send it channels (`engine.worker_channels`); it is closed here.
         """
         with contextlib.ExitStack() as unused:
             if listener is not None:
@@ -222,7 +223,7 @@ class ProcessTransport(_ChannelTransport):
             self._process.kill()
 
     async def close(self) -> str | None:
-        """Kills the process if it has not exited, and waits for it; it holds nothing that has to be saved."""
+        """Kills the process if it has not exited, and waits for it; it holds no state that must be saved."""
         process, messages = self._process, self._messages
         self._process = self._messages = None
         if process is None or messages is None:
@@ -231,21 +232,21 @@ class ProcessTransport(_ChannelTransport):
         messages.close()
         process.kill()
         await asyncio.sleep(0)  # the loop closes the socket at its next turn
-        while status is None:  # SIGKILL ends any process; only the kernel takes its time
+        while status is None:  # SIGKILL ends any process, but the kernel may take a while
             await asyncio.sleep(_EXIT_POLL_S)
             status = process.poll()
         return f"the process ended with status {status}"
 
 
 def _as_error(message: str, code: str) -> CloisterError:
-    """Returns the error that the engine process raised, by its code."""
+    """Recreates the error that the engine process raised, from its code."""
     kinds = (k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CloisterError))
     kind = next((k for k in kinds if k.code == code and not issubclass(k, errors.RetryLaterError)), EngineError)
     return kind(message, code=code)
 
 
 class ThreadTransport:
-    """To an engine in a thread of this process, which nothing can end from outside."""
+    """Transport to an engine in a thread of this process, which cannot be killed."""
 
     lost = LOST_THREAD
     pid = None
@@ -284,7 +285,7 @@ class ThreadTransport:
 
 
 class _Post:
-    """Messages from the engine's thread to the event loop, which is woken once for all that came meanwhile; None is the end."""
+    """Messages from the engine's thread to the event loop, which is woken once for each batch; None marks the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receive: Callable[[Outputs | None], None]) -> None:
         self._loop = loop
@@ -297,36 +298,36 @@ class _Post:
         self._messages.append(message)
         if not self._is_coming:
             self._is_coming = True
-            with contextlib.suppress(RuntimeError):  # the loop was closed without a drain: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop was closed without a drain, so there is no receiver
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        # in this order: a message that comes while these are read either is among them, or calls again
+        # order matters: a message that arrives during this read is either included or schedules another call
         self._is_coming = False
         try:
             while self._messages:
                 self._receive(self._messages.popleft())
         finally:
-            if self._messages:  # one could not be taken; the others still are
+            if self._messages:  # one message failed; the others are still handled
                 self._loop.call_soon(self._deliver)
 
 
 class WorkerTransport(_ChannelTransport):
-    """To an engine behind a channel that somebody else opened (`engine.worker_channels`), for as long as one request takes.
+    """Transport to an engine over a channel that another process opened (`engine.worker_channels`), for one request.
 
     Args:
-        ready: what the engine said of itself when it started.
+        ready: the engine's description of itself from its start.
     """
 
     pid = None
-    supervision: Supervision | None = None  # the front watches the engine: it gets every step's event
+    supervision: Supervision | None = None  # the front supervises the engine: it gets every step's event
 
     def __init__(self, ready: Ready) -> None:
         self.ready: Ready | None = ready
         self._sock: socket.socket | None = None
 
     def attach(self, sock: socket.socket) -> None:
-        """Takes the channel. Called once, before the client starts."""
+        """Sets the channel. Called once, before the client starts."""
         self._sock = sock
 
     async def open(self, config: EngineConfig) -> None:
@@ -336,7 +337,7 @@ class WorkerTransport(_ChannelTransport):
     def send(self, message: FrontMessage) -> None:
         if self._messages is None:
             return
-        if isinstance(message, Shutdown):  # the engine is not this process's to end
+        if isinstance(message, Shutdown):  # this process does not own the engine
             self._messages.close()
         else:
             self._messages.send(message)

@@ -1,8 +1,8 @@
-"""A second way to an engine: each process that handles one request has a channel of its own, and the front carries none of it.
+"""Channels from worker processes to an engine: each process that handles one request has its own, without passing the front.
 
-Through the listener, a socket without a name, come descriptors of new channels; they speak the frames of `engine.channel`, and
-only `Submit` and `Abort` are taken from them. A channel that closes takes its requests with it; one that gives a request the
-name of one that runs, or says what no worker says, is closed: it would get what is another's.
+The listener, an unnamed socket, receives descriptors of new channels. Channels use the frames of `engine.channel` and may send
+only `Submit` and `Abort`. When a channel closes, its requests are aborted. A channel that reuses the id of a running request,
+or sends any other message, is closed: otherwise it could receive another request's outputs.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from cloister.engine.input_queue import InputQueue
 from cloister.types.events import Abort, Ended, Event, Outputs, Stepped, Submit
 
 CONNECT: Final = b"+"
-"""What comes with a descriptor."""
+"""The message that accompanies a descriptor."""
 _READ_BYTES: Final = 65536
 
 
 def open_listener() -> tuple[socket.socket, socket.socket]:
-    """Returns both ends of a listener: one for whoever makes channels, one for the engine."""
+    """Returns both ends of a listener: one for the creator of channels, one for the engine."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class _Channel:
-    """One worker's channel: what has come of a frame, and what could not be sent yet."""
+    """One worker's channel, with its receive buffer and its unsent output."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -43,7 +43,7 @@ class _Channel:
         """Yields whole frames.
 
         Raises:
-            ChannelError: one is too long.
+            ChannelError: a frame is too long.
         """
         while len(self.received) >= channel.HEAD_BYTES:
             end = channel.HEAD_BYTES + channel.payload_size(self.received[: channel.HEAD_BYTES])
@@ -54,23 +54,23 @@ class _Channel:
             yield frame
 
     def push(self) -> bool:
-        """Sends what there is to send without waiting; True if something is left. What is for a worker that is gone is lost."""
+        """Sends pending output without blocking; returns True if some is left. Output for a worker that has ended is lost."""
         while self.unsent:
             try:
                 self.unsent = self.unsent[self.sock.send(self.unsent) :]
             except BlockingIOError:
                 return True
-            except OSError:  # as the reader will see
+            except OSError:  # the reader will notice
                 self.unsent = bytearray()
         return False
 
 
 class WorkerChannels:
-    """The engine's end.
+    """The engine's end of the listener and its channels.
 
     Args:
-        sock: of the listener.
-        input_queue: gets what comes through channels, as it gets what the front says.
+        sock: the engine's end of the listener.
+        input_queue: receives the messages of channels, as it does those of the front.
         max_num_seqs: most sequences that a request may ask for.
     """
 
@@ -89,7 +89,7 @@ class WorkerChannels:
         self._stuck: set[_Channel] = set()
 
     def run(self) -> None:
-        """Reads and writes until the listener is closed from outside; for a thread of its own."""
+        """Reads and writes until the listener is closed from outside; run it in its own thread."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._sock:
@@ -103,9 +103,9 @@ class WorkerChannels:
                 self._push(worker)
 
     def deliver(self, message: Outputs) -> Outputs:
-        """Sends to each channel what a step brought its requests; returns the rest, with counts of everything and no content.
+        """Sends each channel the outputs of its requests; returns the rest for the front, with all counts and no content.
 
-        Called by the engine's thread.
+        Called from the engine's thread.
         """
         if not self._by_request:
             return message
@@ -132,7 +132,7 @@ class WorkerChannels:
             is_stuck = worker.push()
         if is_stuck:
             self._stuck.add(worker)
-            with contextlib.suppress(BlockingIOError):  # so many wakings are under way that one more is not missed
+            with contextlib.suppress(BlockingIOError):  # the wake-up pipe is full, so a wake-up is already pending
                 self._wake_sender.send(b".")
 
     def _push(self, worker: _Channel) -> None:
@@ -183,13 +183,13 @@ class WorkerChannels:
         self._selector.unregister(worker.sock)
         self._stuck.discard(worker)
         worker.sock.close()
-        for request_id, owner in list(self._by_request.items()):  # a copy: the engine's thread takes from it
+        for request_id, owner in list(self._by_request.items()):  # copy it: the engine's thread removes entries
             if owner is worker:
                 self._input_queue.put(Abort(request_id))
 
 
 def _without_content(event: Event) -> Event:
-    """The text that ended an answer is the client's own."""
+    """Removes the stop string: it is the client's content."""
     if isinstance(event, Ended) and isinstance(event.stop_reason, str):
         return msgspec.structs.replace(event, stop_reason=None)
     return event

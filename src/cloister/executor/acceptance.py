@@ -1,15 +1,15 @@
-"""Verification of drawn drafts that keeps the distribution: accept with min(1, p / q), else go on with what p has over q.
+"""Distribution-preserving verification of sampled drafts: accept with min(1, p / q), else continue with the residual of p over
+q.
 
-Leviathan et al. 2023, section 2.3, for one draft; Miao et al. 2024 (SpecInfer), algorithm 3, for several rivals. Pure.
+Leviathan et al. 2023, section 2.3, for one draft; Miao et al. 2024 (SpecInfer), algorithm 3, for several candidates. Pure.
 
-Why it is exact. Let p be the distribution that the token shall have, and x be drawn from q, independent of the uniform u.
-Token y comes out as the accepted x with q(y) min(1, p(y) / q(y)) = min(p(y), q(y)). Everything else, 1 - sum min(p, q) =
-sum (p - q)+, is rejected, and then y shall come with (p - q)+(y) / sum (p - q)+: both together are p(y). That remainder is a
-distribution like any other, so the next rival is verified against it in the same way, and after the last one a token is
-drawn from it. All this holds given the tokens of earlier rivals, so a rival may be drawn from a q that depends on them
-(without the tokens they took, for one: Jeon et al. 2024), or not be drawn at all (q is then a point mass: x is accepted
-with p(x)). What it does not hold for: leaving out a rival, or moving it, because of what it turned out to be; so a token that
-was drawn twice is verified twice, at its places.
+Why it is exact. Let p be the target distribution of the token, and x be drawn from q, independent of the uniform u. Token y is
+the accepted x with probability q(y) min(1, p(y) / q(y)) = min(p(y), q(y)). Everything else, 1 - sum min(p, q) = sum (p - q)+,
+is rejected, and then y has probability (p - q)+(y) / sum (p - q)+: the sum of both is p(y). The residual is a distribution too,
+so the next candidate is verified against it in the same way, and after the last one a token is drawn from it. All this holds
+conditioned on the tokens of earlier candidates, so a candidate may be drawn from a q that depends on them (for example without
+their tokens: Jeon et al. 2024), or not be drawn at all (q is then a point mass: x is accepted with p(x)). It does not hold if a
+candidate is dropped or moved depending on its value; so a token that was drawn twice is verified twice, at its own positions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Candidate(NamedTuple):
     """A token that may follow a node.
 
     Attributes:
-        place: of its node in the draft.
-        probs: [vocab] what it was drawn from, given the candidates before it; None if it was not drawn.
+        place: index of its node in the draft.
+        probs: [vocab] distribution that it was drawn from, given the earlier candidates; None if it was not drawn.
     """
 
     place: int
@@ -45,8 +45,8 @@ def distribution(scores: FloatArray, draws: SamplingMetadata) -> FloatArray:
     """Returns the distributions that `executor.sampling.Sampler` draws from.
 
     Args:
-        scores: [num_rows, vocab] logits after penalties, bias, masked stop tokens and grammars; left as they are.
-        draws: [num_rows] of `SAMPLING_METADATA`; row i says how the token of scores[i] is chosen, whatever its `row` says.
+        scores: [num_rows, vocab] logits after penalties, bias, masked stop tokens and grammars; not modified.
+        draws: [num_rows] of `SAMPLING_METADATA`; row i specifies how the token of scores[i] is chosen; its `row` is ignored.
 
     Returns:
         [num_rows, vocab]; rows sum to 1 within rounding, one without a token to choose is all zeros.
@@ -66,7 +66,7 @@ def _fill(probs: FloatArray, scores: FloatArray, draws: SamplingMetadata) -> Non
     drawn = np.flatnonzero(choosable & (draws["temperature"] > 0))
     if not drawn.size:
         return
-    # in place where it can be: a fresh array of some hundred kilobytes costs more than what is computed in it
+    # in place if possible: allocating some hundred kilobytes costs more than the computation
     with np.errstate(over="ignore"):  # a cold temperature sends unlikely tokens to -inf, which is right
         scaled = np.subtract(scores if drawn.size == len(scores) else scores[drawn], best[drawn, None])
         scaled /= draws["temperature"][drawn, None]
@@ -83,25 +83,25 @@ def draw_from(probs: FloatArray, numbers: UniformArray) -> IntArray:
     """Draws one token per row.
 
     Args:
-        probs: [num_rows, vocab], not negative; need not sum to 1.
+        probs: [num_rows, vocab], non-negative; need not sum to 1.
         numbers: [num_rows], uniform in [0, 1).
 
     Returns:
-        [num_rows] token ids, none of weight 0; -1 where a row is all zeros.
+        [num_rows] token ids, none of weight 0; -1 for a row of zeros.
     """
     return np.array([_draw(row, number) for row, number in zip(probs, numbers.tolist(), strict=True)], np.int64)
 
 
 def draw_rivals(probs: FloatArray, numbers: UniformArray) -> tuple[list[int], FloatArray]:
-    """Draws different tokens, each from what those before it left.
+    """Draws distinct tokens, each without the previous ones.
 
     Args:
-        probs: [vocab], not negative.
+        probs: [vocab], non-negative.
         numbers: [num_rivals], uniform in [0, 1).
 
     Returns:
-        Token ids, as many as there are tokens above 0 at most, and what each was drawn from, [num_tokens, vocab]. They are
-        candidates of one node in this order.
+        Token ids, at most as many as have a probability above 0, and the distribution that each was drawn from, [num_tokens,
+            vocab]. They are candidates of one node in this order.
     """
     left = probs.astype(np.float64)
     count = min(len(numbers), int(np.count_nonzero(left)))
@@ -117,12 +117,14 @@ def accept_child(probs: FloatArray, candidates: Sequence[Candidate], numbers: Se
     """Decides on the token after one node.
 
     Args:
-        probs: [vocab] the distribution that the token shall have.
+        probs: [vocab] target distribution of the token.
         candidates: in the order in which they were drawn.
-        numbers: one for each candidate and one more, uniform in [0, 1), independent of what the candidates were drawn with.
+        numbers: one for each candidate and one more, uniform in [0, 1), independent of the numbers that the candidates were
+            drawn with.
 
     Returns:
-        The place of the accepted candidate and its token; None and a token drawn from what is left, -1 if `probs` is all zeros.
+        The index of the accepted candidate and its token; or None and a token drawn from the residual, -1 if `probs` is all
+            zeros.
     """
     left: FloatArray | npt.NDArray[np.float64] = probs
     for candidate, number in zip(candidates, numbers, strict=False):
@@ -134,9 +136,10 @@ def accept_child(probs: FloatArray, candidates: Sequence[Candidate], numbers: Se
 
 
 def _less(probs: FloatArray | npt.NDArray[np.float64], candidate: Candidate) -> npt.NDArray[np.float64]:
-    """Returns what a distribution has over a candidate's, as a distribution.
+    """Returns the normalised residual of a distribution over a candidate's.
 
-    Where nothing is over, both are the same but for rounding: the rejection was rounding too, and the distribution stays.
+    If the residual is empty, both are equal up to rounding, so the rejection was a rounding error too: the distribution is
+    unchanged.
     """
     left = probs.astype(np.float64)
     if candidate.probs is None:
@@ -152,11 +155,11 @@ def _less(probs: FloatArray | npt.NDArray[np.float64], candidate: Candidate) -> 
 
 
 def _draw(probs: FloatArray | npt.NDArray[np.float64], number: float) -> int:
-    """Draws a token by its share of the sum; -1 if that is 0."""
+    """Draws a token in proportion to its weight; -1 if the sum is 0."""
     shares = probs.cumsum(dtype=np.float64)
     total = shares[-1]
     if not total > 0:
         return -1
     token = int(shares.searchsorted(number * total, "right"))
-    # the product may round up to the sum itself: then it is the last token that has a share
+    # the product may round up to the sum itself: then take the last token with a weight
     return token if token < len(probs) else int(probs.nonzero()[0][-1])

@@ -1,4 +1,4 @@
-"""Keeps adapters in the slots of a program."""
+"""Loads adapters into the slots of a program."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LEAST_RANK: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """What an engine keeps free for adapters.
+    """Limits of an engine for adapters.
 
     Attributes:
-        given: (name, directory) of those to load at start.
-        num_slots: adapters at once.
-        max_rank: of each.
+        given: (name, directory) of adapters to load at start.
+        num_slots: maximum number of loaded adapters.
+        max_rank: maximum rank of an adapter.
     """
 
     given: Sequence[tuple[str, str]]
@@ -34,16 +34,17 @@ class AdapterRoom:
     max_rank: int
 
     def num_bytes(self, spec: DecoderSpec, num_tokens: int) -> int:
-        """Memory that they may take: every product of every layer, at the largest rank, and a step of `num_tokens`."""
+        """Memory for adapters: every projection of every layer at the largest rank, and the activations of a step of
+        `num_tokens`."""
         return self.num_slots * adapter_bytes(spec, self.max_rank) + adapter_step_bytes(spec, num_tokens)
 
 
 def plan_room(config: EngineConfig) -> AdapterRoom | None:
-    """Returns the room that the settings ask for; None if they ask for none.
+    """Returns the limits from the settings; None if they request no adapters.
 
     Raises:
-        ConfigError: the setting `lora` is not a list of NAME=DIRECTORY, or does not fit the limits that were set.
-        ModelError: an adapter of it cannot be read.
+        ConfigError: the setting `lora` is not a list of NAME=DIRECTORY, or exceeds the configured limits.
+        ModelError: one of its adapters cannot be read.
     """
     given = parse_adapters(config.lora or "")
     if not given and not config.runtime_adapters:
@@ -59,9 +60,9 @@ class AdapterSlots:
     """The adapters of one program (protocol `engine.adapters.AdapterHost`).
 
     Args:
-        program: what computes with them.
+        program: the program that uses them.
         read: reads an adapter's directory (`models.adapters.read_adapter`).
-        num_slots: adapters at once.
+        num_slots: maximum number of loaded adapters.
     """
 
     def __init__(self, program: Program, read: Callable[[Path], Adapter], num_slots: int) -> None:
@@ -70,14 +71,14 @@ class AdapterSlots:
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """Digest -> slot; changes as adapters come and go."""
+        """Digest -> slot; changes as adapters are loaded and unloaded."""
         return self._slots
 
     def load(self, name: str, path: str) -> AdapterInfo:
-        """Reads an adapter and puts it in a slot; one with the same weights is not loaded twice.
+        """Reads an adapter and loads it into a slot; identical weights are loaded only once.
 
         Raises:
-            ModelError: it cannot be used.
+            ModelError: the adapter cannot be used.
             ConfigError: every slot is taken.
         """
         directory = Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""C arrays that grow, as the arrays of a forward: for the few numbers of a decode step numpy costs more than a loop."""
+"""Growable C arrays for the inputs of a forward pass: for the few numbers of a decode step numpy costs more than a loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cloister.backends.base import IntArray
 
 
 def block_tables(blocks: Sequence[array[int]], width: int) -> IntArray:
-    """Returns the first `width` entries of each table, and zeros where it is shorter, [len(blocks), width] int32."""
+    """Returns the first `width` entries of each table, padded with zeros, [len(blocks), width] int32."""
     rows = array("i")
     for table in blocks:
         rows += table[:width]
@@ -21,10 +21,10 @@ def block_tables(blocks: Sequence[array[int]], width: int) -> IntArray:
 
 
 def as_ints(values: array[int]) -> IntArray:
-    """Returns the numbers themselves, not a copy."""
+    """Returns a view, not a copy."""
     return np.frombuffer(values, np.int32)
 
 
 def overwrite(values: array[int]) -> None:
-    """Fills an array with zeros: the tokens of a sequence that left are overwritten, not only released."""
+    """Fills an array with zeros: the tokens of a finished sequence are overwritten, not only released."""
     memoryview(values).cast("B")[:] = bytes(values.itemsize * len(values))

@@ -1,4 +1,4 @@
-"""The drafters of one runner: calls each of them in turn, and measures how long each of them takes."""
+"""The drafters of one runner: calls each in turn and measures its time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class DrafterGroup:
     """Every drafter that a runner has.
 
     Args:
-        drafters: by the name that plans know them by.
-        takes_trees: the program computes token trees; else drafts are cut down to one branch.
+        drafters: drafters by their names in plans.
+        takes_trees: the program supports token trees; otherwise drafts are reduced to one branch.
 
     Attributes:
-        wants_hidden, num_top: what `VerifyFeedback` shall have for them.
+        wants_hidden, num_top: which fields of `VerifyFeedback` they need.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], clock: Clock, *, takes_trees: bool) -> None:
@@ -38,7 +38,7 @@ class DrafterGroup:
         return len(self._drafters)
 
     def wants(self, plans: Sequence[SequencePlan]) -> bool:
-        """Whether drafts of a step are to be verified, or drafters want to see it."""
+        """Whether a step has drafts to verify, or drafters observe it."""
         watches = bool(self._observers)
         return any(plan.num_drafts or (watches and plan.is_watched) for plan in plans)
 
@@ -48,10 +48,10 @@ class DrafterGroup:
         return took
 
     def draft(self, parts: Sequence[tuple[SequencePlan, SequenceState]]) -> dict[int, Draft]:
-        """Returns a draft for each sequence whose plan wants one, by its id.
+        """Returns a draft for each sequence whose plan requests one, by its id.
 
         Raises:
-            EngineError: the plan names a drafter that is not there.
+            EngineError: the plan names an unknown drafter.
         """
         by_name: dict[str, list[DraftRequest]] = {}
         for plan, state in parts:
@@ -70,7 +70,7 @@ class DrafterGroup:
         return drafts
 
     def follow(self, parts: Sequence[tuple[SequencePlan, SequenceState]]) -> None:
-        """Says which prompts are computed in this step, and how far."""
+        """Tells drafters which prompts are computed in this step, and up to which position."""
         if not self._followers:
             return
         prompts = [
@@ -83,7 +83,7 @@ class DrafterGroup:
                 self._drafters[name].follow(prompts)
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
-        """Shows what a step said."""
+        """Passes the model's output of a step to the drafters."""
         for name in self._observers if seen else ():
             with self._timing(name):
                 self._drafters[name].observe(seen)
@@ -94,7 +94,7 @@ class DrafterGroup:
             drafter.forget(seq_id)
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """A sequence goes on as two."""
+        """A sequence was forked."""
         for drafter in self._drafters.values():
             drafter.fork(parent_id, child_id)
 
@@ -109,7 +109,7 @@ class DrafterGroup:
             drafter.copy_blocks(pairs)
 
     def wipe_buffers(self) -> None:
-        """Overwrites what steps left."""
+        """Overwrites residue of steps."""
         for drafter in self._drafters.values():
             drafter.wipe_buffers()
 
@@ -121,7 +121,7 @@ class DrafterGroup:
 
 
 def first_branch(draft: Draft) -> Draft:
-    """Returns the chain of a tree that its drafter trusts most: at each node the child that stands first."""
+    """Returns the most probable chain of a tree: at each node the first child."""
     if draft.parents is None:
         return draft
     places: list[int] = []

@@ -1,7 +1,8 @@
-"""Runs steps of sequences that generate tokens. Steps with and without drafts take the same path: without, drafts are empty.
+"""Runs steps of sequences that generate tokens. Steps with and without drafts share one code path: without, the drafts are
+empty.
 
-The program chooses the tokens, unless a request needs logits on the host (log-probabilities, penalties, biases): then they are
-chosen from its logits.
+The program chooses the tokens, unless a request needs logits on the host (log-probabilities, penalties, biases); then they are
+sampled here from its logits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, VerifyFeedback
-from cloister.executor.inputs import ScheduledSequence, forward_batch, row_slices, split_scored
+from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, row_slices, split_scored
 from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.sampling import NOT_FINITE, finite_rows, greedy_tokens
@@ -31,11 +32,12 @@ _NOBODY: Final[AbstractSet[int]] = frozenset()
 
 
 class TokenGenerator:
-    """Computes sequences that sample, or are on their way there.
+    """Runs the steps of sequences that sample, or will sample after their prompt.
 
     Args:
-        batch: the sequences.
-        drafting: told of forks, and of what a step said where it wants to know.
+        batch: the sequences of the runner.
+        drafting: called with forks, and with the model's output of steps that it observes.
+        tables: layout of block tables.
     """
 
     def __init__(
@@ -45,24 +47,24 @@ class TokenGenerator:
         drafting: DrafterGroup,
         *,
         vocab_size: int,
-        block_size: int,
-        num_groups: int = 1,
+        tables: TableLayout,
     ) -> None:
         self._program = program
         self._executor = ProgramExecutor(program, vocab_size)
         self._batch = batch
-        self._block_size, self._num_groups = block_size, num_groups
+        self._tables = tables
         self._drafting = drafting
         self._drafts = len(drafting) > 0
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
 
     def start(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> Callable[[], None] | None:
-        """Starts a step. Returns a function that waits for it, or None if the step is done; adds what it brings to `result`.
+        """Starts a step and adds its outputs to `result`. Returns a function that waits for it, or None if the step is
+        complete.
 
-        Only a step without drafts and forks, on a device that chooses the tokens, goes on after this returns.
+        Only a step without drafts and forks, on a device that chooses the tokens, continues after this returns.
 
         Args:
-            live: sequences that have not failed.
+            live: the sequences that have not failed.
         """
         if not live:
             self._open_verifications([], forks, {})
@@ -84,7 +86,7 @@ class TokenGenerator:
         return None
 
     def _find_watched(self, live: Sequence[ScheduledSequence], forks: Sequence[Fork]) -> AbstractSet[int]:
-        """Returns the sequences of which drafters are to see the step; none in a step that they have no part in."""
+        """Returns the sequences whose output drafters observe in this step; empty if drafters take no part in it."""
         plans = [part.plan for part in live]
         if not self._drafting.wants(plans):
             return _NOBODY
@@ -92,10 +94,10 @@ class TokenGenerator:
         return watched | {fork.child_id for fork in forks if fork.parent_id in watched}
 
     def _reads_logits(self, live: Sequence[ScheduledSequence], watched: AbstractSet[int]) -> bool:
-        """Whether there is a token that the program cannot choose by itself."""
+        """Whether some token cannot be chosen by the program."""
         if self._batch.num_processed and False in [part.state.is_unprocessed for part in live]:
             return True
-        # drafts that were drawn by chance are accepted by chance, and a grammar goes on from token to token of a draft
+        # sampled drafts need randomised acceptance, and a grammar must advance token by token through a draft
         return bool(watched) and any(
             part.state.grammar is not None or (part.draft.probs is not None and not part.state.is_coupled) for part in live
         )
@@ -121,26 +123,38 @@ class TokenGenerator:
 
     def _finish(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification], result: StepResult) -> None:
         self._keep_paths(parts, verified)
+        if self._tables.state_group is not None and any(part.draft is not NOTHING for part in parts):
+            self._program.accept_drafts(self._accepted(parts, verified))
         result.samples += [each.sample for each in verified if each.token_ids and each.state.failure is None]
 
     def _keep_paths(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification]) -> None:
-        """Moves the KV of accepted drafts to where a chain would have it."""
+        """Moves the KV of accepted drafts to the positions of a chain."""
         trees = {part.plan.seq_id: part for part in parts if part.draft.parents is not None}
-        size, num_groups, moves = self._block_size, self._num_groups, []
+        size, num_groups, moves = self._tables.block_size, self._tables.num_groups, []
+        groups = [group for group in range(num_groups) if group != self._tables.state_group]
         for each in verified if trees else ():
             part, slots = trees.get(each.state.seq_id), each.state.blocks
             for move in each.moves(part) if part is not None else ():
-                moves += [
-                    [slots[p // size * num_groups + group] * size + p % size for p in move] for group in range(num_groups)
-                ]
+                moves += [[slots[p // size * num_groups + group] * size + p % size for p in move] for group in groups]
         if moves:
             self._program.move_positions(np.array(moves, np.int32))
 
-    # The program chooses
+    def _accepted(self, parts: Sequence[ScheduledSequence], verified: Sequence[Verification]) -> IntArray:
+        """Returns the token of the batch and the block of the state of each accepted draft (`Program.accept_drafts`)."""
+        paths = {each.state.seq_id: each.path for each in verified}
+        accepted, first = [], 0
+        for part in parts:
+            first += part.end - part.plan.start
+            block = self._tables.running_state(part)
+            accepted += [(first + place, block) for place in paths.get(part.plan.seq_id, ())]
+            first += len(part.draft.token_ids)
+        return np.array(accepted, np.int32).reshape(-1, 2)
+
+    # Tokens chosen by the program
 
     def _start_plain(self, live: Sequence[ScheduledSequence], result: StepResult) -> Callable[[], None] | None:
-        """Begins a step that verifies nothing: an object for each sequence would be a tenth of its Python."""
-        batch = forward_batch(live, self._block_size, self._num_groups)
+        """Starts a step without verification; creating an object for each sequence would take a tenth of its Python time."""
+        batch = forward_batch(live, self._tables)
         states = [part.state for part in live if part.plan.num_samples]
         wants = self._wants(batch, states)
         if not self._executor.is_asynchronous:
@@ -152,7 +166,7 @@ class TokenGenerator:
     def _verify_on_program(
         self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
     ) -> list[VerifyFeedback]:
-        batch = forward_batch(live, self._block_size, self._num_groups)
+        batch = forward_batch(live, self._tables)
         verified = self._open_verifications(live, forks, row_slices(live))
         states = []
         rows: list[int] = []
@@ -181,7 +195,7 @@ class TokenGenerator:
         return seen
 
     def _shows(self, live: Sequence[ScheduledSequence], watched: AbstractSet[int]) -> bool:
-        """Whether drafters are to see hidden states of a step."""
+        """Whether drafters need hidden states of a step."""
         return self._can_show_hidden and bool(watched) and any(part.plan.is_watched for part in live)
 
     def _wants(
@@ -193,13 +207,13 @@ class TokenGenerator:
         *,
         shows_hidden: bool = False,
     ) -> Wants:
-        """Returns what a step shall bring in which the program chooses a token for each of `states`.
+        """Returns the requested outputs of a step in which the program chooses a token for each of `states`.
 
-        The most likely one of every row, if that is all they want. What grammars let follow is found while the program
-        computes, so it is asked for after that.
+        If all are greedy, only the most likely token of every row. Grammar masks are computed while the program runs, so they
+        are requested afterwards.
 
         Args:
-            nodes: for each, its row of logits and the token's position; None where each has one row, and they are in order.
+            nodes: for each, its row of logits and the token's position; None if each has one row, in order.
         """
         num_top = self._drafting.num_top if watched else 0
         if not num_top and (self._batch.num_not_greedy == 0 or False not in [state.is_greedy for state in states]):
@@ -214,14 +228,14 @@ class TokenGenerator:
             masks = partial(_stack_masks, states)
         return Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden)
 
-    # Tokens are chosen from logits
+    # Tokens sampled from logits
 
     def _run_from_logits(
         self, run: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
     ) -> list[VerifyFeedback]:
         rows = row_slices(run)
         wants = Wants(logits=True, num_top=self._drafting.num_top if watched else 0, hidden=self._shows(run, watched))
-        output = self._executor.step(forward_batch(run, self._block_size, self._num_groups), wants)
+        output = self._executor.step(forward_batch(run, self._tables), wants)
         finite = finite_rows(output.logits)
         for part in run:
             first = rows[part.plan.seq_id].start
@@ -235,7 +249,7 @@ class TokenGenerator:
         return _see([each for each in verified if each.state.seq_id in watched], output)
 
     def _advance(self, going: list[Verification], logits: FloatArray, finite: BoolArray) -> list[Verification]:
-        """Takes one more token on each way; returns those that go on, each through a draft that foresaw its token."""
+        """Samples one more token for each verification; returns those that continue because a draft matches the token."""
         for each in going:
             if not finite[each.row]:
                 each.state.failure = NOT_FINITE
@@ -263,7 +277,7 @@ class TokenGenerator:
 
 
 def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
-    """Gives each sequence the token that the program chose from its one row; -1 says that there is none."""
+    """Adds to each sequence the token that the program chose from its row; -1 means that there is none."""
     if output.tokens.shape != batch.logit_rows.shape:
         raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
     samples = result.samples = []
@@ -281,7 +295,7 @@ def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch
 
 
 def _stack_masks(states: list[SequenceState]) -> MaskArray:
-    """Returns what each sequence may choose, [len(states), num_words]; all of it for one without a grammar."""
+    """Returns the token mask of each sequence, [len(states), num_words]; all ones for one without a grammar."""
     masks = [None if state.grammar is None else state.grammar.mask() for state in states]
     if len(masks) == 1 and masks[0] is not None:
         return masks[0][None]
@@ -294,7 +308,7 @@ def _stack_masks(states: list[SequenceState]) -> MaskArray:
 
 
 def _see(verified: Sequence[Verification], output: StepOutput) -> list[VerifyFeedback]:
-    """Returns what drafters are to see of a step of which there are logits: off the path, what is most likely."""
+    """Returns the feedback for drafters of a step with logits; off the accepted path it uses the most likely tokens."""
     verified = [each for each in verified if each.token_ids and each.state.failure is None]
     if not verified:
         return []

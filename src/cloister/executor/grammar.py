@@ -1,8 +1,8 @@
-"""The grammars that running sequences follow: compiled beside the steps, and one step ahead of the token that is chosen.
+"""Grammars of running sequences: compiled in the background; masks are computed one step ahead of the token.
 
-After a token is chosen its grammar moves on, and which tokens may follow is worked out while the next forward computes, by a
-helper thread; or after it, by the engine's own, where all cores were taken and the helper did not come to run. The runner owns
-this state (plans hold no token ids): a resumed sequence reads its tokens again, a forked one copies.
+After a token is chosen its grammar advances, and a helper thread computes the next mask during the next forward pass; if all
+cores are busy and the helper has not run, the engine's thread computes it afterwards. The runner owns this state (plans hold no
+token ids): a resumed sequence reads its tokens again, a forked one copies it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from cloister.types.request import SamplingParams
 MaskArray = npt.NDArray[np.uint32]
 
 MASK_TIMEOUT_S: Final = 5.0
-"""How long a step waits for one sequence's mask. The library's own limits end one after some 20 ms."""
+"""Timeout for one sequence's mask. The library's own limits stop after about 20 ms."""
 MAX_LEFT: Final = 2
-"""Compiling threads that may be left to themselves at once."""
+"""Maximum number of abandoned compiling threads."""
 TOO_SLOW: Final = "the grammar takes too long to compile; make it simpler"
 TOO_BUSY: Final = "grammars that take too long are still being compiled; try again in a minute"
 _TOO_COMPLEX: Final = "the grammar takes too much work at this place of the answer, or no token can follow; make it simpler"
 
 
 class Matcher(Protocol):
-    """One answer's place in a grammar. Used by one thread at a time."""
+    """The state of one answer in a grammar. Used by one thread at a time."""
 
     @property
     def is_complete(self) -> bool:
@@ -41,13 +41,13 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token_ids: list[int]) -> bool:
-        """Goes on by some tokens; False if that is not possible, for good."""
+        """Advances by some tokens; returns False if that is permanently impossible."""
         ...
 
     def fill(self, mask: MaskArray) -> bool:
-        """Says which tokens may follow, EOS among them where the answer may end: bit i % 32 of word i // 32.
+        """Writes the mask of tokens that may follow, including EOS if the answer may end: bit i % 32 of word i // 32.
 
-        False if that is not possible, for good. Computes outside of the interpreter lock.
+        Returns False if that is permanently impossible. Releases the interpreter lock.
         """
         ...
 
@@ -55,12 +55,12 @@ class Matcher(Protocol):
 
 
 class Compiler(Protocol):
-    """Makes matchers, in any thread.
+    """Creates matchers, in any thread.
 
     Attributes:
-        eos_token_ids: tokens that end an answer and are no part of its grammar.
-        num_words: of a mask; it may have bits behind the model's last token.
-        is_ready: it has read the model's vocabulary, which it does for the first grammar.
+        eos_token_ids: tokens that end an answer and are not part of its grammar.
+        num_words: length of a mask, which may have bits after the model's last token.
+        is_ready: the model's vocabulary was read, which happens for the first grammar.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -70,20 +70,20 @@ class Compiler(Protocol):
     def is_ready(self) -> bool: ...
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Returns a matcher at the beginning of an answer.
+        """Returns a matcher in its initial state.
 
         Raises:
-            CloisterError: the grammar cannot be followed; the message is for the client.
+            CloisterError: the grammar is not supported; the message is for the client.
         """
         ...
 
 
 class GrammarState:
-    """One sequence's place in its grammar, and the tokens that may follow.
+    """The grammar state of one sequence, and the mask of its next token.
 
     Attributes:
-        failure: why it cannot go on, or None.
-        must_end: nothing but EOS may follow, whatever else keeps EOS back.
+        failure: why it cannot continue, or None.
+        must_end: only EOS may follow, even if EOS is otherwise masked.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow the tokens so far. Not while a mask is computed."""
+        """Whether nothing can follow the tokens so far. Must not be called while a mask is computed."""
         return self.failure is None and self._matcher.is_complete
 
     def accept(self, token_id: int) -> None:
-        """Goes on by the token that was chosen."""
+        """Advances by the chosen token."""
         if not self._matcher.accept([token_id]):
             self.failure = _TOO_COMPLEX
 
     def look_ahead(self) -> None:
-        """Works out which tokens may follow; by one thread at a time. It raises nothing: others wait in the same job."""
+        """Computes the mask, in one thread at a time. Never raises, because the job also serves other sequences."""
         unread, self._unread = self._unread, []
         try:
             is_known = (not unread or self._matcher.accept(unread)) and self._matcher.fill(self._mask)
@@ -121,16 +121,16 @@ class GrammarState:
             self._keep_eos_back()
 
     def expect(self, job: Future[None]) -> None:
-        """Says that a mask is on its way."""
+        """Marks the mask as being computed."""
         self._job = job
 
     def mask(self) -> MaskArray:
-        """Returns the tokens that may follow, [num_words] uint32, once they are known."""
+        """Waits for and returns the mask of the next token, [num_words] uint32."""
         self._wait()
         return self._mask
 
     def copy(self) -> GrammarState:
-        """Returns the same place for another sequence."""
+        """Returns a copy of this state for another sequence."""
         self._wait()
         copied = GrammarState(self._matcher.copy(), self._mask.copy(), self._eos, self._sampling)
         copied.failure, copied.must_end = self.failure, self.must_end
@@ -140,7 +140,7 @@ class GrammarState:
         job, self._job = self._job, None
         if job is None:
             return
-        if job.cancel():  # the helper has not begun, and may not soon
+        if job.cancel():  # the helper has not begun, and may be delayed
             self.look_ahead()
             return
         try:
@@ -149,7 +149,7 @@ class GrammarState:
             self._fail()
 
     def _fail(self) -> None:
-        """Bars every token, in an array that no other thread writes."""
+        """Masks every token, in an array that no other thread writes."""
         self.failure = _TOO_COMPLEX
         self._mask = np.zeros_like(self._mask)
 
@@ -162,12 +162,12 @@ class GrammarState:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar of a request that has not ended.
+    """A grammar of an open request.
 
     Attributes:
-        owner: the very object in its sampling parameters; when it is gone, so is this.
-        job: compiles it; None while there is no thread for it.
-        is_moved: it stood behind others for too long, and got another thread.
+        owner: the object in its sampling parameters; this entry is dropped with it.
+        job: compiles it; None while no thread is free.
+        is_moved: it was queued for too long, and got another thread.
     """
 
     owner: weakref.ref[Grammar]
@@ -177,13 +177,13 @@ class _Compiled:
 
 
 class Grammars:
-    """Grammars of the requests that an engine holds. Called by the engine's thread.
+    """Grammars of an engine's open requests. Called by the engine's thread.
 
-    Compiled ones are found by the identity of the object in the request, never by what it says: nothing that one request
-    brought can make another one quicker, whatever its scope.
+    Compiled grammars are found by object identity, never by content: one request cannot make another one faster, whatever its
+    scope.
 
     Args:
-        compiler: makes matchers.
+        compiler: creates matchers.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -197,10 +197,10 @@ class Grammars:
         self._left: list[Future[tuple[Matcher, MaskArray]]] = []
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> bool:
-        """Starts to compile a grammar; True if it is done already.
+        """Starts to compile a grammar; returns True if it is already compiled.
 
         Args:
-            then: called from another thread as soon as it is done.
+            then: called from another thread when it is compiled.
         """
         found = self._find(grammar)
         if found.job is None or found.job.done() or found.objection is not None:
@@ -209,9 +209,10 @@ class Grammars:
         return False
 
     def give_up(self, grammar: Grammar) -> bool:
-        """Waits no longer for a grammar: its sequences will fail. Another thread compiles those behind it, as they ask here.
+        """Gives up on a grammar: its sequences will fail. Another thread compiles the ones queued behind it.
 
-        False where it is no fault of the grammar's: while the vocabulary is read, and once if it stood behind another one.
+        Returns False if the delay is not the grammar's fault: while the vocabulary is read, and once if it was queued behind
+        another one.
         """
         if not self._compiler.is_ready:
             return False
@@ -225,7 +226,8 @@ class Grammars:
         return True
 
     def _move(self, found: _Compiled, grammar: Grammar) -> bool:
-        """Starts again what was not begun, past those that hang; True if there is no thread for it, or was none before."""
+        """Restarts jobs that have not begun, on a new thread; returns True if there is no thread for them, or was
+        none before."""
         if found.is_moved:
             found.objection = TOO_BUSY
             return True
@@ -235,17 +237,17 @@ class Grammars:
         return found.job is None
 
     def _leave(self, jobs: Sequence[Future[tuple[Matcher, MaskArray]]]) -> None:
-        """Leaves a compiling thread to itself."""
+        """Abandons a compiling thread."""
         if jobs:
             self._left += jobs
             self._compiling.shutdown(wait=False)
             self._compiling = ThreadPoolExecutor(1, "cloister-compile")
 
     def open(self, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
-        """Returns the place of a sequence that arrives, with the tokens that its answer has already.
+        """Returns the grammar state of a new or resumed sequence, advanced by its answer so far.
 
         Raises:
-            CloisterError: the grammar cannot be followed.
+            CloisterError: the grammar is not supported.
         """
         found = self._find(grammar)
         try:
@@ -261,7 +263,7 @@ class Grammars:
         return state
 
     def look_ahead(self, states: Sequence[GrammarState]) -> None:
-        """Starts to work out what may follow, for sequences that just went on."""
+        """Starts to compute the masks of sequences that have just advanced."""
         job = self._masks.submit(_look_ahead, states)
         for state in states:
             state.expect(job)
@@ -284,7 +286,7 @@ class Grammars:
             is_filled = matcher.fill(mask)
         except CloisterError:
             raise
-        except Exception as error:  # its text may have the client's words in it
+        except Exception as error:  # its text may contain user content
             raise CloisterError(f"the grammar cannot be compiled ({type(error).__name__}); make it simpler") from None
         if not is_filled:
             raise CloisterError(_TOO_COMPLEX)
@@ -302,7 +304,7 @@ def _look_ahead(states: Sequence[GrammarState]) -> None:
 
 
 def mask_tokens(scores: npt.NDArray[np.float32], rows: Sequence[int], masks: Sequence[MaskArray]) -> None:
-    """Sets the logits of barred tokens to minus infinity, in place: those of row `rows[i]` by `masks[i]`."""
+    """Sets the logits of masked tokens to minus infinity, in place: row `rows[i]` by `masks[i]`."""
     for row, mask in zip(rows, masks, strict=True):
         allowed = np.unpackbits(mask.view(np.uint8), count=scores.shape[1], bitorder="little")
         scores[row][allowed == 0] = -np.inf

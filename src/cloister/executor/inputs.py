@@ -1,4 +1,4 @@
-"""Turns the parts of a plan into the arrays of one forward: token ids, positions, block tables, rows of logits."""
+"""Builds the arrays of one forward pass from the parts of a plan: token ids, positions, block tables, rows of logits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from operator import attrgetter
 
 import msgspec
 
-from cloister.backends.base import ForwardBatch, IntArray
+from cloister.backends.base import FloatArray, ForwardBatch, IntArray
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
+from cloister.executor.images import gather
 from cloister.executor.state import SequenceState
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
 
-_blocks_of = attrgetter("state.blocks")  # a comprehension would be a call more in every step
+_blocks_of = attrgetter("state.blocks")  # a comprehension would be another call in every step
 
 
 class ScheduledSequence(msgspec.Struct):
@@ -24,9 +25,9 @@ class ScheduledSequence(msgspec.Struct):
 
     Attributes:
         end: one past the last position computed whose token is known; those of drafts follow.
-        num_prompt_rows: positions whose logits score the next prompt token; 0 unless prompt logprobs were asked for.
+        num_prompt_rows: positions whose logits score the next prompt token; 0 unless prompt logprobs were requested.
         num_rows: rows of logits that this part needs: those of the prompt, the one to sample from, one for each draft.
-        draft: what is verified.
+        draft: the draft to verify.
     """
 
     plan: SequencePlan
@@ -37,8 +38,28 @@ class ScheduledSequence(msgspec.Struct):
     draft: Draft = NOTHING
 
 
+class TableLayout(msgspec.Struct, frozen=True):
+    """How block tables are laid out.
+
+    Attributes:
+        block_size: positions of an entry.
+        num_groups: of layers, each with a block of every entry.
+        state_group: which of them has states; None where none has.
+    """
+
+    block_size: int
+    num_groups: int = 1
+    state_group: int | None = None
+
+    def running_state(self, part: ScheduledSequence) -> int:
+        """Returns the block of a sequence's running state, that of the last entry that its plan names."""
+        assert self.state_group is not None
+        last = (part.plan.start + part.plan.num_tokens - 1) // self.block_size
+        return part.state.blocks[last * self.num_groups + self.state_group]
+
+
 def schedule_sequence(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> ScheduledSequence:
-    """Returns a plan's part beside the sequence that it names, and what was drafted for it."""
+    """Combines a plan's part with its sequence and draft."""
     end = plan.start + plan.num_tokens - plan.num_drafts
     num_prompt_rows = 0
     if state.sampling.prompt_logprobs is not None:
@@ -54,7 +75,7 @@ def row_slices(parts: Sequence[ScheduledSequence]) -> dict[int, slice]:
 
 
 def split_scored(parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]]:
-    """Returns the parts of a step in runs that are computed one after another, each with few prompt positions to score.
+    """Splits the parts of a step into runs that are computed one after another, each with few prompt positions to score.
 
     A row of logits is as wide as the vocabulary: 2,048 of them can be a gigabyte.
     """
@@ -69,31 +90,30 @@ def split_scored(parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]
     return runs
 
 
-def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_groups: int = 1) -> ForwardBatch:
+def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> ForwardBatch:
     """Builds the arrays for `parts`, at least one.
 
-    Args:
-        num_groups: of layers, each with a block of every entry of a block table.
-
     Raises:
-        EngineError: a part does not fit what the runner knows of its sequence.
+        EngineError: a part is inconsistent with the runner's state of its sequence.
     """
-    # Growing C arrays: for the few numbers of a decode step a numpy call costs more than the loop around it.
+    # Growable C arrays: for the few numbers of a decode step a numpy call costs more than a loop.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = has_tree = False
-    block_positions = block_size if num_groups == 1 else block_size / num_groups  # of one number in a block table
+    has_adapter = has_tree = has_images = False
+    block_size, num_groups = tables.block_size, tables.num_groups
+    block_positions = block_size if num_groups == 1 else block_size / num_groups  # positions for each number in a block table
     for part in parts:
         start, end, draft = part.plan.start, part.end, part.draft
         known = part.state.tokens
         if start == end - 1 == len(known) - 1 and part.num_rows == 1 and len(part.state.blocks) * block_positions >= end:
-            # One token that is sampled from, without drafts, fits what `_check` looks for: nearly every decode.
+            # Fast path: one sampled token without drafts satisfies `_check`, as nearly every decode does.
             token_ids.append(known[start])
             positions.append(start)
             context_lens.append(end)
             logit_rows.append(query_starts[-1])
             query_starts.append(query_starts[-1] + 1)
             has_adapter = has_adapter or part.state.adapter >= 0
+            has_images = has_images or part.state.images is not None
             continue
         _check(part, block_positions)
         token_ids += known[start:end]
@@ -113,6 +133,8 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
         elif part.plan.num_samples:
             logit_rows.extend(range(len(token_ids) - 1 - len(draft.token_ids), len(token_ids)))
         has_adapter = has_adapter or part.state.adapter >= 0
+        has_images = has_images or part.state.images is not None
+    embeddings, embedding_rows = _images(parts, query_starts) if has_images else (None, None)
     return ForwardBatch(
         token_ids=as_ints(token_ids),
         positions=as_ints(positions),
@@ -122,11 +144,47 @@ def forward_batch(parts: Sequence[ScheduledSequence], block_size: int, num_group
         logit_rows=as_ints(logit_rows),
         parents=_parents(parts) if has_tree else None,
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
+        embeddings=embeddings,
+        embedding_rows=embedding_rows,
+        state_spans=None if tables.state_group is None else _state_spans(parts, tables),
     )
 
 
+def _images(parts: Sequence[ScheduledSequence], query_starts: Sequence[int]) -> tuple[FloatArray | None, IntArray | None]:
+    """Returns what stands at the positions of images, and where these are."""
+    found = gather(
+        [
+            (part.state.images, part.plan.start, part.end, first)
+            for part, first in zip(parts, query_starts, strict=False)
+            if part.state.images is not None
+        ]
+    )
+    return (None, None) if found is None else found
+
+
+def _state_spans(parts: Sequence[ScheduledSequence], tables: TableLayout) -> IntArray:
+    """Returns how the parts advance their states (`ForwardBatch.state_spans`): in place, and by way of the block of a snapshot
+    where the table has one."""
+    spans, offset, size = array("i"), 0, tables.block_size
+    for part in parts:
+        start, running, first = part.plan.start, tables.running_state(part), offset
+        read = running
+        for entry in range(start // size, (part.end - 1) // size):
+            snapshot = part.state.blocks[entry * tables.num_groups + (tables.state_group or 0)]
+            if snapshot >= 0:
+                end = offset + (entry + 1) * size - start
+                spans.extend((first, end, read, snapshot))
+                first, read = end, snapshot
+        offset += part.end - start
+        spans.extend((first, offset, read, running))
+        if part.draft.token_ids:
+            spans.extend((offset, offset + len(part.draft.token_ids), running, -1))
+            offset += len(part.draft.token_ids)
+    return as_ints(spans).reshape(-1, 4)
+
+
 def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:
-    """Returns the token before each in a step with token trees (`ForwardBatch.parents`)."""
+    """Returns the parent of each token in a step with token trees (`ForwardBatch.parents`)."""
     parents = array("i")
     for part in parts:
         first, num_known = len(parents), part.end - part.plan.start

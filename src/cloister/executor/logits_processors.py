@@ -1,4 +1,4 @@
-"""What requests change of the logits before a token is sampled: penalties, bias, masked stop tokens, grammars."""
+"""Per-request changes of logits before sampling: penalties, bias, masked stop tokens, grammars."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def process_logits(logits: FloatArray, states: Sequence[SequenceState]) -> FloatArray:
-    """Returns logits after penalties, bias, masked stop tokens and grammars: a copy, or the array itself where no row asks."""
+    """Returns logits after penalties, bias, masked stop tokens and grammars: a copy, or the array itself if no row needs
+    changes."""
     penalties: dict[int, Penalties] = {}
     biases: dict[int, LogitBias] = {}
     masks: dict[int, MaskArray] = {}
@@ -30,7 +31,7 @@ def process_logits(logits: FloatArray, states: Sequence[SequenceState]) -> Float
             penalties[row] = state.penalties
         if state.bias is not None:
             biases[row] = state.bias
-        if state.grammar is not None:  # first: what it finds says whether stop tokens are masked still
+        if state.grammar is not None:  # first: its result decides whether stop tokens are still masked
             masks[row] = state.grammar.mask()
         if (stop_mask := state.active_stop_mask) is not None:
             stop_masks[row] = stop_mask
@@ -48,7 +49,7 @@ def process_logits(logits: FloatArray, states: Sequence[SequenceState]) -> Float
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """What to add to the logits of which tokens: `logit_bias`, and stop tokens that are masked before `min_tokens`.
+    """Values added to logits of tokens: `logit_bias`, and stop tokens that are masked before `min_tokens`.
 
     Attributes:
         ids: [num_biased] distinct token ids.
@@ -72,11 +73,11 @@ def apply_bias(scores: FloatArray, rows: Sequence[int], biases: Sequence[LogitBi
 
 
 class TokenCounts:
-    """The distinct tokens of one sequence, and how often each is in its output. Kept only where a penalty asks for it."""
+    """The distinct tokens of one sequence, with their counts in its output. Kept only if a penalty needs them."""
 
     def __init__(self, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int) -> None:
         distinct, places = np.unique(token_ids, return_inverse=True)
-        # C arrays, which grow by what they hold; views of them are gone before the next token
+        # growable C arrays; views of them are released before the next token
         self._ids = array("i", distinct.tolist())
         self._num_output = array("i", np.bincount(places[num_prompt_tokens:], minlength=distinct.size).tolist())
         self._places = {token: place for place, token in enumerate(distinct.tolist())}
@@ -100,7 +101,7 @@ class TokenCounts:
         self._num_output[place] += 1
 
     def copy(self) -> TokenCounts:
-        """Returns counts that grow on their own (a fork)."""
+        """Returns an independent copy (for a fork)."""
         twin = object.__new__(TokenCounts)
         twin._ids, twin._num_output, twin._places = self._ids[:], self._num_output[:], dict(self._places)
         return twin
@@ -108,7 +109,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What one sequence asks for, with its counts. `SamplingParams` says what each one means."""
+    """The penalties of one sequence, with its counts; see `SamplingParams`."""
 
     repetition: float
     presence: float
@@ -117,7 +118,7 @@ class Penalties:
 
 
 def apply_penalties(scores: FloatArray, rows: Sequence[int], penalties: Sequence[Penalties]) -> None:
-    """Changes `scores` [num_rows, vocab] in place: row `rows[i]` by `penalties[i]`."""
+    """Applies penalties to `scores` [num_rows, vocab] in place: `penalties[i]` to row `rows[i]`."""
     sizes = [len(p.counts.ids) for p in penalties]
     row = np.repeat(np.asarray(rows), sizes)
     ids = np.concatenate([p.counts.ids for p in penalties])

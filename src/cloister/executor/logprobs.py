@@ -1,4 +1,5 @@
-"""Log-probabilities of the model's own distribution, for requests that ask: before temperature, penalties and truncation."""
+"""Log-probabilities of the model's own distribution, for requests that want them: before temperature, penalties and
+truncation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ IntArray = npt.NDArray[np.int64]
 def sample_logprobs(
     states: list[SequenceState], rows: list[int], logits: FloatArray, tokens: IntArray
 ) -> dict[int, list[TokenLogprobs]]:
-    """Returns place -> logprobs of the token chosen there, for the sequences that want them."""
+    """Returns index -> logprobs of the chosen token, for the sequences that want them."""
     wanting = [place for place, state in enumerate(states) if state.sampling.logprobs is not None and tokens[place] >= 0]
     if not wanting:
         return {}
@@ -39,7 +40,7 @@ def prompt_logprobs(
         ids = np.array(part.state.tokens[start + 1 : start + 1 + count], np.int64)
         num_top = np.full(count, part.state.sampling.prompt_logprobs, np.int64)
         found[part.plan.seq_id] = token_logprobs(logits[first : first + count], ids, num_top)
-        ids.fill(0)  # numpy keeps the memory of small arrays for others, as it is
+        ids.fill(0)  # numpy caches the memory of small arrays without clearing it
     return found
 
 
@@ -49,7 +50,7 @@ def token_logprobs(logits: FloatArray, token_ids: IntArray, num_top: IntArray) -
     Args:
         logits: [num_rows, vocab] float32.
         token_ids: [num_rows], the chosen tokens.
-        num_top: [num_rows], how many of the most likely tokens to list; of equal ones the lower ids.
+        num_top: [num_rows], number of most likely tokens to list; lower ids first among equal ones.
     """
     entries: list[TokenLogprobs] = []
     for piece in row_pieces(*logits.shape):

@@ -1,4 +1,4 @@
-"""Runs one plan after another on a program."""
+"""Runs plans on a program."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cloister.backends.base import Capability, KVGroup, Program, SamplingMetadata
+from cloister.backends.vision import VisionSpec
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
 from cloister.executor.grammar import Grammars
-from cloister.executor.inputs import ScheduledSequence, forward_batch, schedule_sequence
-from cloister.executor.pooling import NOT_OFFERED, pool_parts
+from cloister.executor.images import encode_missing
+from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, schedule_sequence
+from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
@@ -21,17 +23,18 @@ from cloister.types.step import SequencePlan, StepPlan, StepResult
 
 
 class ModelRunner:
-    """Keeps the tokens of running sequences and turns plans into results. Not thread-safe: one step at a time.
+    """Holds the tokens of running sequences and runs plans, returning results. Not thread-safe: one step at a time.
 
     Args:
-        program: what computes, with its KV cache.
+        program: the model's program, with its KV cache.
         vocab_size: columns of its logits.
         max_model_len: prompt and answer together, in tokens.
         block_size: positions in one KV block.
-        groups: of layers, as the program was built with them (`KVLayout.groups`).
+        groups: layer groups of the program (`KVLayout.groups`).
+        vision: the program's vision tower, if it has one.
         adapters: digest -> slot of the program's adapters; may change between steps.
-        grammars: compiles those that sequences bring; None fails such sequences.
-        drafters: by the name that plans know them by; None where no plan drafts.
+        grammars: compiles the grammars of sequences; None fails sequences with a grammar.
+        drafters: drafters by their names in plans; None if no plan drafts.
     """
 
     def __init__(
@@ -46,12 +49,15 @@ class ModelRunner:
         grammars: Grammars | None = None,
         drafters: Mapping[str, Drafter] | None = None,
         groups: Sequence[KVGroup] = (),
+        vision: VisionSpec | None = None,
     ) -> None:
         self._program = program
         self._num_groups = max(1, len(groups))
+        state_group = next((number for number, group in enumerate(groups) if group.is_state), None)
+        self._tables = TableLayout(block_size, self._num_groups, state_group)
         self._num_drafter_blocks = groups[0].num_blocks if len(groups) > 1 else None
+        self._is_encoder = Capability.ENCODER in program.capabilities
         self._can_pool = Capability.HIDDEN in program.capabilities
-        self._block_size = block_size
         self._clock = clock or WallClock()
         self._grammars = grammars
         self._batch = BatchState(
@@ -60,19 +66,19 @@ class ModelRunner:
             adapters=adapters,
             grammars=grammars,
             num_groups=self._num_groups,
+            vision=vision if Capability.IMAGES in program.capabilities else None,
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
-        self._generator = TokenGenerator(
-            program, self._batch, self._drafting, vocab_size=vocab_size, block_size=block_size, num_groups=self._num_groups
-        )
+        self._generator = TokenGenerator(program, self._batch, self._drafting, vocab_size=vocab_size, tables=self._tables)
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
-        """Says how the next token of each sequence is sampled, for drafters that sample as it does (`DrafterContext`)."""
+        """Returns how the next token of each sequence is sampled, for drafters that sample in the same way
+        (`DrafterContext`)."""
         return self._batch.sampling_metadata(states, rows)
 
     def wipe_buffers(self) -> None:
-        """Overwrites what the program's buffers hold of the steps so far, those of sequences that go on included."""
+        """Overwrites residue of all steps in the program's buffers, including that of running sequences."""
         self._program.wipe_buffers()
         self._drafting.wipe_buffers()
 
@@ -82,20 +88,20 @@ class ModelRunner:
         return len(self._batch)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Runs one step, in the order that `StepPlan` states.
+        """Runs one step, in the order given in `StepPlan`.
 
-        A step that leaves no sequence also wipes what the program's buffers still hold of them.
+        A step that leaves no sequence also wipes the program's buffers.
 
         Raises:
-            EngineError: the plan does not fit what the runner holds. After this, or an error of the program, the step's
-                sequences must depart before they are named again; the others are unharmed.
+            EngineError: the plan is inconsistent with the runner's state. After this, or an error of the program, the step's
+                sequences must depart before they are named again; others are unaffected.
         """
         return self.start(plan)()
 
     def start(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begins a step as `run`, and returns what waits for it and says what it brought, to be called before the next step.
+        """Starts a step like `run`, and returns a function that waits for its result. Call it before the next step.
 
-        A program that computes on another device works meanwhile, where it chooses all tokens by itself.
+        Meanwhile a program on another device computes, if it chooses all tokens itself.
         """
         started_s = self._clock.now()
         for seq_id in plan.departures:
@@ -118,9 +124,17 @@ class ModelRunner:
         if self._drafts:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
+        if self._batch.num_with_images:
+            began_s = self._clock.now()
+            self._encode_images(live)
+            result.encode_s = self._clock.now() - began_s
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
+        if self._is_encoder and live:
+            for part in live:
+                part.state.failure = NO_TEXT
+            live = []
         return partial(self._finish, plan, parts, self._generator.start(live, plan.forks, result), result, started_s)
 
     def _finish(
@@ -144,7 +158,7 @@ class ModelRunner:
         return result
 
     def _drafted(self, parts: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Returns the parts with what is drafted for them."""
+        """Returns the parts with their drafts."""
         pairs = [(part.plan, part.state) for part in parts if part.state.failure is None and part.state.pool is None]
         self._drafting.follow(pairs)
         drafts = self._drafting.draft(pairs)
@@ -154,16 +168,30 @@ class ModelRunner:
             else parts
         )
 
+    def _encode_images(self, parts: list[ScheduledSequence]) -> None:
+        """Encodes the images whose positions the step reaches, and forgets those that it is past."""
+        for part in parts:
+            self._batch.drop_images(part.state, part.plan.start)
+        encode_missing(self._program, [(part.state.images, part.end) for part in parts if part.state.images is not None])
+
     def _pool(self, parts: list[ScheduledSequence]) -> dict[int, Embedding]:
-        """Computes the sequences of a step that are pooled, apart from the others: they read hidden states, not logits."""
+        """Computes the pooled sequences of a step separately: they need hidden states, not logits."""
         if not self._can_pool:
             for part in parts:
                 part.state.failure = NOT_OFFERED
             return {}
-        return pool_parts(self._program, parts, forward_batch(parts, self._block_size, self._num_groups)) if parts else {}
+        if not self._is_encoder:
+            for part in parts:
+                if part.state.pool is not None and part.state.pool.params.kind in ("cls", "classify"):
+                    part.state.failure = OF_ENCODERS
+            parts = [part for part in parts if part.state.failure is None]
+        if not parts:
+            return {}
+        pool = encode_parts if self._is_encoder else pool_parts
+        return pool(self._program, parts, forward_batch(parts, self._tables))
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
-        """Says whose grammar is complete, and starts to work out what may follow the tokens of the others."""
+        """Reports sequences whose grammar is complete, and starts to compute the masks of the others."""
         if not states or self._grammars is None:
             return
         sampled = {sample.seq_id for sample in result.samples}
@@ -178,7 +206,7 @@ class ModelRunner:
         self._grammars.look_ahead(going_on)
 
     def _is_drafters(self, block: int) -> bool:
-        """Whether drafters know a block: they keep what they do under the numbers of the first group."""
+        """Whether drafters use a block id: they use those of the first group."""
         return self._num_drafter_blocks is None or block < self._num_drafter_blocks
 
     def _part(self, plan: SequencePlan) -> ScheduledSequence:

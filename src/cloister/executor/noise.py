@@ -1,7 +1,7 @@
 """Counter-based sampling noise: a pure function of (seed, sequence index, position, token id); no state.
 
-The same idea as Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": the counter is mixed, nothing is
-advanced, so any token's noise can be had without the others', in any order, in any company.
+The same idea as Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3": a counter is hashed instead of advancing a
+state, so each token's noise is independent of order and of other requests.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LARGEST_BELOW_ONE = np.float32(1 - 2**-24)
 
 
 def noise_keys(seeds: KeyArray, indexes: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> KeyArray:
-    """Returns one 64-bit key per row [num_rows] from its seed, its place among the n sequences, and the position."""
+    """Returns one 64-bit key per row [num_rows] from its seed, its index among the n sequences, and the position."""
     keys = _mix64(seeds)
     keys = _mix64(keys ^ indexes.astype(np.uint64))
     return _mix64(keys ^ positions.astype(np.uint64))
 
 
 class Domain(IntEnum):
-    """What uniform numbers are for. Each has numbers of its own, independent of the noise that `Noise` gives a token, too."""
+    """Purposes of uniform numbers. Each has its own numbers, independent of those of `Noise`."""
 
     DRAFT = 1
     VERIFY = 2
@@ -56,7 +56,7 @@ class Noise:
 
 
 def _keyed_bits(ids: BitArray, keys: KeyArray) -> BitArray:
-    """Mixes ids (mixed once already) with both halves of a key. Shapes broadcast."""
+    """Mixes ids (already mixed once) with both halves of a key. Shapes broadcast."""
     bits = ids ^ (keys >> np.uint64(32)).astype(np.uint32)
     bits = _mix32(bits)
     bits += keys.astype(np.uint32)
@@ -66,8 +66,8 @@ def _keyed_bits(ids: BitArray, keys: KeyArray) -> BitArray:
 def _exponential(bits: BitArray) -> FloatArray:
     """Maps uniform bits to Exponential(1), never 0 and never infinite.
 
-    Small values decide who wins, and there float32 is finest: v = (bits + 1/2) / 2^32 keeps its relative precision
-    towards 0, which 1 - v would not.
+    Small values decide the race, and float32 is most precise there: v = (bits + 1/2) / 2^32 keeps its relative precision
+    towards 0; 1 - v would not.
     """
     values = bits.astype(np.float32)
     values += np.float32(0.5)

@@ -1,4 +1,4 @@
-"""Runs steps of a program, and does on the host, in numpy, what its back end lacks."""
+"""Runs steps of a program; what its back end lacks is done on the host in numpy."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from cloister.types.errors import EngineError
 
 
 class ProgramExecutor:
-    """Runs a program's step; what the program cannot do (sampling, masks, ids of the largest logits) is done here in numpy.
+    """Runs a program's step; missing capabilities (sampling, masks, ids of the largest logits) are provided here in numpy.
 
     Args:
-        program: what computes.
+        program: the program.
         vocab_size: columns of its logits.
     """
 
@@ -58,14 +58,14 @@ class ProgramExecutor:
         return output
 
     def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
-        """Begins one step of an asynchronous program; what it returns waits for it (`backends.base.Program.launch`)."""
+        """Starts one step of an asynchronous program; returns a function that waits for it (`backends.base.Program.launch`)."""
         if self._can_choose(wants):
             return self._program.launch(batch, wants)
         wait = self._program.launch(batch, _logits_first(wants))
         return lambda: self._choose_on_host(wait(), batch, wants)
 
     def _can_choose(self, wants: Wants) -> bool:
-        """Whether the program does all that is wanted by itself."""
+        """Whether the program itself provides all wanted outputs."""
         if wants.sampling is not None or wants.num_top:
             return self._is_sampling and (self._is_masking or wants.masks is None)
         return self._is_greedy or not wants.greedy
@@ -81,9 +81,9 @@ class ProgramExecutor:
     def process_and_sample(
         self, logits: FloatArray, states: Sequence[SequenceState], sampling: SamplingMetadata
     ) -> npt.NDArray[np.int64]:
-        """Samples as `sample`, after what each entry's sequence wants changed of its row of logits, which stays as it is.
+        """Samples like `sample`, after applying each sequence's logits processors to a copy of its row.
 
-        A sequence that wants nothing changed gets the token of a step that samples: it must not feel its company's wishes.
+        A sequence without processors gets the same token as from a step that samples: other requests must not affect it.
         """
         tokens = np.empty(len(sampling), np.int64)
         is_changed = np.array([state.changes_logits for state in states], np.bool_)
@@ -128,14 +128,14 @@ class ProgramExecutor:
 
 
 def _logits_first(wants: Wants) -> Wants:
-    """Returns what a program shall bring whose tokens are chosen here."""
+    """Returns the outputs to request from a program if tokens are chosen here."""
     return Wants(logits=True, hidden=True) if wants.hidden else LOGITS
 
 
 def largest_ids(logits: FloatArray, count: int) -> IntArray:
     """Returns the ids of each row's largest logits, best first, lower ids first among equal ones, [num_rows, count].
 
-    -1 in a row that is not finite.
+    -1 for a row that is not finite.
     """
     order = np.argsort(-logits, axis=1, kind="stable")[:, :count].astype(np.int32)
     order[~finite_rows(logits)] = -1

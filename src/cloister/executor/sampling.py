@@ -1,4 +1,4 @@
-"""Samples tokens from logits, in numpy: the specification, which a program that samples follows (`backends.base`).
+"""Samples tokens from logits, in numpy: the reference for programs that sample (`backends.base`).
 
 Truncation is top-k, then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024). A row's token depends on that row
 alone: its logits, its parameters, its noise (batch invariance).
@@ -29,7 +29,7 @@ _PIECE_ELEMENTS: Final = 2**18
 def row_pieces(num_rows: int, vocab_size: int) -> Iterator[slice]:
     """Yields slices that cover `num_rows` rows in order, each of about 2^18 elements and at least one row.
 
-    What is computed from a piece stays in the processor's cache.
+    Intermediate results of a slice fit into the CPU cache.
     """
     step = max(1, _PIECE_ELEMENTS // vocab_size)
     for start in range(0, num_rows, step):
@@ -37,7 +37,7 @@ def row_pieces(num_rows: int, vocab_size: int) -> Iterator[slice]:
 
 
 def finite_rows(logits: FloatArray) -> BoolArray:
-    """Says which rows hold finite numbers only, [num_rows]: min and max let neither NaN nor infinity pass unseen."""
+    """Returns which rows contain only finite numbers, [num_rows]: min and max propagate NaN and infinity."""
     finite: BoolArray = np.isfinite(logits.max(axis=1)) & np.isfinite(logits.min(axis=1))
     return finite
 
@@ -45,13 +45,13 @@ def finite_rows(logits: FloatArray) -> BoolArray:
 def greedy_tokens(logits: FloatArray) -> npt.NDArray[np.int32]:
     """Returns the id of each row's largest logit, the lowest among equal ones; -1 for a row that is not finite.
 
-    One row after the other while it is in the cache: at 150,000 tokens a pass over all rows comes from memory.
+    Works row by row while a row is in the cache: at 150,000 tokens a pass over all rows would read from memory.
     """
     tokens = np.empty(len(logits), np.int32)
     for piece in row_pieces(*logits.shape):
         rows = logits[piece]
         best = rows.argmax(axis=1)
-        # a NaN is the largest of its row, and so is plus infinity; minus infinity is the smallest
+        # argmax treats NaN and plus infinity as the largest; minus infinity is the smallest
         finite = np.isfinite(rows[np.arange(len(rows)), best]) & np.isfinite(rows.min(axis=1))
         tokens[piece] = np.where(finite, best, -1)
     return tokens
@@ -69,7 +69,7 @@ class Sampler:
         """Samples one token per entry (`backends.base.Program.sample`).
 
         Args:
-            logits: [num_rows, vocab] float32, in which minus infinity masks a token; left as they are.
+            logits: [num_rows, vocab] float32, in which minus infinity masks a token; not modified.
             sampling: [num_samples] of `SAMPLING_METADATA`.
 
         Returns:
@@ -107,23 +107,23 @@ class Sampler:
         return tokens
 
     def _draw_any(self, scaled: FloatArray, keys: KeyArray) -> IntArray:
-        """Draws a group of neighbouring tokens by its whole weight, then a token inside it by its own.
+        """Draws a group of neighbouring tokens by its total weight, then a token inside it.
 
-        The product of both is the token's probability. Noise for every token would cost five times all the rest.
+        The product of both is the token's probability. Noise for every token would cost five times everything else.
         """
         weights = np.exp(scaled, out=scaled)
         races = np.add.reduceat(weights, self._starts, axis=1) / self._noise.at(keys[:, None], self._groups)
         first = self._starts[races.argmax(axis=1), None]
-        # past the end of the vocabulary its last token stands again, and of equal racers the first one wins
+        # beyond the vocabulary its last token is repeated; of equal ones the first wins
         ids = np.minimum(first + np.arange(_GROUP_TOKENS), scaled.shape[1] - 1)
         races = np.take_along_axis(weights, ids, axis=1) / self._noise.at(keys[:, None], ids)
         tokens: IntArray = np.take_along_axis(ids, races.argmax(axis=1)[:, None], axis=1)[:, 0]
         return tokens
 
     def _draw_kept(self, scaled: FloatArray, columns: SamplingMetadata, keys: KeyArray) -> IntArray:
-        """Draws among the kept tokens, whose noise alone is computed."""
+        """Draws among the kept tokens; computes noise for these only."""
         kept = kept_tokens(scaled, columns["top_k"], columns["top_p"], columns["min_p"])
-        rows, ids = np.divmod(np.flatnonzero(kept), kept.shape[1])  # ten times as quick as nonzero of two dimensions
+        rows, ids = np.divmod(np.flatnonzero(kept), kept.shape[1])  # ten times as fast as nonzero in two dimensions
         races = np.exp(scaled[rows, ids]) / self._noise.at(keys[rows], ids)
         starts = np.searchsorted(rows, np.arange(len(keys)))
         winners = np.flatnonzero(races == np.maximum.reduceat(races, starts)[rows])
@@ -135,13 +135,13 @@ class Sampler:
 def kept_tokens(
     scaled: FloatArray, top_k: IntArray, top_p: npt.NDArray[np.float64], min_p: npt.NDArray[np.float64]
 ) -> BoolArray:
-    """Says which tokens may be drawn.
+    """Returns which tokens may be drawn.
 
     Args:
-        scaled: [num_rows, vocab] logits after temperature, less the row's largest (which becomes 0).
-        top_k: [num_rows], 0 is off. Of equal tokens the lower ids stay, so exactly k do.
-        top_p: [num_rows], 1 is off. The smallest set of most likely tokens whose mass is at least top_p stays.
-        min_p: [num_rows], 0 is off. Tokens at least min_p times as likely as the most likely one stay.
+        scaled: [num_rows, vocab] logits after temperature, minus the row's largest (which becomes 0).
+        top_k: [num_rows], 0 is off. Of equal tokens the lower ids are kept, so exactly k remain.
+        top_p: [num_rows], 1 is off. Keeps the smallest set of most likely tokens with a mass of at least top_p.
+        min_p: [num_rows], 0 is off. Keeps tokens at least min_p times as likely as the most likely one.
 
     Returns:
         [num_rows, vocab] bool; every row keeps at least one.
@@ -157,9 +157,9 @@ def kept_tokens(
 
 
 def _most_likely(scaled: FloatArray, limits: IntArray, top_p: npt.NDArray[np.float64], width: int) -> BoolArray:
-    """Keeps at most `limits` tokens per row, and no more than reach the mass `top_p`.
+    """Keeps at most `limits` tokens per row, and no more than needed for the mass `top_p`.
 
-    Looks at the `width` largest values first, and at more when a row's limit or mass asks for more.
+    Considers the `width` largest values first, and more if a row's limit or mass requires it.
     """
     vocab_size = scaled.shape[1]
     bounded = limits < vocab_size

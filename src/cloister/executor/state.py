@@ -1,4 +1,4 @@
-"""What the runner knows of the sequences it holds: tokens, block tables, and how each one samples."""
+"""The runner's state of its sequences: tokens, block tables, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
+from cloister.backends.vision import VisionSpec
 from cloister.executor.arrays import overwrite
 from cloister.executor.grammar import Grammars, GrammarState
+from cloister.executor.images import SequenceImages, find_objection
 from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
 from cloister.executor.pooling import Pool
 from cloister.types.errors import CloisterError, EngineError
@@ -24,19 +26,19 @@ class SequenceState:
 
     Attributes:
         slot: its row in the sampling columns.
-        tokens: prompt, then output.
-        blocks: the block table; of each entry one block for each group of layers (`KVLayout.groups`).
-        num_groups: how many those are.
-        is_unprocessed: it takes a token of the distribution as the model says it, among those that its grammar lets follow if
-            it has one, and wants to know nothing else.
-        is_greedy: it is unprocessed, follows no grammar, and takes the most likely token.
-        penalties, bias, stop_mask: what changes its logits; None where nothing was asked for. `stop_mask` holds before
-            `min_tokens`.
-        grammar: its place in the grammar that it follows, if it follows one.
-        pool: its prompt becomes a vector, and it samples nothing.
+        tokens: token ids of prompt and output.
+        blocks: the block table; one block per entry for each group of layers (`KVLayout.groups`).
+        num_groups: number of groups.
+        is_unprocessed: its tokens are sampled from the model's distribution, restricted only by its grammar if any, and it
+            needs no other outputs.
+        is_greedy: it is unprocessed, has no grammar, and takes the most likely token.
+        penalties, bias, stop_mask: changes of its logits; None if not requested. `stop_mask` applies before `min_tokens`.
+        grammar: its grammar state, if it has a grammar.
+        pool: accumulates its prompt's vector; it samples nothing.
         adapter: slot of its adapter; -1 is none.
-        stops: tokens that end it wherever they are sampled.
-        failure: why it cannot go on, in words for the client; set once, and the sequence computes no more.
+        stops: tokens that end it.
+        failure: why it cannot continue, as a message for the client; set once, after which the sequence computes nothing.
+        images: images of its prompt; None once all their positions are computed.
     """
 
     seq_id: int
@@ -56,10 +58,11 @@ class SequenceState:
     failure: str | None = None
     adapter: int = -1
     num_groups: int = 1
+    images: SequenceImages | None = None
 
     @property
     def first_group_blocks(self) -> array[int]:
-        """The block table of the first group of layers, by whose numbers drafters keep what they know of blocks."""
+        """The block table of the first group of layers, whose block ids drafters use."""
         return self.blocks if self.num_groups == 1 else self.blocks[:: self.num_groups]
 
     @property
@@ -68,18 +71,18 @@ class SequenceState:
 
     @property
     def is_coupled(self) -> bool:
-        """Whether its tokens must be the ones that its seed alone decides, drafts or not."""
+        """Whether its tokens must depend on its seed only, with or without drafts."""
         return self.sampling.seed is not None or self.sampling.temperature == 0
 
     @property
     def changes_logits(self) -> bool:
-        """Whether its logits change before a token is sampled."""
+        """Whether its logits are changed before sampling."""
         is_changed = self.penalties is not None or self.bias is not None or self.grammar is not None
         return is_changed or self.active_stop_mask is not None
 
     @property
     def active_stop_mask(self) -> LogitBias | None:
-        """What masks stop tokens, while the output is shorter than `min_tokens` and can become longer."""
+        """The mask of stop tokens, while the output is shorter than `min_tokens` and can still grow."""
         if self.grammar is not None and self.grammar.must_end:
             return None
         return self.stop_mask if self.num_output_tokens < self.sampling.min_tokens else None
@@ -97,16 +100,18 @@ class SequenceState:
 class BatchState:
     """Every sequence that the runner holds, by id.
 
-    Sampling parameters lie in columns, one row per slot, so that a step gathers them without a loop.
+    Sampling parameters are stored in columns, one row per slot, so that a step gathers them without a loop.
 
     Args:
         adapters: digest -> slot of the program's adapters.
-        num_groups: of layers, each with a block of every entry of a block table.
+        num_groups: number of layer groups, each with one block per entry of a block table.
+        vision: the tower that encodes images; None if there is none.
 
     Attributes:
-        num_pooled: sequences whose prompt becomes a vector.
-        num_guided: sequences that follow a grammar.
-        num_not_greedy, num_processed: sequences that are not `is_greedy`, not `is_unprocessed`.
+        num_pooled: number of pooled sequences.
+        num_guided: number of sequences with a grammar.
+        num_with_images: number of sequences that have images left to compute.
+        num_not_greedy, num_processed: number of sequences that are not `is_greedy`, and not `is_unprocessed`.
     """
 
     def __init__(
@@ -117,8 +122,10 @@ class BatchState:
         adapters: Mapping[str, int] = {},
         grammars: Grammars | None = None,
         num_groups: int = 1,
+        vision: VisionSpec | None = None,
     ) -> None:
         self._num_groups = num_groups
+        self._vision = vision
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -126,6 +133,7 @@ class BatchState:
         self._sequences: dict[int, SequenceState] = {}
         self.num_pooled = 0
         self.num_guided = 0
+        self.num_with_images = 0
         self.num_not_greedy = 0
         self.num_processed = 0
         self._columns = np.zeros(16, SAMPLING_METADATA)
@@ -143,10 +151,10 @@ class BatchState:
     def sampling_metadata(
         self, states: list[SequenceState], rows: list[int] | IntArray, positions: IntArray | None = None
     ) -> SamplingMetadata:
-        """Says how the next token of each sequence is sampled from its row of logits, [len(states)] of `SAMPLING_METADATA`.
+        """Returns how the next token of each sequence is sampled from its row of logits, [len(states)] of `SAMPLING_METADATA`.
 
         Args:
-            positions: of the next tokens, where somebody has them already.
+            positions: positions of the next tokens, if already known.
         """
         metadata = self._columns.take([state.slot for state in states])
         metadata["row"] = rows
@@ -154,7 +162,7 @@ class BatchState:
         return metadata
 
     def arrive(self, new: NewSequence) -> None:
-        """Takes a sequence in. One that cannot run is held as failed, so that the plan's other parts are unharmed."""
+        """Adds a sequence. One that cannot run is kept as failed, so that the plan's other parts are unaffected."""
         sampling = new.sampling
         state = SequenceState(
             seq_id=new.seq_id,
@@ -176,6 +184,9 @@ class BatchState:
         )  # fmt: skip
         if state.failure is None:
             state.tokens.extend(new.token_ids)
+            if new.images:
+                state.images = SequenceImages(list(new.images))
+                self.num_with_images += 1
             state.penalties = _penalties(sampling, new)
             state.bias = _bias(sampling)
             state.stop_mask = self._stop_mask(new)
@@ -186,7 +197,7 @@ class BatchState:
         self._count(state, 1)
 
     def fork(self, parent_id: int, child_id: int, index: int) -> SequenceState:
-        """Makes `child_id` a copy of `parent_id` that draws with noise of its own."""
+        """Makes `child_id` a copy of `parent_id` that samples with its own noise."""
         parent = self[parent_id]
         penalties = parent.penalties
         if penalties is not None:
@@ -217,14 +228,15 @@ class BatchState:
         return child
 
     def depart(self, seq_id: int) -> None:
-        """Forgets a sequence; its tokens are overwritten.
+        """Removes a sequence and overwrites its tokens.
 
-        One that is not held is no error: after a step that broke off, nobody knows who had arrived.
+        Unknown ids are ignored: after a failed step it is unknown which sequences had arrived.
         """
         state = self._sequences.pop(seq_id, None)
         if state is None:
             return
         overwrite(state.tokens)
+        self.drop_images(state, len(state.tokens))
         if state.pool is not None:
             state.pool.wipe()
             self.num_pooled -= 1
@@ -232,6 +244,15 @@ class BatchState:
         self._count(state, -1)
         self._columns[state.slot] = 0
         self._free_slots.append(state.slot)
+
+    def drop_images(self, state: SequenceState, position: int) -> None:
+        """Drops the images of a sequence that end before a position."""
+        if state.images is None:
+            return
+        state.images.drop_before(position)
+        if not state.images.tiles:
+            state.images = None
+            self.num_with_images -= 1
 
     def _count(self, state: SequenceState, change: int) -> None:
         self.num_not_greedy += change * (not state.is_greedy)
@@ -250,7 +271,7 @@ class BatchState:
         return self._free_slots.pop()
 
     def _objection(self, new: NewSequence) -> str | None:
-        """Says why a sequence cannot run, or None."""
+        """Returns why a sequence cannot run, or None."""
         if new.adapter is not None and new.adapter not in self._adapters:
             return "the adapter is not loaded any more; ask for another model"
         ids = new.token_ids
@@ -260,7 +281,7 @@ class BatchState:
             return f"the prompt has a token id outside the vocabulary; use ids from 0 to {self._vocab_size - 1}"
         if any(not 0 <= token < self._vocab_size for token in new.sampling.logit_bias):
             return f"logit_bias has a token id outside the vocabulary; use ids from 0 to {self._vocab_size - 1}"
-        return None
+        return find_objection(self._vision, new.images, len(ids)) if new.images else None
 
     def _open_grammar(self, state: SequenceState) -> None:
         grammar = state.sampling.grammar

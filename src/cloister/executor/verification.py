@@ -1,9 +1,8 @@
-"""Verifies a sequence's drafts: from its last known token through them as far as the model agrees.
+"""Verifies a sequence's drafts: walks from its last known token through them as long as the model agrees.
 
-A request with a seed, or a greedy one, gets at each node the very token that it would get without drafts: sampled with the
-noise of (seed, index, position), and a draft is accepted if it is that token (batch invariance). The same keeps the
-distribution of every request whose drafts were not drawn by chance. Where they were, and the request has no seed,
-`executor.acceptance` decides.
+A seeded or greedy request gets at each node exactly the token that it would get without drafts: sampled with the noise of
+(seed, index, position); a draft is accepted if it equals that token (batch invariance). This also preserves the distribution of
+every request whose drafts were not sampled. For sampled drafts of a request without a seed, `executor.acceptance` decides.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from cloister.types.step import Sample
 
 
 class Verification:
-    """One sequence's way through its draft, which is empty in a plain step.
+    """The verification of one sequence's draft, which is empty in a step without drafts.
 
     Args:
-        state: gains the tokens.
-        draft: what is verified.
-        root: row of logits after the last known token; those of the drafts follow it.
+        state: receives the new tokens.
+        draft: the draft to verify.
+        root: row of logits after the last known token; the rows of the drafts follow.
 
     Attributes:
-        path: accepted drafts so far, parents before children.
-        token_ids: gained tokens: accepted drafts, then the one that no draft foresaw.
-        logprobs: of these, for whoever wants them.
+        path: indices of accepted drafts so far, parents before children.
+        token_ids: new tokens: accepted drafts, then the token that no draft predicted.
+        logprobs: log-probabilities of these, if requested.
     """
 
     __slots__ = ("draft", "logprobs", "path", "root", "state", "token_ids")
@@ -50,39 +49,39 @@ class Verification:
 
     @property
     def row(self) -> int:
-        """The row that the next token is sampled from."""
+        """The row from which the next token is sampled."""
         return self.root + 1 + self.path[-1] if self.path else self.root
 
     @property
     def is_coupled(self) -> bool:
-        """Whether a draft is accepted if, and only if, it is the token that is sampled."""
+        """Whether a draft is accepted if and only if it equals the sampled token."""
         return self.draft.probs is None or self.state.is_coupled
 
     def children(self) -> list[int]:
-        """Returns the places of the drafts that may come next, in the order of the drafter's trust."""
+        """Returns the indices of the drafts that may be next, in the drafter's order of confidence."""
         draft, place = self.draft, self.path[-1] if self.path else -1
         if draft.parents is None:
             return [place + 1] if place + 1 < len(draft.token_ids) else []
         return [child for child, parent in enumerate(draft.parents) if parent == place]
 
     def child_of(self, token_id: int) -> int | None:
-        """Returns the place of the draft that foresaw this token, if one did."""
+        """Returns the index of the draft that equals this token, if there is one."""
         for child in self.children():
             if self.draft.token_ids[child] == token_id:
                 return child
         return None
 
     def candidates(self) -> list[Candidate]:
-        """Returns the drafts that may come next as verification of drawn ones takes them."""
+        """Returns the drafts that may be next, as candidates for randomised acceptance."""
         draft = self.draft
         assert draft.probs is not None
         return [Candidate(child, draft.token_ids[child], draft.probs[child]) for child in self.children()]
 
     def follow(self, sampled: Sequence[int]) -> None:
-        """Takes all tokens at once, where the program sampled one at every node: sampled[0] at the root, [1 + i] at draft i."""
+        """Adds all tokens at once if the program sampled one at every node: sampled[0] at the root, [1 + i] at draft i."""
         path = follow_path(self.draft, sampled, self.state.stops)
         token_ids = [sampled[0], *[sampled[place + 1] for place in path]]
-        if -1 in token_ids:  # as without drafts: what came before a number that is not finite is no answer either
+        if -1 in token_ids:  # as without drafts: tokens before a non-finite value are no answer either
             self.state.failure = (self.state.grammar and self.state.grammar.failure) or NOT_FINITE
             return
         for token_id in token_ids:
@@ -91,11 +90,11 @@ class Verification:
         self.token_ids += token_ids
 
     def accept(self, token_id: int, child: int | None, entry: list[TokenLogprobs] | None) -> bool:
-        """Appends the next token; returns whether verification goes on.
+        """Appends the next token; returns whether verification continues.
 
         Args:
-            child: place of the draft that is this token; None if none is.
-            entry: its log-probabilities, if they are wanted.
+            child: index of the draft that equals this token; None if there is none.
+            entry: its log-probabilities, if requested.
         """
         state = self.state
         if token_id < 0:
@@ -111,26 +110,26 @@ class Verification:
             return False
         if state.grammar is not None:
             if state.grammar.is_complete:
-                return False  # nothing can follow, so there is no token to sample behind the draft
+                return False  # nothing can follow, so there is no token to sample after the draft
             state.grammar.look_ahead()
         self.path.append(child)
         return True
 
     @property
     def sample(self) -> Sample:
-        """What the step brought."""
+        """The sample of the step."""
         return Sample(self.state.seq_id, self.token_ids, self.logprobs, len(self.draft.token_ids), tuple(self.path))
 
     def moves(self, part: ScheduledSequence) -> list[tuple[int, int]]:
-        """Returns (from, to) of the accepted drafts' KV positions that are not where a chain would have them."""
+        """Returns (from, to) for the KV positions of accepted drafts that differ from those of a chain."""
         return [(part.end + place, part.end + depth) for depth, place in enumerate(self.path) if place != depth]
 
     def feedback(self, chosen: IntArray, output: StepOutput) -> VerifyFeedback:
-        """Returns what drafters are to see of it.
+        """Returns the feedback for drafters.
 
         Args:
             chosen: a token for each node.
-            output: of the whole step.
+            output: output of the whole step.
         """
         own = slice(self.root, self.root + 1 + len(self.draft.token_ids))
         return VerifyFeedback(
@@ -145,7 +144,7 @@ class Verification:
 
 
 def follow_path(draft: Draft, sampled: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
-    """Returns the accepted drafts where the model goes on with sampled[0], and after draft i with sampled[1 + i]."""
+    """Returns the accepted drafts if the model continues with sampled[0], and after draft i with sampled[1 + i]."""
     place, path = -1, []
     for child, token_id in enumerate(draft.token_ids):
         parent = child - 1 if draft.parents is None else draft.parents[child]
@@ -158,11 +157,11 @@ def follow_path(draft: Draft, sampled: Sequence[int], stops: frozenset[int]) -> 
 def accept_drawn(
     verifications: Sequence[Verification], logits: FloatArray, sampling: SamplingMetadata
 ) -> list[tuple[int | None, int]]:
-    """Decides on the next token where drafts were drawn by chance: the accepted child, if any, and the token.
+    """Decides on the next token after sampled drafts: returns the accepted child, if any, and the token.
 
     Args:
         logits: the row of each, [num_verifications, vocab].
-        sampling: how its token is sampled.
+        sampling: how each token is sampled.
     """
     probs = distribution(process_logits(logits, [each.state for each in verifications]), sampling)
     candidates = [each.candidates() for each in verifications]

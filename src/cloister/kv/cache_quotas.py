@@ -1,8 +1,8 @@
 """Per-scope quotas and lifetimes of the prefix cache, so that no tenant can infer others' activity from evictions. Pure.
 
-Without quotas the cache is one least-recently-used list: a tenant that finds its prefix gone learns that others were busy.
-With them a scope may keep up to a share of the pool; it makes room for a new block among its own, nobody else ever takes one of
-them, and what runs gets along with the rest. What a share does not hold is there for all.
+Without quotas the cache is one least-recently-used list: a tenant can infer others' activity from evictions of its prefixes.
+With quotas each scope may keep up to a share of the pool. It evicts only its own blocks to make room, and no other scope evicts
+them. Running sequences use the rest of the pool, which all scopes share.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import heapq
 
 CACHE_SHARE = 0.5
-"""At most this part of the pool is in shares."""
+"""Largest part of the pool that is divided into shares."""
 
 
 class CacheQuotas:
-    """Counts kept blocks by owner.
+    """Counts cached blocks by owner.
 
     Args:
-        num_scopes: owners at once. One that comes when all shares are taken keeps nothing until one is empty again: taking
-            somebody's would show them that others are busy.
-        per_scope: blocks of one share.
+        num_scopes: number of concurrent owners. If all shares are taken, a further owner caches nothing until one is empty:
+            taking another's share would reveal activity.
+        per_scope: blocks in one share.
     """
 
     def __init__(self, num_scopes: int, per_scope: int) -> None:
@@ -29,34 +29,34 @@ class CacheQuotas:
 
     @classmethod
     def plan(cls, num_scopes: int, num_blocks: int, num_for_one: int) -> CacheQuotas:
-        """Shares out a pool.
+        """Divides a pool into shares.
 
         Args:
-            num_blocks: of the pool.
-            num_for_one: blocks of the longest sequence, which must still be able to run.
+            num_blocks: blocks of the pool.
+            num_for_one: blocks of the longest sequence, which must fit beside all shares.
         """
         room = min(int(num_blocks * CACHE_SHARE), num_blocks - num_for_one)
         return cls(num_scopes, max(0, room) // num_scopes)
 
     @property
     def num_most(self) -> int:
-        """Blocks of all shares together."""
+        """Total blocks of all shares."""
         return self.num_scopes * self.per_scope
 
     def has_share(self, owner: bytes) -> bool:
-        """Whether an owner has a share, or one is free for it."""
+        """Whether an owner has a share, or a free one is available."""
         return owner in self._counts or len(self._counts) < self.num_scopes
 
     def is_full(self, owner: bytes) -> bool:
-        """Whether an owner keeps as much as it may."""
+        """Whether an owner's share is full."""
         return self._counts.get(owner, 0) >= self.per_scope
 
     def add(self, owner: bytes) -> None:
-        """Counts one more block of an owner."""
+        """Adds one block of an owner."""
         self._counts[owner] = self._counts.get(owner, 0) + 1
 
     def drop(self, owner: bytes) -> None:
-        """Counts one block of an owner less; its share is free again after the last one."""
+        """Removes one block of an owner; its share becomes free after the last one."""
         left = self._counts[owner] - 1
         if left:
             self._counts[owner] = left
@@ -64,11 +64,11 @@ class CacheQuotas:
             del self._counts[owner]
 
     def keeps_any(self, owner: bytes) -> bool:
-        """Whether an owner keeps a block."""
+        """Whether an owner has cached blocks."""
         return owner in self._counts
 
     def check(self) -> None:
-        """Raises AssertionError unless every count is within its bounds."""
+        """Raises AssertionError unless every count is within its limits."""
         assert len(self._counts) <= self.num_scopes, "more owners than shares"
         assert all(0 < count <= self.per_scope for count in self._counts.values()), "a share is overdrawn"
 
@@ -77,14 +77,14 @@ class CacheQuotas:
 
 
 RETRY_S = 1.0
-"""How much later a scope is looked at again whose blocks were still in use at its deadline."""
+"""Delay before a scope is checked again whose blocks were still in use at its deadline."""
 
 
 class CacheTTL:
-    """Deadlines by the root of a prefix-key chain, and what is kept under it. Scopes without a deadline are not in here.
+    """Deadlines by root of a prefix-key chain, with the keys cached under it. Scopes without a deadline are not included.
 
     Attributes:
-        queue: (when it may be due, root), a heap; empty where no scope has a deadline, which costs a step nothing.
+        queue: heap of (earliest deadline, root); empty if no scope has a deadline, so a step then costs nothing.
     """
 
     def __init__(self) -> None:
@@ -96,20 +96,20 @@ class CacheTTL:
         return len(self._deadlines)
 
     def renew(self, root: bytes, deadline_s: float) -> None:
-        """Lets what is kept under `root` stay until a later time."""
+        """Extends the deadline of everything cached under `root`."""
         known = self._deadlines.get(root)
         if known is not None and known >= deadline_s:
             return
         self._deadlines[root] = deadline_s
-        if known is None:  # a stale time is put right when it is popped, so the queue has one entry a scope
+        if known is None:  # a stale time is corrected when it is popped, so the queue has one entry per scope
             heapq.heappush(self.queue, (deadline_s, root))
 
     def keep(self, root: bytes, key: bytes) -> None:
-        """Notes that a block is cached under `key`."""
+        """Records that a block is cached under `key`."""
         self._kept.setdefault(root, set()).add(key)
 
     def drop(self, root: bytes, key: bytes) -> None:
-        """Notes that it is not any more."""
+        """Records that the block is no longer cached."""
         keys = self._kept.get(root)
         if keys is not None:
             keys.discard(key)
@@ -117,7 +117,7 @@ class CacheTTL:
                 del self._kept[root]
 
     def take_due(self, now: float) -> list[tuple[bytes, set[bytes]]]:
-        """Returns (root, keys) of every scope whose deadline has passed, and forgets the deadline."""
+        """Removes and returns (root, keys) of every scope whose deadline has passed."""
         due = []
         while self.queue and self.queue[0][0] <= now:
             _, root = heapq.heappop(self.queue)

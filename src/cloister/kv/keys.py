@@ -1,4 +1,4 @@
-"""Prefix keys, seeded by the scope: the scheduler makes them here, and the prefix cache finds blocks by them. Pure."""
+"""Prefix keys, seeded by the scope: the scheduler computes them, and the prefix cache finds blocks by them. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from cloister.types.images import ImageTile
 from cloister.types.scope import PUBLIC_SCOPE, Scope
 
 
 class PrefixKeys:
-    """Makes SHA-256 chains: a key stands for all tokens up to its block's end, and for who may read them.
+    """Computes SHA-256 chains: a key covers all tokens and images up to its block's end, and the scope that may read them.
 
     Args:
-        identity: what else KV depends on, such as the system fingerprint (weights, KV format, numerics, back end).
+        identity: everything else that KV depends on, such as the system fingerprint (weights, KV format, numerics, back end).
         block_size: tokens in a block; keys of other block sizes never match.
-        public: token ids of prefixes that are no secret, such as the release's system prompts. A prompt that begins with one
-            begins with everybody's keys, and goes on with keys of its own scope where it leaves it.
+        public: token ids of public prefixes, such as the release's system prompts. The keys of a prompt that begins with one
+            are shared by all scopes up to the point where it diverges; from there they are those of its own scope.
     """
 
     def __init__(self, identity: str, block_size: int, public: Sequence[Sequence[int]] = ()) -> None:
@@ -32,36 +33,57 @@ class PrefixKeys:
         self.public = frozenset(keys)
 
     def root(self, scope: Scope, adapter: str | None = None) -> bytes:
-        """Returns the 32 bytes that start the chain of one scope and adapter; other scopes can never meet it."""
+        """Returns the 32 bytes that start the chain of one scope and adapter; no other scope can produce it."""
         digest = hashlib.sha256(b"cloister/prefix/1\0")
         for part in (scope.seed, self._identity, (adapter or "").encode(), str(self.block_size).encode()):
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
 
-    def next(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Returns the key of a full block of `token_ids` (exactly `block_size`) behind `parent`."""
+    def next(self, parent: bytes, token_ids: Sequence[int], image_digests: bytes = b"") -> bytes:
+        """Returns the key of a full block of `token_ids` (exactly `block_size`) that follows `parent`.
+
+        Args:
+            image_digests: of the images at its positions, with their places (`digest_images`).
+        """
         if len(token_ids) != self.block_size:
             raise ValueError("only a full block has a key")
-        return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+        return hashlib.sha256(parent + array("q", token_ids).tobytes() + image_digests).digest()
 
     def extend(
-        self, chain: list[bytes], root: bytes, token_ids: Sequence[int], num_blocks: int, *, reads_public: bool = True
+        self,
+        chain: list[bytes],
+        root: bytes,
+        token_ids: Sequence[int],
+        num_blocks: int,
+        *,
+        reads_public: bool = True,
+        images: Sequence[ImageTile] = (),
     ) -> None:
         """Appends keys to `chain` until it covers the first `num_blocks` blocks of `token_ids`.
 
         Args:
-            reads_public: the chain may begin with public prefixes; not where another adapter computes.
+            reads_public: the chain may begin with public prefixes; False if an adapter is used.
+            images: images among the tokens: equal placeholders of other images have other keys.
         """
         size = self.block_size
         parent = chain[-1] if chain else None
         for i in range(len(chain), num_blocks):
             block = token_ids[i * size : (i + 1) * size]
+            image_digests = digest_images(images, i * size, (i + 1) * size) if images else b""
             if reads_public and self.public and (parent is None or parent in self.public):
-                key = self.next(parent or self._public_root, block)
+                key = self.next(parent or self._public_root, block, image_digests)
                 if key in self.public:
                     parent = key
                     chain.append(key)
                     continue
                 parent = root if parent is None else hashlib.sha256(root + parent).digest()
-            parent = self.next(root if parent is None else parent, block)
+            parent = self.next(root if parent is None else parent, block, image_digests)
             chain.append(parent)
+
+
+def digest_images(images: Sequence[ImageTile], start: int, end: int) -> bytes:
+    """Returns the places and digests of the images that have positions in [start, end)."""
+    found = [image for image in images if image.offset < end and image.end > start]
+    return b"".join(
+        image.offset.to_bytes(8, "little") + image.num_tokens.to_bytes(8, "little") + image.digest for image in found
+    )

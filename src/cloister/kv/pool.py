@@ -1,7 +1,7 @@
 """KV blocks with reference counts (vLLM, Kwon et al. 2023, section 4). Pure bookkeeping: a block is a number.
 
-Every block is free, used or cached: free + used + cached = total. A block that leaves used or cached for free is
-listed for wiping, and the runner wipes before it copies or writes, so nobody ever reads what another one left.
+Every block is free, used or cached: free + used + cached = total. A block that becomes free is listed for wiping. The runner
+wipes before it copies or writes, so residue of another sequence is never read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 _KEPT, _PROTECTED = 1, 2
 NO_BLOCK: Final = -1
-"""In a block table: no query sees these positions any more, or ever did."""
+"""Placeholder in a block table: no query sees these positions any more."""
 
 EvictOne = Callable[[int], int | None]
 
@@ -25,34 +25,50 @@ class BlockGroup:
     """Blocks of layers that share block tables (decisions/0018).
 
     Attributes:
-        num_blocks: how many of the pool's blocks are theirs.
-        window: positions that a query of these layers sees, its own included; None: all up to its own.
-        max_held: blocks that one sequence holds at once; None: one for each `block_size` of its positions.
+        num_blocks: number of blocks in the group.
+        window: positions that a query of these layers sees, including its own; None: all up to its own.
+        max_held: most blocks that one sequence holds at once; None: one for each `block_size` positions.
+        is_state: a block holds the whole state of the layers at one position, not KV of `block_size` positions.
     """
 
     num_blocks: int
     window: int | None = None
     max_held: int | None = None
+    is_state: bool = False
+
+    @classmethod
+    def of_state(cls, num_blocks: int) -> BlockGroup:
+        """Returns the group of layers with a recurrent state: a token reads what the one before it left.
+
+        A sequence holds its running state, and for one step the state that this is a copy of.
+        """
+        return cls(num_blocks, window=2, max_held=2, is_state=True)
 
 
 class OutOfBlocksError(Exception):
-    """Neither free nor evictable blocks are enough; the caller preempts somebody or waits."""
+    """Free and evictable blocks do not suffice; the caller preempts a sequence or waits."""
 
 
 class BlockPool:
     """All KV blocks of one engine.
 
     Args:
-        groups: blocks of each group, numbered through from 0, group after group; a number for one group without a window.
+        groups: blocks of each group, numbered consecutively from 0 across groups; an int means one group without a window.
         block_size: positions in one block, 1 to 256.
+
+    Attributes:
+        state_group: number of the group whose blocks hold states; None where there is none.
     """
 
     def __init__(self, groups: int | Sequence[BlockGroup], block_size: int) -> None:
         self.groups = (BlockGroup(groups),) if isinstance(groups, int) else tuple(groups)
         if any(group.num_blocks < 1 for group in self.groups) or not self.groups or not 1 <= block_size <= 256:
             raise ValueError("a pool needs at least one block in each group, of 1 to 256 positions")
+        if sum(group.is_state for group in self.groups) > 1:
+            raise ValueError("layers with a state are one group")
         self._ends = list(accumulate(group.num_blocks for group in self.groups))
         self.num_groups = len(self.groups)
+        self.state_group = next((number for number, group in enumerate(self.groups) if group.is_state), None)
         self.num_total = self._ends[-1]
         self.block_size = block_size
         self._free = [deque(range(end - group.num_blocks, end)) for group, end in zip(self.groups, self._ends, strict=True)]
@@ -70,7 +86,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody uses but the prefix cache keeps."""
+        """Unused blocks that the prefix cache keeps."""
         return sum(self._num_cached)
 
     @property
@@ -79,35 +95,59 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation may hope for in every group."""
-        return self.count_available(0) if self.num_groups == 1 else min(map(self.count_available, range(self.num_groups)))
+        """Blocks available for allocation in every group that has a block for each entry of a block table."""
+        if self.num_groups == 1 and self.state_group is None:
+            return self.count_available(0)
+        counts = [self.count_available(number) for number, group in enumerate(self.groups) if not group.is_state]
+        return min(counts, default=2**62)  # a model of states alone takes none for positions
 
     def count_available(self, group: int) -> int:
-        """Returns the blocks of a group that an allocation may hope for: free ones, and cached ones that are not protected."""
+        """Returns the number of blocks of a group available for allocation: free ones, and cached ones that are not
+        protected."""
         return len(self._free[group]) + self._num_cached[group] - self._num_protected[group]
 
     def group_of(self, block: int) -> int:
         """Returns the group that a block belongs to."""
         return 0 if self.num_groups == 1 else bisect_right(self._ends, block)
 
-    def has_room(self, num_missing: Iterable[int], num_spare: int) -> bool:
-        """Whether sequences can grow by so many table entries each, and `num_spare` blocks are left in every group."""
-        if self.num_groups == 1:
-            return self.count_available(0) >= sum(num_missing) + num_spare
+    def count_most(self, group: int, num_entries: int, width: int = 1) -> int:
+        """Returns the most blocks of a group that a sequence of so many table entries holds at once.
+
+        Args:
+            width: sequences that went apart behind the prompt, which one of them computed; they share nothing else.
+        """
+        window, most = self.groups[group].window, self.groups[group].max_held
+        if window is None or most is None:
+            return width * num_entries
+        return min(width * num_entries, max(most, width * (-(-window // self.block_size) + 1)))
+
+    def has_room(self, num_missing: Iterable[int], num_spare: int, promised: Sequence[int] = ()) -> bool:
+        """Whether each sequence can grow by the given number of table entries with `num_spare` blocks left in every group.
+
+        Of states one spare block for each sequence will do: none needs another for every entry that it grows by.
+
+        Args:
+            promised: blocks of each group that are needed beside those.
+        """
+        if self.num_groups == 1 and self.groups[0].max_held is None:
+            return self.count_available(0) >= sum(num_missing) + num_spare + sum(promised)
         missing = list(num_missing)
         return all(
             self.count_available(number)
-            >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing)) + num_spare
+            >= sum(missing if group.max_held is None else (min(each, group.max_held) for each in missing))
+            + (min(num_spare, len(missing)) if group.is_state else num_spare)
+            + (promised[number] if promised else 0)
             for number, group in enumerate(self.groups)
         )
 
     def attach(self, evict_one: EvictOne, on_unused: Callable[[int], None]) -> None:
-        """Connects the prefix cache, which evicts one cached block of a group, and is told when a kept block becomes unused."""
+        """Connects the prefix cache through callbacks: one evicts a cached block of a group, one is called when a kept block
+        becomes unused."""
         self._evict_one = evict_one
         self._on_unused = on_unused
 
     def allocate(self, count: int, group: int = 0) -> list[int]:
-        """Returns `count` blocks of a group with one reference each, evicting cached ones if need be.
+        """Returns `count` blocks of a group with one reference each, evicting cached ones if needed.
 
         Raises:
             OutOfBlocksError: there are not enough; nothing was taken.
@@ -133,7 +173,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Takes one reference from each block; an unused one becomes cached if the prefix cache keeps it, else free."""
+        """Drops one reference of each block; an unused block becomes cached if the prefix cache keeps it, else free."""
         for block in blocks:
             if self._references[block] == 0:
                 raise ValueError(f"block {block} was released more often than it was taken")
@@ -146,17 +186,17 @@ class BlockPool:
                     self._free_and_wipe(block)
 
     def keep(self, block: int, *, is_protected: bool = False) -> None:
-        """The prefix cache holds on to a used block: it becomes cached, not free, when nobody uses it.
+        """Marks a used block as kept by the prefix cache: it becomes cached instead of free once unused.
 
         Args:
-            is_protected: no allocation counts on it, as the cache does not evict it for others.
+            is_protected: not available for allocation, because the cache does not evict it for other scopes.
         """
         if self._references[block] == 0 or self._kept[block]:
             raise ValueError(f"block {block} cannot be kept: it is not in use, or kept already")
         self._kept[block] = _PROTECTED if is_protected else _KEPT
 
     def drop(self, block: int) -> None:
-        """The prefix cache lets a block go; a cached one becomes free."""
+        """Marks a block as no longer kept by the prefix cache; a cached one becomes free."""
         if not self._kept[block]:
             raise ValueError(f"block {block} is not kept")
         if self._references[block] == 0:
@@ -166,18 +206,18 @@ class BlockPool:
             self._free_and_wipe(block)
 
     def is_shared(self, block: int) -> bool:
-        """True if writing the block would change what somebody else reads."""
+        """True if another user or the prefix cache reads the block, so that it must be copied before a write."""
         return self._references[block] > 1 or bool(self._kept[block])
 
     def is_kept(self, block: int) -> bool:
-        """True if the prefix cache holds on to the block."""
+        """True if the prefix cache keeps the block."""
         return bool(self._kept[block])
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def is_free(self, block: int) -> bool:
-        """True if nobody uses the block and the prefix tree does not keep it."""
+        """True if the block is unused and the prefix cache does not keep it."""
         return not (self._references[block] or self._kept[block])
 
     def take_wipes(self) -> list[int]:
@@ -186,7 +226,7 @@ class BlockPool:
         return wipes
 
     def wipe_again(self, blocks: Iterable[int]) -> None:
-        """Lists blocks of a step that was not done; those in use by now are wiped when they become free."""
+        """Lists the blocks of a failed step for wiping again; those in use by now are wiped when they become free."""
         self._wipes.extend(block for block in blocks if self.is_free(block))
 
     def check(self) -> None:
@@ -210,6 +250,6 @@ class BlockPool:
             self._num_protected[group] += change
 
     def _free_and_wipe(self, block: int) -> None:
-        # The one used last is taken first: memory that nobody touched yet stays untouched.
+        # The block used last is allocated first, so that untouched memory stays untouched.
         self._free[self.group_of(block)].appendleft(block)
         self._wipes.append(block)

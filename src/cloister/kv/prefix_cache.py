@@ -1,8 +1,10 @@
 """The prefix cache: a tree of full blocks shared by scope and prefix (RadixAttention, Zheng et al. 2024, section 3).
 
 Pure. A node has the blocks of one full entry of a block table, one for each group of layers, under its chain key; the chain
-makes the dictionary a tree. Of layers that see all positions unused leaves go first, the least recently used one before the
-others. Of layers with a window any unused block may go: a hit ends where every group still has what the next query sees.
+makes the dictionary a tree. For layers that see all positions, unused leaves are evicted, least recently used first. For layers
+with a window any unused block may be evicted: a hit extends to an entry at which every group still has all blocks that the next
+query sees.
+A state is like a window of one entry: a node has one only where a sequence left a snapshot, and a hit ends at such a node.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 
 from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
 from cloister.kv.pool import NO_BLOCK, BlockPool
-from cloister.kv.table import first_seen
+from cloister.kv.table import BlockTable, first_seen
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -21,7 +23,7 @@ PREFIX_CACHE_THREAT = ThreatProfile(
     residue="token KV",
     where=("device memory", "host memory"),
     attack="data leak, inference by timing, access pattern",
-    mitigations=("keys start from the scope, so no scope reads another's", "wipe on eviction", "a share for each scope"),
+    mitigations=("keys are seeded by the scope, so no scope reads another's", "wipe on eviction", "a share for each scope"),
 )
 
 
@@ -36,20 +38,20 @@ class _Node:
         self.parent = parent
         self.num_children = 0
         self.last_used = 0
-        self.offered = 0  # a bit for each group whose heap has an entry of it
+        self.offered = 0  # bit mask of groups whose heap has an entry for it
 
 
 class PrefixCache:
     """Finds, keeps and evicts blocks by prefix key.
 
     Args:
-        pool: whose blocks it keeps; the cache attaches itself to it.
-        pinned: keys whose blocks are never evicted once they are there: everybody's, so that nobody can infer from an eviction
-            whether another one used them lately.
-        quotas: for each group what an owner may keep; None for one cache that all share.
+        pool: pool of the blocks; the cache attaches itself to it.
+        pinned: keys whose blocks are never evicted once cached: they are public, so an eviction would reveal whether others
+            used them recently. No states are kept under them.
+        quotas: for each group the quota of an owner; None for one shared cache.
 
     Attributes:
-        ttl: when `expire` has something to do.
+        ttl: deadlines for `expire`.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class PrefixCache:
         self._tick = 0
         self._quotas = quotas
         self._windows = [group.window for group in pool.groups]
-        # Without the block of such a group nothing behind it can be used, which is what makes a tree.
+        # Without a block of such a group, no later block is usable; this makes the cache a tree.
         self._full = self._windows.index(None) if None in self._windows else None
         pool.attach(self.evict_one, self._note_unused)
 
@@ -72,9 +74,9 @@ class PrefixCache:
         return len(self._nodes)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the block table of the longest known prefix of `keys` and marks its nodes as just used.
+        """Returns the block table of the longest known prefix of `keys` and marks its nodes as most recently used.
 
-        The caller must `share` its blocks with the pool before it allocates anything.
+        The caller must `share` the blocks in the pool before it allocates anything.
         """
         self._tick += 1
         num_entries = self.match_length(keys)
@@ -88,14 +90,14 @@ class PrefixCache:
 
     def match_length(self, keys: Sequence[bytes]) -> int:
         """Returns how many entries the table of `match` would have; changes nothing."""
-        runs = [0] * len(self._windows)  # entries without a gap that each group has up to here
+        runs = [0] * len(self._windows)  # gapless entries of each group up to here
         longest = 0
         for i, key in enumerate(keys):
             node = self._nodes.get(key)
             if node is None:
                 if self._full is not None:
                     break
-                runs = [0]
+                runs = [0] * len(runs)
                 continue
             if len(runs) == 1 and self._full is not None:
                 longest = i + 1
@@ -105,8 +107,44 @@ class PrefixCache:
                 longest = i + 1
         return longest
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether every prefix of a known key is known: some layers see all positions."""
+        return self._full is not None
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Returns how many leading keys are known, whether or not a hit can end there."""
+        return next((i for i, key in enumerate(keys) if key not in self._nodes), len(keys)) if self._full is not None else 0
+
+    def share_known(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
+        """Puts the kept blocks of layers that see all positions into a table that has equal ones of its own.
+
+        Where a hit ended early for want of a state, the same positions were computed again. Only a table that holds all kept
+        blocks before an entry may leave that entry to the cache (`insert`).
+
+        Args:
+            start: entries before it were offered to `insert` already.
+        """
+        full, num_groups = self._full, len(self._windows)
+        if full is None:
+            return
+        while start and not self._keeps(keys[start - 1], table.blocks[(start - 1) * num_groups + full]):
+            start -= 1
+        for i in range(start, len(keys)):
+            node = self._nodes.get(keys[i])
+            if node is None:
+                return
+            if node.blocks[full] != table.blocks[i * num_groups + full]:
+                table.adopt(i, full, node.blocks[full])
+
+    def drop_state(self, key: bytes) -> None:
+        """Drops a snapshot that a later one of the same sequence replaces, unless it is in use."""
+        node, group = self._nodes.get(key), self._pool.state_group
+        if node is not None and group is not None and self._is_evictable(node, group):
+            self._drop_or_remove(node, group)
+
     def _first_entry(self, num_entries: int, window: int | None) -> int:
-        """Returns the first entry that a query right behind `num_entries` entries sees."""
+        """Returns the first entry that the query after `num_entries` entries sees."""
         size = self._pool.block_size
         return first_seen(num_entries * size, window) // size
 
@@ -118,21 +156,22 @@ class PrefixCache:
         root: bytes | None = None,
         owner: bytes | None = None,
     ) -> None:
-        """Keeps the entries [start, len(keys)) of a block table, in use by the caller, under their keys.
+        """Caches the entries [start, len(keys)) of a block table in use by the caller under their keys.
 
         Args:
             blocks: the table (`BlockTable.blocks`).
-            root: start of the chain, where its blocks have a lifetime (`renew`).
-            owner: whose share they come from, where there are quotas. What does not fit into it is not kept; None for what
-                may go whenever anybody needs room.
+            root: root of the chain, if its blocks have a deadline (`renew`).
+            owner: owner whose share is charged, if there are quotas. Blocks beyond the share are not cached; None: the blocks
+                may be evicted for any request.
 
-        If a key is known already (two equal prompts were computed side by side), the cache keeps the block that it has, and
-        none of the caller's blocks from that entry on. So a sequence that uses a kept block uses all blocks before it in the
-        chain too: the children of an unused block are unused, and every cached block can be evicted.
+        If a key is already cached (two equal prompts were computed concurrently), the cache keeps its own block, and none of
+        the caller's blocks from that entry on. So a sequence that uses a kept block also uses all earlier blocks of the chain:
+        the children of an unused block are unused, and every cached block can be evicted.
         """
         self._tick += 1
         num_groups, full = len(self._windows), self._full
-        # Ancestors may be another's, or gone: its equal blocks were kept in place of the caller's, and then evicted.
+        # Ancestors may belong to another sequence, or be missing: its equal blocks were kept in place of the caller's, then
+        # evicted.
         while full is not None and start and not self._keeps(keys[start - 1], blocks[(start - 1) * num_groups + full]):
             start -= 1
         parent = self._nodes[keys[start - 1]] if start and full is not None else None
@@ -153,11 +192,11 @@ class PrefixCache:
             parent = node if full is not None else None
 
     def renew(self, root: bytes, deadline_s: float) -> None:
-        """Lets the blocks that were inserted with `root` stay until then, should nobody use them."""
+        """Sets the deadline of blocks inserted with `root`; it applies while they are unused."""
         self.ttl.renew(root, deadline_s)
 
     def expire(self, now: float) -> None:
-        """Drops the blocks whose scope's deadline has passed; those in use are looked at again a little later."""
+        """Drops the blocks whose scope's deadline has passed; those in use are checked again later."""
         for root, keys in self.ttl.take_due(now):
             leaves = [self._nodes[key] for key in keys if self._is_unused(self._nodes[key])]
             while leaves:
@@ -170,7 +209,7 @@ class PrefixCache:
                 self.ttl.renew(root, now + RETRY_S)
 
     def evict_one(self, group: int = 0) -> int | None:
-        """Drops the least recently used block of a group that can go and is nobody's; returns it, or None if there is none."""
+        """Evicts and returns the least recently used evictable block of a group that has no owner; None if there is none."""
         return self._evict_from(None, group)
 
     def _evict_from(self, owner: bytes | None, group: int) -> int | None:
@@ -184,15 +223,12 @@ class PrefixCache:
                 self._offer(node, group)
                 continue
             block = node.blocks[group]
-            if self._windows[group] is None or node.blocks.count(NO_BLOCK) == len(node.blocks) - 1:
-                self._remove(node)
-            else:
-                self._drop(node, group)
+            self._drop_or_remove(node, group)
             return block
         return None
 
     def _find_room(self, owner: bytes | None, group: int) -> bool:
-        """Whether one more block of an owner can be kept; makes room among its own if need be."""
+        """Whether another block of an owner can be kept; evicts the owner's own blocks if needed."""
         if self._quotas is None or owner is None:
             return True
         quotas = self._quotas[group]
@@ -201,7 +237,7 @@ class PrefixCache:
         return not quotas.is_full(owner) or self._evict_from(owner, group) is not None
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """Drops the unused end of one chain: nobody can ask for these keys again."""
+        """Drops the unused end of one chain, whose keys can no longer be requested."""
         for key in reversed(keys):
             node = self._nodes.get(key)
             if node is not None and self._is_unused(node):
@@ -234,9 +270,9 @@ class PrefixCache:
     def _add(
         self, key: bytes, entry: Sequence[int], parent: _Node | None, root: bytes | None, owner: bytes | None
     ) -> _Node | None:
-        """Keeps an entry under a new key; None where its owner has no room for what a node must have."""
+        """Caches an entry under a new key; None if the owner's share lacks space for the blocks that a node needs."""
         if key in self._pinned:
-            root = owner = None  # it is nobody's own
+            root = owner = None  # it has no owner
         if self._quotas is None:
             owner = None
         if self._full is not None and not self._find_room(owner, self._full):
@@ -253,12 +289,14 @@ class PrefixCache:
         return node
 
     def _complete(self, node: _Node, entry: Sequence[int]) -> None:
-        """Keeps the blocks of an entry that its node lacks, where its owner has room for them."""
+        """Caches the blocks that a node lacks, if the owner's share has space for them."""
         if self._full is not None and node.blocks[self._full] not in (NO_BLOCK, entry[self._full]):
-            return  # computed side by side: the caller's remain its own
+            return  # computed concurrently: the caller's blocks remain its own
         for group, block in enumerate(entry):
             if block == NO_BLOCK or node.blocks[group] != NO_BLOCK or self._pool.is_kept(block):
                 continue
+            if node.key in self._pinned and group == self._pool.state_group:
+                continue  # a state is too large to stay for good, and whether it is there must not tell who was
             if group != self._full and not self._find_room(node.owner, group):
                 continue
             if node.key in self._pinned:
@@ -280,14 +318,21 @@ class PrefixCache:
             node.parent.num_children -= 1
             self._offer_unused(node.parent)
 
+    def _drop_or_remove(self, node: _Node, group: int) -> None:
+        """Lets one block of a node go, and the node with it where nothing is left that a hit could use."""
+        if self._windows[group] is None or node.blocks.count(NO_BLOCK) == len(node.blocks) - 1:
+            self._remove(node)
+        else:
+            self._drop(node, group)
+
     def _drop(self, node: _Node, group: int) -> None:
-        """Lets one block of a node go."""
+        """Releases one block of a node."""
         block, node.blocks[group] = node.blocks[group], NO_BLOCK
         del self._by_block[block]
         if self._quotas is not None and node.owner is not None:
             self._quotas[group].drop(node.owner)
             if not self._quotas[group].keeps_any(node.owner):
-                self._evictable[group].pop(node.owner, None)  # only stale entries are left in it
+                self._evictable[group].pop(node.owner, None)  # it has only stale entries left
         self._pool.drop(block)
 
     def _is_unused(self, node: _Node) -> bool:
@@ -312,6 +357,6 @@ class PrefixCache:
 
     def _offer(self, node: _Node, group: int) -> None:
         if node.offered & 1 << group:
-            return  # one entry a node bounds the heap; a stale time is put right when the entry is popped
+            return  # one entry per node bounds the heap; a stale time is corrected when the entry is popped
         node.offered |= 1 << group
         heapq.heappush(self._evictable[group].setdefault(node.owner, []), (node.last_used, node.blocks[group], node))

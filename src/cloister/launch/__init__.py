@@ -1,6 +1,6 @@
-"""The only place where the packages are put together.
+"""Assembles the other packages: the only place where they are combined.
 
-It imports lazily: the engine's process, found by an entry point's name, loads nothing that only the front needs.
+It imports lazily: the engine process, started by entry point name, loads nothing that only the front needs.
 """
 
 from __future__ import annotations

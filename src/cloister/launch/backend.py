@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from cloister.backends import BACKENDS, native
 from cloister.backends.base import Backend
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.native.limits import list_missing
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
 from cloister.engine.machine import Machine
@@ -27,8 +28,10 @@ NO_QUANT: Final = "none"
 
 
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
-    """Returns the back end that the settings name, for a model of that spec."""
+    """Returns the back end from the settings, for a model with this spec."""
     name = choose_backend_for(config, spec)
+    if isinstance(spec, EncoderSpec) and config.quant != NO_QUANT:
+        raise ConfigError("an encoder is computed as its weights are stored; leave `quant` out", param="quant")
     if name == FOREIGN_FAMILY and config.quant != NO_QUANT:
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
     if config.weights_cache and weights_cache(config) is None:
@@ -38,12 +41,12 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
             "the native back end does not compute %s, which this model needs; computing with the torch back end",
             " and ".join(list_missing(spec)),
         )
-    by_format = config.quant != NO_QUANT and (name == "native" or config.device == "cuda")
+    takes_any_kv = name == "native" and config.quant != NO_QUANT  # the torch back end keeps KV in `dtype`, whatever `quant` is
     return BACKENDS.get(name)(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",
         dtype=config.dtype,
-        kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if by_format else None),
+        kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if takes_any_kv else None),
         numerics=config.numerics,
         store=weights_cache(config),
         store_bytes=cache_bytes(config),
@@ -51,7 +54,7 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
 
 
 def chosen_backend(config: EngineConfig) -> str:
-    """Returns the name of the back end: the setting, or what computes most models on this machine."""
+    """Returns the name of the back end: the setting, or the default of this machine."""
     return config.backend or choose_backend(config.device or "cpu")[0]
 
 
@@ -70,7 +73,7 @@ def choose_backend_for(config: EngineConfig, spec: DecoderSpec) -> str:
 
 
 def choose_backend(device: str) -> tuple[str, str]:
-    """Returns a back end's name and why."""
+    """Returns the default back end's name and the reason."""
     if device != "cpu":
         return "torch", f"the device is {device}"
     reason = native.available()
@@ -78,18 +81,18 @@ def choose_backend(device: str) -> tuple[str, str]:
 
 
 def number_format(name: str) -> NumberFormat:
-    """Returns the number format of that name with its own options."""
+    """Returns the number format of that name with its default options."""
     return FORMATS.get(name)(FormatOptions())
 
 
 def write_in_few_bits(
     config: EngineConfig, model: LoadedModel, loading: Loading, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """Returns the model with its weights in the number format that the settings name: calibrated, or rounded as they are read.
+    """Returns the model with its weights in the number format from the settings: calibrated, or rounded as they are read.
 
     Args:
-        loading: told of a calibration.
-        tokenizer: the model's own, where one is open already.
+        loading: reports the progress of a calibration.
+        tokenizer: the model's tokenizer, if already open.
     """
     if config.quant == NO_QUANT:
         return model
@@ -103,21 +106,21 @@ def write_in_few_bits(
 
 
 def cache_bytes(config: EngineConfig) -> int:
-    """Returns what packed weights may take on disk, and calibrated ones as much again."""
+    """Returns the disk limit of packed weights, and equally of calibrated ones."""
     return round(config.weights_cache_mb * (1 << 20))
 
 
 def kept_tokenizers(config: EngineConfig) -> Path | None:
-    """Returns the directory of tokenizers that took long to make; None keeps none."""
+    """Returns the cache directory for tokenizers that are slow to build; None disables it."""
     cache = weights_cache(config)
     return None if cache is None else cache / "tokenizers"
 
 
 def weights_cache(config: EngineConfig) -> Path | None:
-    """Returns the directory of packed weights; None keeps none, as does a user who has no home to keep it in."""
+    """Returns the cache directory for packed weights; None disables it, as for a user without a home directory."""
     if not config.weights_cache:
         return None
     try:
         return Path(config.weights_cache).expanduser()
-    except RuntimeError:  # neither HOME nor an entry in the list of users, as in many containers
+    except RuntimeError:  # neither HOME nor a user entry, as in many containers
         return None

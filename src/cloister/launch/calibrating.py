@@ -32,15 +32,15 @@ from cloister.text import Tokenizer
 from cloister.types.errors import CloisterError, ConfigError
 
 WINDOW: Final = 512
-"""Tokens of a window of text, for calibration and for measuring."""
+"""Tokens in a window of text, for calibration and measuring."""
 VERSION: Final = 2
-"""Raise it when calibration comes to other codes for the same weights."""
+"""Increment it when calibration gives other codes for the same weights."""
 _FEWEST_TOKENS: Final = 4096
 _MOST_TOKENS: Final = 8192
 _TOKENS_BY_WEIGHTS: Final = 1_200_000_000_000
-"""Tokens times weights of projections, within those bounds: small models lose most, and get more text."""
+"""Target of tokens times projection weights, within the limits: small models lose most, and get more text."""
 _MOST_WEIGHTS: Final = 600_000_000
-"""In projections, for `auto`."""
+"""Most projection weights for `auto`."""
 _FOLDER: Final = "calibrated"
 
 _logger = logging.getLogger(__name__)
@@ -62,13 +62,13 @@ def cut_windows(model: LoadedModel, text: str, num_tokens: int, tokenizer: Token
 
 
 def choose_method(wanted: str, model: LoadedModel, number_format: NumberFormat) -> str:
-    """Returns the calibration method for a model that is written in a format on load.
+    """Returns the calibration method for a model that is quantized on load.
 
-    `auto` rounds to nearest, and says so in the log, where text cannot be run through the model, or not soon. The log also says
-    where there is nothing to write.
+    `auto` rounds to nearest, and logs it, if calibration is not possible or would take long. It also logs if there is nothing
+    to quantize.
 
     Raises:
-        ConfigError: a method was named that this model does not take.
+        ConfigError: the chosen method does not support this model.
     """
     num_weights = _count_weights(model)
     if not num_weights:
@@ -100,7 +100,7 @@ def choose_method(wanted: str, model: LoadedModel, number_format: NumberFormat) 
 
 
 def _count_weights(model: LoadedModel) -> int:
-    """Returns how many weights of projections come as numbers, not in few bits already."""
+    """Returns the number of projection weights that are not already quantized."""
     weights = model.weights
     return sum(prod(weights.shape(name)) for name in weights.names() if is_projection(name) and weights.form(name) is None)
 
@@ -113,14 +113,14 @@ def calibrate_on_load(
     most_bytes: int = 64 << 30,
     loading: Loading | None = None,
 ) -> LoadedModel:
-    """Returns the model with weights in the format, their codes chosen by GPTQ on text that is shipped.
+    """Returns the model with quantized weights, calibrated by GPTQ on shipped text.
 
-    The fingerprint becomes that of the codes: arithmetic on another machine may come to slightly different ones.
+    The fingerprint becomes that of the codes: another machine's arithmetic may give slightly different ones.
 
     Args:
-        cache: directory where what was found is kept; None keeps it in memory only, as does a disk without room.
-        most_bytes: what all that is kept there may take; what was used longest ago makes room.
-        loading: counts the tensors that are done.
+        cache: cache directory for results; None, or a full disk, keeps them in memory only.
+        most_bytes: size limit of the cache; the least recently used entries are removed.
+        loading: reports progress in tensors.
     """
     num_tokens = min(max(_TOKENS_BY_WEIGHTS // _count_weights(model), _FEWEST_TOKENS), _MOST_TOKENS)
     windows = cut_windows(model, read_passages(CALIBRATION), num_tokens, tokenizer)
@@ -140,7 +140,7 @@ def calibrate_on_load(
 
 
 def _read(place: Path, model: LoadedModel) -> LoadedModel | None:
-    """Returns the model with the weights that were kept; None where there are none that can be used."""
+    """Returns the model with cached weights; None if there are no usable ones."""
     if not (place / "config.json").is_file():
         return None
     try:
@@ -158,31 +158,31 @@ def _replace(model: LoadedModel, weights: Weights, fingerprint: str) -> LoadedMo
 
 
 def _write(place: Path, model: LoadedModel, tensors: dict[str, Tensor], most_bytes: int) -> bool:
-    """Keeps what was found as a model directory; returns whether there was room, and a right to write."""
+    """Caches the result as a model directory; returns False if there is no space or permission."""
     scratch = place.with_suffix(f".{os.getpid()}")
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_place(model.path, scratch)
         write_model(model.path, scratch, tensors.items(), "gptq on load")
-        shutil.rmtree(place, ignore_errors=True)  # of an older layout, or cut short
+        shutil.rmtree(place, ignore_errors=True)  # has an older layout, or is truncated
         scratch.replace(place)
         _make_room(place, most_bytes)
     except (OSError, CloisterError):
-        return place.is_dir()  # somebody else was quicker
+        return place.is_dir()  # another process was faster
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return True
 
 
 def _make_room(newest: Path, most_bytes: int) -> None:
-    """Removes what was used longest ago until the rest takes no more than `most_bytes`; the newest stays."""
+    """Removes the least recently used entries until the rest fits into `most_bytes`; keeps the newest."""
     others = [folder for folder in newest.parent.iterdir() if folder.is_dir() and folder != newest]
     room = most_bytes - _size(newest) - sum(map(_size, others))
     for folder in sorted(others, key=lambda folder: folder.stat().st_mtime_ns):
         if room >= 0:
             return
         room += _size(folder)
-        shutil.rmtree(folder, ignore_errors=True)  # files that are mapped live on until they are closed
+        shutil.rmtree(folder, ignore_errors=True)  # mapped files remain readable until they are closed
 
 
 def _size(folder: Path) -> int:
@@ -190,7 +190,7 @@ def _size(folder: Path) -> int:
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
-    """Returns a SHA-256 (hex) of all that tensors hold."""
+    """Returns a SHA-256 (hex) of the content of all tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         parts = [tensor] if isinstance(tensor, np.ndarray) else [getattr(tensor, part.name) for part in fields(tensor)]

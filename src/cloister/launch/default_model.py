@@ -28,15 +28,15 @@ def choose_default_model(
     store: Store | None = None,
     default: CatalogueModel = CATALOGUE[DEFAULT_MODEL],
 ) -> Settings:
-    """Returns the settings with the default model, where nobody named one; a sealed node keeps the one in the package.
+    """Returns the settings with the default model if none is set; a sealed node uses the one in the package.
 
     Args:
-        announce: told in one line why the embedded model serves, where it does though another one is the default.
-        may_pull: False only says what would be done.
-        store: of pulled models; None is this user's.
+        announce: called with a line of explanation if the embedded model is used instead of the default.
+        may_pull: False downloads nothing and only states what would be done.
+        store: store of pulled models; None for this user's.
 
     Raises:
-        ModelError: what came for the default model is not what was published.
+        ModelError: the downloaded default model is not the published one.
     """
     is_named = next(reason.why for reason in settings.engine.reasons if reason.name == "model") != "default"
     if is_named or settings.models or settings.server.config.sealed:
@@ -57,7 +57,7 @@ def choose_default_model(
 
         try:
             pull_catalogue_model(default, store, progress=True)
-        except DigestMismatchError as error:  # an attack or a broken mirror: nobody should learn of it from a line in a log
+        except DigestMismatchError as error:  # an attack or a broken mirror: too serious for a log line
             raise ModelError(f"{error.message}. `cloister serve {embedded}` serves the model in the package") from None
         except ModelError as error:
             why = error.message
@@ -68,15 +68,15 @@ def choose_default_model(
 
 
 def fetch_model(settings: Settings, *, may_pull: bool = True) -> Settings:
-    """Returns the settings of a verb with a model that is here: the one that was named, or the default.
+    """Returns the settings of a verb with a local model: the chosen one, or the default.
 
-    One of the catalogue is downloaded here, where its progress bar is the only thing that is drawn.
+    A model of the catalogue is downloaded here, while nothing else draws on the terminal.
 
     Args:
         may_pull: False downloads nothing.
 
     Raises:
-        ModelError: the model that was named cannot be fetched.
+        ModelError: the chosen model cannot be fetched.
     """
     settings = choose_default_model(settings, _tell, may_pull=may_pull)
     if may_pull and settings.engine.config.model in CATALOGUE and not settings.models:
@@ -92,14 +92,14 @@ def _with_model(settings: Settings, model: str, why: str) -> Settings:
     return replace(settings, engine=settings.engine.explain(model=(model, why)))
 
 
-# Whether a model fits into memory, judged by the shapes of its tensors alone.
+# Checks whether a model fits into memory, by the shapes of its tensors.
 
 
 def budget_model(config: EngineConfig, model: LoadedModel) -> MemoryBudget:
-    """Returns the memory that an engine with these settings would take here, drafters and adapters aside.
+    """Returns the memory that an engine with these settings would need, without drafters and adapters.
 
     Raises:
-        MemoryBudgetError: it does not fit; the message has the figure that would.
+        MemoryBudgetError: it does not fit; the message states a figure that does.
         ConfigError: the back end is not usable.
     """
     machine = read_machine()
@@ -112,7 +112,7 @@ def budget_model(config: EngineConfig, model: LoadedModel) -> MemoryBudget:
         block_size=config.block_size,
         max_model_len=config.max_model_len or model.spec.max_positions,
         max_num_seqs=config.max_num_seqs,
-        windows=group_layers(model.spec, config.max_model_len or model.spec.max_positions),
+        groups=group_layers(model.spec, config.max_model_len or model.spec.max_positions),
         max_batched_tokens=num_tokens,
         kv_memory_mb=config.kv_memory_mb,
     )

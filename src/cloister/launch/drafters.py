@@ -1,4 +1,4 @@
-"""Builds the drafters of one engine and the controller that decides how much they draft."""
+"""Builds the drafters of one engine, and the controller that decides how much they draft."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ class SmallModel:
     """A small model that was read (protocol `executor.drafters.base.DraftModel`)."""
 
     def __init__(self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int) -> None:
+        if any(layer.state is not None for layer in model.spec.layers):
+            raise ConfigError(
+                f"a model of the family {model.spec.family!r} cannot draft: a state has no way back from drafts; name a model "
+                "that has attention alone",
+                param="draft_model",
+            )
         self.vocab_size = model.spec.vocab_size
         self.max_positions = model.spec.max_positions
         self._model = model
@@ -47,12 +53,12 @@ class SmallModel:
         return self._need.kv_block_bytes * block_size // self._block_size
 
     def build(self, kv: KVLayout) -> Program:
-        """Builds its program beside the model's: programs of one back end take turns."""
+        """Builds its program in addition to the model's: programs of one back end take turns."""
         return self._backend.build(self._model.spec, self._model.weights, kv, identity=self._model.info.fingerprint)
 
 
 class _Lent:
-    """What the engine lends its drafters before it is there itself."""
+    """The engine's interface for drafters, usable before the engine is complete."""
 
     def __init__(self) -> None:
         self.program: Program | None = None
@@ -73,12 +79,12 @@ class _Lent:
 
 @dataclass(frozen=True)
 class DraftersAtHand:
-    """Drafters that were made, and are not allocated yet.
+    """Drafters that were created, but not allocated yet.
 
     Attributes:
         drafters: by name.
-        num_fixed: drafts a step that the settings want, whatever pays; None adapts.
-        shares_rates: whether what one request's drafts were worth is a first guess for others.
+        num_fixed: fixed number of drafts a step from the settings; None adapts it.
+        shares_rates: whether acceptance of one request's drafts is the prior of others.
     """
 
     drafters: dict[str, Drafter]
@@ -89,31 +95,31 @@ class DraftersAtHand:
 
     @property
     def fixed_bytes(self) -> int:
-        """What they take beside blocks."""
+        """Their memory outside of blocks."""
         return sum(drafter.fixed_bytes for drafter in self.drafters.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are ever asked: the first one alone where the settings fix how much is drafted."""
+        """The drafters in use: only the first one if the settings fix the number of drafts."""
         return tuple(self.drafters)[: None if self.num_fixed is None else 1]
 
     def add_blocks(self, need: MemoryNeed) -> MemoryNeed:
-        """Returns what the model needs, with the KV that drafters keep beside each of its blocks."""
+        """Returns the model's memory needs, including the KV of drafters for each of its blocks."""
         extra = sum(drafter.kv_block_bytes for drafter in self.drafters.values())
         return replace(need, kv_block_bytes=need.kv_block_bytes + extra)
 
     def num_rows(self, max_num_seqs: int, max_batched_tokens: int) -> int:
-        """Returns the rows as wide as logits that verification holds beside those of plain steps, and drafts come with."""
+        """Returns the number of additional rows of vocabulary width that verification and drafts need."""
         if not self.drafters:
             return 0
         most = max(MOST_ROWS, 2 * max_num_seqs) if self.num_fixed is None else self.num_fixed * max_num_seqs
         return min(most, max_batched_tokens) * (2 if any(self.drafters[name].has_probs for name in self.names) else 1)
 
     def allocate(self, program: Program, kv: KVLayout) -> None:
-        """Gives each its memory, now that the model is built.
+        """Allocates each drafter, once the model is built.
 
         Raises:
-            ConfigError: a drafter was named that this program cannot serve.
+            ConfigError: a chosen drafter is not supported by this program.
         """
         self.lent.program = program
         for name, drafter in list(self.drafters.items()):
@@ -127,11 +133,11 @@ class DraftersAtHand:
                 drafter.allocate(kv)
 
     def bind(self, sampling_metadata: Callable[[list[SequenceState], list[int]], SamplingMetadata]) -> None:
-        """Says how the next tokens of the engine's sequences are sampled."""
+        """Returns how the next tokens of the engine's sequences are sampled."""
         self.lent.metadata_of = sampling_metadata
 
     def speculation(self) -> Speculation | None:
-        """Says how much they draft; None without any."""
+        """Returns the controller of drafts; None without drafters."""
         limits = {
             name: DrafterLimits(drafter.max_drafts, drafter.shape, watches=drafter.wants_hidden or drafter.num_top > 0)
             for name, drafter in self.drafters.items()
@@ -147,10 +153,10 @@ class DraftersAtHand:
 def open_drafters(
     config: EngineConfig, model: LoadedModel, backend: Backend, *, max_model_len: int, max_batched_tokens: int
 ) -> DraftersAtHand:
-    """Makes the drafters that the settings want; none where they want none.
+    """Creates the drafters from the settings; none if there are none.
 
     Raises:
-        CloisterError: one that they name cannot be made; the message says what to do.
+        CloisterError: a chosen drafter cannot be created; the message says what to do.
     """
     lent = _Lent()
     is_auto = config.speculate == AUTO_DRAFTER
@@ -163,17 +169,41 @@ def open_drafters(
             found[name] = DRAFTERS.get(name)(_with_files(context, config, name))
         if is_auto:
             found = _find_all(context, config, model)
+        found = _without_positions(found, model, is_auto) if _has_states_alone(model) else found
     return DraftersAtHand(found, config.draft_tokens, config.profile == "open", is_auto, lent)
 
 
+def _has_states_alone(model: LoadedModel) -> bool:
+    layers = model.spec.layers
+    return bool(layers) and all(layer.attention is None for layer in layers)
+
+
+def _without_positions(found: dict[str, Drafter], model: LoadedModel, is_auto: bool) -> dict[str, Drafter]:
+    """Returns the drafters that keep no KV under the numbers of the model's blocks: without attention it has none of positions.
+
+    Raises:
+        ConfigError: the settings name another one.
+    """
+    from cloister.executor.drafters.draft_model import PagedDrafter
+
+    keeping = [name for name, drafter in found.items() if isinstance(drafter, PagedDrafter)]
+    if keeping and not is_auto:
+        raise ConfigError(
+            f"{keeping[0]} keeps KV beside that of the model, and one of the family {model.spec.family!r} has none; choose "
+            "ngram or another drafter without a model of its own",
+            param="speculate",
+        )
+    return {name: drafter for name, drafter in found.items() if name not in keeping}
+
+
 def _find_all(context: DrafterContext, config: EngineConfig, model: LoadedModel) -> dict[str, Drafter]:
-    """Returns what `auto` chooses from: what was made for the model, and what needs nothing."""
+    """Returns the candidates of `auto`: drafters made for the model, and those that need no files."""
     from cloister.executor.drafters import DRAFTERS
 
     found: dict[str, Drafter] = {}
 
     def find(name: str) -> bool:
-        """Makes a drafter if what it needs is there; what settings name has to be."""
+        """Creates a drafter if its files exist; those named in settings must exist."""
         try:
             found[name] = DRAFTERS.get(name)(_with_files(context, config, name))
         except CloisterError as error:
@@ -185,7 +215,7 @@ def _find_all(context: DrafterContext, config: EngineConfig, model: LoadedModel)
 
     is_foreign = model.spec.family == FOREIGN_FAMILY
     has_heads = not is_foreign and config.draft_model is None and find(HEADS)
-    # heads know the answers that they were trained on, a small model running text too; its KV is worth it where it lies there
+    # heads predict answers like those in their training, a small model also running text; if one is present, its KV is worth it
     if not is_foreign and (not has_heads or (model.path / "drafters" / SMALL).is_dir()):
         find(SMALL)
     has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")

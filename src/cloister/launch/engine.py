@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
-from cloister.backends.spec import DecoderSpec, group_layers
+from cloister.backends.spec import DecoderSpec, LayerGroup, group_layers
 from cloister.engine.machine import read_machine, return_free_memory
-from cloister.engine.memory import budget_memory
+from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.launch.backend import (
     NO_QUANT,
@@ -34,6 +34,7 @@ from cloister.scheduler.speculation import Speculation
 from cloister.types.clock import Stopwatch
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+from cloister.types.images import MAX_PIXELS_BYTES
 from cloister.types.processes import overwrites
 from cloister.types.request import ModelInfo
 
@@ -45,15 +46,15 @@ if TYPE_CHECKING:
     from cloister.text import Tokenizer
 
 QUANT_VERSION: Final = 2
-"""Raise it when a number format writes other codes for the same weights."""
+"""Increment it when a number format writes other codes for the same weights."""
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
-    """Loads the model and puts an engine together; the entry point of the engine process.
+    """Loads the model and assembles an engine; the entry point of the engine process.
 
     Raises:
         ModelError: the model cannot be used.
-        MemoryBudgetError: it cannot fit; the message has the figure that would.
+        MemoryBudgetError: it does not fit; the message states a figure that does.
     """
     with Loading(config.model) as loading:
         return _build(config, loading)
@@ -70,7 +71,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
 
     watch = Stopwatch()
     machine = read_machine()
-    path = locate(config.model, progress=True)  # where it downloads, with a bar of its own
+    path = locate(config.model, progress=True)  # it downloads here, with its own progress bar
     watch.lap("locate")
     loading.begin("reading the model")
     is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
@@ -78,31 +79,32 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
     digests = None if cache is None else cache / "digests.json"
     model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
     max_model_len = _max_model_len(config, model)
-    pooling = read_pooling(model.path, config.pooling)
+    pooling = read_pooling(model.path, config.pooling, is_encoder=model.info.encoder is not None)
     loading.begin("reading the tokenizer")
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
     watch.lap("read")
-    return_free_memory()  # before the weights are there, so that it does not count on top of them
+    return_free_memory()  # before the weights are loaded, so that its memory is not added to theirs
     model = write_in_few_bits(config, model, loading, tokenizer)
     backend = make_backend(config, machine, model.spec)
     need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
-    windows = group_layers(model.spec, max_model_len) if need.kv_layer_bytes else []
-    if drafters.names and windows and windows[0][0] is not None:
-        windows = []  # drafters keep KV of every position, under the numbers of the first group's blocks
+    groups = group_layers(model.spec, max_model_len) if need.kv_layer_bytes else []
+    if drafters.names and groups and groups[0].window is not None:
+        groups = _without_windows(groups)  # drafters keep KV of every position, with the block ids of the first group
     budget = budget_memory(
         drafters.add_blocks(need),
         available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        windows=windows,
+        groups=groups,
         max_batched_tokens=max_batched_tokens(config),
         kv_memory_mb=config.kv_memory_mb,
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
         drafters_bytes=drafters.fixed_bytes,
         num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
+        overhead_bytes=OVERHEAD_BYTES + (0 if model.spec.vision is None else MAX_PIXELS_BYTES),
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     layout = KVLayout.of_groups(budget.groups, config.block_size)
@@ -138,6 +140,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         grammars=grammars,
         drafters=drafters.drafters,
         groups=budget.groups,
+        vision=model.spec.vision,
     )
     drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)
@@ -159,14 +162,14 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
 def may_overlap(program: Program, scrubber: MemoryScrubber | None, drafters: DraftersAtHand) -> bool:
     """Whether a step is planned while another one runs (decisions/0016).
 
-    Not where buffers are overwritten between steps, nor where something is drafted: a sequence whose drafts are being
-    verified has no next step yet, so those of others would run without it.
+    Not if buffers are overwritten between steps, nor with drafts: a sequence whose drafts are being verified has no next step
+    yet, so the others' next step would run without it.
     """
     return Capability.ASYNCHRONOUS in program.capabilities and scrubber is None and not drafters.names
 
 
 def build_program(config: EngineConfig, num_blocks: int) -> Program:
-    """Loads the model and builds its program alone, with the numbers that an engine with these settings has.
+    """Loads the model and builds only its program, with the same number formats as an engine with these settings.
 
     Raises:
         ModelError: the model cannot be used.
@@ -183,12 +186,12 @@ def build_program(config: EngineConfig, num_blocks: int) -> Program:
 
 
 def build_sealed_engine(config: EngineConfig) -> EngineCore:
-    """As `build_engine`, in a process that is closed before it says that it is ready.
+    """Like `build_engine`, in a process that is locked down before it reports ready.
 
     Raises:
-        HardeningError: it cannot be closed.
+        HardeningError: the process cannot be locked down.
     """
-    with Loading(config.model, shown=False) as loading:  # what is closed later has no thread that only draws
+    with Loading(config.model, shown=False) as loading:  # a locked-down process must not have a progress thread
         core = _build(config, loading)
     close_engine()
     return core
@@ -197,7 +200,7 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
 def _open_adapters(
     config: EngineConfig, spec: DecoderSpec, program: Program, room: AdapterRoom | None
 ) -> tuple[Mapping[str, int], AdapterRegister]:
-    """Loads the adapters that the settings name; returns their slots by digest, and who knows them by name."""
+    """Loads the adapters from the settings; returns their slots by digest, and the registry by name."""
     from cloister.engine import AdapterRegister
     from cloister.executor.adapters import AdapterSlots
 
@@ -230,17 +233,17 @@ def build_scheduler(
     public: Sequence[Sequence[int]] = (),
     speculation: Speculation | None = None,
 ) -> Scheduler:
-    """Returns a scheduler as the settings want it, over a pool with the blocks of `groups`.
+    """Returns a scheduler with these settings, over a pool with the blocks of `groups`.
 
     Args:
-        public: token ids of prefixes that everybody shares.
-        speculation: says how much is drafted; None drafts nothing.
+        public: token ids of public prefixes.
+        speculation: decides how much is drafted; None disables drafts.
 
     Raises:
-        ConfigError: those would take more than half of the blocks.
+        ConfigError: public prefixes would take more than half of the blocks.
     """
     keys = PrefixKeys(model.fingerprint, config.block_size, public)
-    num_blocks = min(group.num_blocks for group in groups)
+    num_blocks = min((group.num_blocks for group in groups if not group.is_state), default=2**62)  # they take no states
     if len(keys.public) > num_blocks // 2:
         raise ConfigError(
             f"release_prefixes take {len(keys.public)} of {num_blocks} KV blocks; shorten them or raise kv_memory_mb",
@@ -256,6 +259,7 @@ def build_scheduler(
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
             cache_scopes=config.cache_scopes or 0,
+            max_images_per_step=config.num_threads or 1,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,
@@ -263,12 +267,21 @@ def build_scheduler(
     )
 
 
+def _without_windows(groups: Sequence[LayerGroup]) -> list[LayerGroup]:
+    """Returns groups in which all layers with attention keep every position."""
+    layers = frozenset[int]().union(*(group.layers for group in groups if not group.is_state))
+    return [LayerGroup(layers), *(group for group in groups if group.is_state)]
+
+
 def _block_group(group: KVGroup, config: EngineConfig) -> BlockGroup:
+    if group.is_state:
+        return BlockGroup.of_state(group.num_blocks)
     if group.window is None:
         return BlockGroup(group.num_blocks)
-    # what a query sees, and what one step computes before anything is behind the window
-    max_held = -(-(group.window + max_batched_tokens(config)) // config.block_size) + 1
-    return BlockGroup(group.num_blocks, group.window, max_held)
+    # What a query sees, and what one step computes before anything is behind the window. Blocks are given back when another is
+    # full, so a step may begin anywhere in a block: the two parts need not share one.
+    parts = (group.window, max_batched_tokens(config))
+    return BlockGroup(group.num_blocks, group.window, 1 + sum(-(-part // config.block_size) for part in parts))
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
@@ -282,12 +295,13 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
 
 
 def max_batched_tokens(config: EngineConfig) -> int:
-    """Tokens in one step: on a CPU longer ones win little, and buffers stay small."""
+    """Tokens in one step: on a CPU longer steps gain little, and buffers stay small."""
     return config.max_batched_tokens or (1024 if (config.device or "cpu") == "cpu" else 2048)
 
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
-    """What the bits of an answer depend on, as `system_fingerprint`."""
-    turns = repr([layer.attention.rope for layer in model.spec.layers])  # the greatest length of a sequence may decide them
+    """Everything that the bits of an answer depend on, as `system_fingerprint`."""
+    # the maximum length of a sequence may affect rotations
+    turns = repr([layer.attention and layer.attention.rope for layer in model.spec.layers])
     parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 QUICK_S: Final = 1.0
-"""A load that is done by then says nothing."""
+"""A load that finishes earlier prints nothing."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Loading:
-    """Context manager around a load, which begins with its first phase.
+    """Context manager around a load; starts with its first phase.
 
     Args:
-        name: of what is loaded.
-        shown: False says nothing at all.
-        quick_s: when it begins to speak, in seconds.
-        stream: where to; None is standard error.
+        name: name of what is loaded.
+        shown: False prints nothing.
+        quick_s: delay before the first output, in seconds.
+        stream: output stream; None is standard error.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Loading:
         self._is_over = self._speaks = False
 
     def begin(self, phase: str, total: int | None = None) -> None:
-        """Says what goes on from now on.
+        """Starts a new phase.
 
         Args:
-            total: how many parts it has, if that is known.
+            total: number of its parts, if known.
         """
         with self._lock:
             if self._since_s is None:
@@ -114,7 +114,7 @@ class Loading:
             task.total = self._total
 
     def _tell(self, line: str) -> None:
-        """Logs a line where a log was set up, in its format, and prints it where there is none."""
+        """Logs a line if logging is configured, else prints it."""
         if logging.getLogger().hasHandlers() and _logger.isEnabledFor(logging.INFO):
             _logger.info("%s", line)
         else:

@@ -1,4 +1,4 @@
-"""Starts the engine's process: as a program of its own, or through the starter in a sealed node."""
+"""Starts the engine's process: as a separate program, or through the starter in a sealed node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 def make_engine(
     config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
 ) -> EngineClient:
-    """Returns an engine in a process of its own, one with no way in if the front has none."""
+    """Returns an engine in a separate process, which is sealed if the front is."""
     from cloister.engine import EngineClient, ProcessTransport
 
     is_sealed = hardening.sealed() is not None
@@ -35,7 +35,7 @@ def make_engine(
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:
-    """Has the starter make an engine process: in a sealed node nothing executes a program."""
+    """Has the starter create an engine process: in a sealed node no program is executed."""
     state = hardening.sealed()
     assert state is not None
     assert state.starter is not None
@@ -43,7 +43,7 @@ def _start_sealed_engine(far: socket.socket) -> ProcessHandle:
 
 
 def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:
-    """Has the starter make a process beside the engine, by the role that the module has."""
+    """Has the starter create another process, by the module's role."""
     from cloister.trust.hardening.launching import ROLE_OF
 
     state = hardening.sealed()
@@ -52,7 +52,7 @@ def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:
     return state.starter.start(ROLE_OF[module], [], sock.fileno())
 
 
-# Locks the processes of a sealed node that hold plaintext: no module is imported afterwards.
+# Locks down the processes of a sealed node that hold plaintext: no module is imported afterwards.
 
 
 FRONT_PACKAGES: Final = tuple(
@@ -60,14 +60,14 @@ FRONT_PACKAGES: Final = tuple(
 )
 ENGINE_PACKAGES: Final = tuple(f"cloister.{name}" for name in ("engine", "scheduler", "kv", "executor", "text", "types"))
 LATE_MODULES: Final = ("uvicorn.lifespan.off", "anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
-"""What is imported before a sealed node is closed: a request that needs a module later would fail."""
+"""Modules imported before a sealed node is locked down: a request that needs one later would fail."""
 
 
 def close_front() -> None:
-    """Closes this process if it is the front of a sealed node.
+    """Locks down this process if it is the front of a sealed node.
 
     Raises:
-        HardeningError: it cannot be closed.
+        HardeningError: the process cannot be locked down.
     """
     if hardening.sealed() is not None:
         hardening.preload(FRONT_PACKAGES, LATE_MODULES)
@@ -75,10 +75,10 @@ def close_front() -> None:
 
 
 def close_engine() -> None:
-    """Closes this process, a sealed node's engine.
+    """Locks down this process, a sealed node's engine.
 
     Raises:
-        HardeningError: it cannot be closed.
+        HardeningError: the process cannot be locked down.
     """
     hardening.preload(ENGINE_PACKAGES, LATE_MODULES)
     hardening.close_this()

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
-    """Executes the launcher, which takes the measures of a sealed node and then runs `cloister` with the arguments given.
+    """Executes the launcher, which applies the hardening of a sealed node and then runs `cloister` with the given arguments.
 
-    Models are downloaded before, as a sealed node calls nobody.
+    Models are downloaded before, because a sealed node makes no outgoing calls.
 
     Raises:
         CloisterError: the model cannot be found, or there are several.
@@ -47,7 +47,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     model = locate(config.model, progress=True)
     files += map(str, manifests(config))
     attesting = read_attesting(front)
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # what forks has one thread; our kernels have threads of their own
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a forking process must have one thread; our kernels have their own threads
     execute(
         Launch(
             profile=str(config.profile),
@@ -65,9 +65,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
 
 
 def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
-    """Returns what is loaded beside the model, by what it is: adapters with their names, small models, public text, and the
-    drafters, chat template and defaults of sampling that lie beside a GGUF file (those in a model's directory are measured
-    with it).
+    """Returns the files loaded in addition to the model, by kind: adapters with their names, small models, public text, and the
+    drafters, chat template and sampling defaults next to a GGUF file (those in a model's directory are measured with it).
     """
     found = {f"lora {name}": Path(path).expanduser() for name, path in parse_adapters(config.lora or "")}
     found |= {f"draft model {number}": locate(name, progress=True) for number, name in enumerate(_draft_names(config))}
@@ -84,7 +83,8 @@ def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
 
 
 def manifests(config: EngineConfig) -> list[Path]:
-    """Returns the files by which a sealed process finds pulled models by their names; what it then reads is measured."""
+    """Returns the files with which a sealed process resolves names of pulled models; the models that it then reads are
+    measured."""
     pulled = (find_named(name) for name in (config.model, *_draft_names(config)))
     return [path.parent / MANIFEST for path in pulled if path is not None and path.is_file()]
 
@@ -94,7 +94,7 @@ def _draft_names(config: EngineConfig) -> list[str]:
 
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
-    """Starts engine, key service and zygote, and the front that carries sealed bytes between them and a gateway."""
+    """Starts engine, key service and zygote, and the front, which forwards sealed bytes between them and a gateway."""
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.private.peers import read_secret
     from cloister.private.workers.front_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app

@@ -1,4 +1,4 @@
-"""Opens the server that the settings describe and runs it until it is stopped."""
+"""Builds a server from the settings and runs it until it is stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READABLE: Final = (
 
 
 def check_attesting(front: ServerConfig) -> None:
-    """Raises ConfigError where settings of evidence do not fit; loads what makes evidence only if there are some."""
+    """Raises ConfigError if settings of evidence are inconsistent; loads the attester only if there are some."""
     unset = ServerConfig()
     if front.sealed or any(getattr(front, name) != getattr(unset, name) for name in ATTESTING):
         from cloister.private.attesting import read_attesting
@@ -33,7 +33,7 @@ def check_attesting(front: ServerConfig) -> None:
 
 
 def is_readable_on_the_way(config: ServerConfig) -> bool:
-    """Whether others on the network may read what clients send: no TLS, no loopback, nothing sealed."""
+    """Whether others on the network can read requests: no TLS, not loopback, not sealed."""
     return config.certfile is None and not config.sealed and not is_loopback(config.host)
 
 
@@ -41,10 +41,10 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status.
 
     Args:
-        announce: told, line by line, what was started and with what memory.
+        announce: called with each line about what was started and its memory.
 
     Raises:
-        CloisterError: something cannot be used or does not fit; the message says what to do.
+        CloisterError: a setting cannot be used or the model does not fit; the message says what to do.
     """
     from cloister.server.serve import serve as serve_site
 

@@ -30,15 +30,16 @@ from cloister.types.setting_groups import GROUPS, flatten_groups
 from cloister.types.text_files import read_text_file
 
 OFFLINE_STALL: Final = 100.0
-"""`max_stall` of an engine that no server stands before: prompts go in as fast as they can."""
+"""`max_stall` of an engine without a server: prompts are computed as fast as possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that was decided before anything was loaded, and why.
+    """All settings that are decided before anything is loaded, with reasons.
 
     Attributes:
-        models: name -> engine, of several models that take turns (tables `[models.NAME]` of the file); empty for one.
+        models: name -> engine, for several models that take turns (tables `[models.NAME]` of the file); empty for a single
+            model.
     """
 
     engine: Resolved[EngineConfig]
@@ -53,19 +54,19 @@ def resolve_settings(
     """Resolves settings from flags, a TOML file, the machine and the privacy profile.
 
     Args:
-        flags: settings by name; None values do not count.
-        listens: False for an engine that no socket leads to, such as `LLM`'s.
+        flags: settings by name; None values are ignored.
+        listens: False for an engine without a socket, such as `LLM`'s.
 
     Raises:
-        ConfigError: a setting is unknown, has no meaning or contradicts another one.
-        PolicyError: the profile denies what a setting asks for.
+        ConfigError: a setting is unknown, invalid or contradicts another one.
+        PolicyError: the profile denies what a setting requests.
     """
     known = setting_names(EngineConfig, ServerConfig)
     known_flags = known if listens else setting_names(EngineConfig)
     layers: list[tuple[str, Mapping[str, object]]] = []
     tables: Mapping[str, Mapping[str, object]] = {}
     if not listens:
-        layers.append(("nobody watches the streams of a batch", {"max_stall": OFFLINE_STALL}))
+        layers.append(("no client reads streams of a batch", {"max_stall": OFFLINE_STALL}))
     if config_file is not None:
         from_file = _read_toml(config_file)
         tables = _take_models(from_file, config_file.name)
@@ -88,10 +89,10 @@ def resolve_settings(
 
 
 def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapping[str, object]]:
-    """Takes the tables `[models.NAME]` out of what a file says.
+    """Removes the tables `[models.NAME]` from a file's settings and returns them.
 
     Raises:
-        ConfigError: they are no tables, name no model, or set what holds for the whole server.
+        ConfigError: they are not tables, name no model, or contain a setting of the whole server.
     """
     tables = from_file.pop("models", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
@@ -135,7 +136,7 @@ def _check_quant(name: str) -> None:
 
 
 def _drafter_entries(config: EngineConfig) -> list[Entry]:
-    """Returns the drafters that the settings name. Only then are drafters imported before there is an engine."""
+    """Returns the drafters from the settings. Imports drafters before the engine only if there are some."""
     if not config.drafter_names:
         return []
     for name in (NO_DRAFTER, AUTO_DRAFTER):
@@ -147,20 +148,20 @@ def _drafter_entries(config: EngineConfig) -> list[Entry]:
 
 
 def _count_tenants(server: ServerConfig) -> int:
-    """Returns how many tenants get a share of the cache: those of API keys, and room for people of an issuer.
+    """Returns how many tenants get a share of the cache: those of API keys, plus spare shares for users of an issuer.
 
-    A file that cannot be read is an error where the gate is built.
+    An unreadable file raises an error later, when the gate is built.
     """
     try:
         num_tenants = len(read_credentials(Path(server.api_keys)).tenants) if server.api_keys is not None else 0
     except ConfigError:
         return 0
-    # How many people an issuer knows is not known here.
+    # The number of an issuer's users is unknown here.
     return num_tenants + SESSION_SHARES if server.oidc is not None else num_tenants
 
 
 def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:
-    """Fills what the machine decides."""
+    """Sets the defaults that depend on the machine."""
     chosen: dict[str, tuple[object, str]] = {}
     if engine.config.num_threads is None:
         chosen["num_threads"] = (machine.num_cpus, f"CPUs that this process may use ({machine.num_cpus})")
@@ -178,11 +179,11 @@ def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolv
 
 
 def _resolve_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
-    """Leaves out what a sealed node's statement could not name: bytes that were written by nobody who vouches for them, and
-    adapters that come after it was made.
+    """Disables what a sealed node's statement cannot cover: cached bytes of unattested origin, and adapters loaded after it was
+    made.
 
     Raises:
-        ConfigError: they were asked for.
+        ConfigError: one of them was requested.
     """
     if engine.config.runtime_adapters:
         raise ConfigError(

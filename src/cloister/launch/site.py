@@ -1,4 +1,4 @@
-"""The servers of one model, and of several that take turns in memory: engine, access control, lines at start."""
+"""Servers of one model, and of several that take turns in memory: engine, access control, startup messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe_start(
     startup: Sequence[tuple[str, float]],
     notice: str | None,
 ) -> Iterator[str]:
-    """Yields the lines that an operator reads at start: what runs and drafts, the profile, where memory and time went."""
+    """Yields the startup messages for an operator: model, drafters, profile, memory and startup times."""
     config = settings.engine.config
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {config.num_threads} threads"
     yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
@@ -65,7 +65,7 @@ def _say_drafts(config: EngineConfig, drafters: Sequence[str]) -> str:
 
 
 def build_gate(settings: Settings) -> Gate:
-    """Returns who lets requests in.
+    """Returns the gate that admits requests.
 
     Raises:
         ConfigError: the file of API keys or of the issuer cannot be used.
@@ -92,7 +92,7 @@ def _read_people(path: Path) -> People:
 
 
 def reread_sources(settings: Settings, gate: Gate) -> tuple[WatchedFiles, ...]:
-    """Returns what a running server reads again when its file changes."""
+    """Returns the files that a running server reloads when they change."""
     from cloister.server.reload import WatchedFiles
 
     if settings.server.config.api_keys is None:
@@ -102,7 +102,7 @@ def reread_sources(settings: Settings, gate: Gate) -> tuple[WatchedFiles, ...]:
 
 
 def _find_early(model: str) -> Path | None:
-    """Returns where a model lies that is on this machine, as the engine will say; None for one that has to be fetched first."""
+    """Returns the path of a model on this machine, as the engine will report it; None for one that must be fetched first."""
     from cloister.models import locate
     from cloister.models.location import find_model, find_named
 
@@ -117,7 +117,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     engine = make_engine(config, front)
     imported_s = process_age_s()
     starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0)  # its process is there now, and loads while this one imports
+    await asyncio.sleep(0)  # its process runs now, and loads while this one imports
     try:
         try:
             from cloister.server.app import create_app
@@ -164,7 +164,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
 
 
 async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
-    """Starts the first of several models, and the front that sends requests to whichever they name."""
+    """Starts the first of several models, and the front that routes requests by model name."""
     from cloister.server.app import request_log, surround
     from cloister.server.calls import HttpCalls
     from cloister.server.files.service import FileService

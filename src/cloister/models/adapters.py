@@ -21,7 +21,7 @@ from cloister.models.config import ConfigFields, read_json
 from cloister.models.families import FAMILIES
 from cloister.models.family import Family
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
-from cloister.models.sources import TensorSlice, find_place
+from cloister.models.sources import TensorSlice, find_place, num_heads_of
 from cloister.types.errors import ModelError
 
 # PEFT's adapter_config.json, read field by field; an unread field is an error.
@@ -135,11 +135,8 @@ class AdapterTarget:
 
     def rows_of(self, stored: FloatArray) -> FloatArray:
         """Returns the rows of a module's matrix [stored_outputs, rank] that are this product's."""
-        outputs, turns = self.place.shape[0], self.place.num_heads
-        if not turns:
-            return stored[self.place.start : self.place.start + outputs]
-        by_head = stored.reshape(turns, self.place.num_parts, -1, stored.shape[1])
-        return by_head[:, self.place.part].reshape(outputs, -1)
+        start, outputs = self.place.start, self.place.shape[0]
+        return self.place.take_turns(stored) if self.place.num_heads else stored[start : start + outputs]
 
 
 def find_targets(spec: DecoderSpec) -> Mapping[str, tuple[AdapterTarget, ...]]:
@@ -160,7 +157,7 @@ def find_targets(spec: DecoderSpec) -> Mapping[str, tuple[AdapterTarget, ...]]:
 
 
 def _target(family: Family, spec: DecoderSpec, name: str, shapes: Mapping[str, tuple[int, ...]]) -> AdapterTarget:
-    num_heads = spec.layers[int(name.split(".")[1])].attention.num_heads
+    num_heads = num_heads_of(spec.layers[int(name.split(".")[1])])
     place = find_place(source_of(family, name), name, shapes, num_heads)
     stored = place.stored_shape[::-1] if place.source.transposed else place.stored_shape
     return AdapterTarget(name.removesuffix(".weight"), inputs=stored[1], stored_outputs=stored[0], place=place)

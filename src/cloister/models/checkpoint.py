@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from cloister.models.location import Digests
 from cloister.models.quantized import Scheme, Stored
 from cloister.models.quantized.mxfp4 import MXFP4Scheme, StackedMatrices
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
-from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of
+from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of, num_heads_of
 from cloister.models.text_part import keep_text_part
 from cloister.types.errors import ModelError
 
@@ -79,8 +79,8 @@ def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme
 def _cut(stored: Stored | StackedMatrices, place: TensorSlice) -> Stored:
     """Returns one tensor of what was taken."""
     if isinstance(stored, StackedMatrices):
-        step = place.num_parts if place.source.by_row else 1
-        start = place.part if place.source.by_row else place.start
+        step = len(place.source.parts) if place.source.by_row else 1
+        start = place.start // place.num_heads if place.source.by_row else place.start
         return stored.take(place.expert or 0, slice(start, start + step * place.shape[0], step))
     return stored if place.source.is_plain else Mapped(stored, place)
 
@@ -109,13 +109,13 @@ def stored_name(family: Family, name: str) -> str:
 
 def _num_heads(spec: DecoderSpec, name: str) -> int:
     parts = name.split(".")
-    return spec.layers[int(parts[1])].attention.num_heads if parts[0] == "layers" else 0
+    return num_heads_of(spec.layers[int(parts[1])]) if parts[0] == "layers" else 0
 
 
-def digest_files(path: Path, digests: Digests) -> str:
-    """Returns the SHA-256 of config.json and every checkpoint file, names included (hex)."""
+def digest_files(path: Path, digests: Digests, others: Sequence[Path] = ()) -> str:
+    """Returns the SHA-256 of config.json, every checkpoint file and `others`, names included (hex)."""
     digest = hashlib.sha256()
-    for file in (path / "config.json", *_files(path)):
+    for file in (path / "config.json", *_files(path), *others):
         digest.update(file.name.encode() + b"\0" + bytes.fromhex(digests.of(file)))
     return digest.hexdigest()
 

@@ -14,6 +14,7 @@ T = TypeVar("T", int, float, bool, str)
 
 _MOST = 1 << 63  # of an integer that stands for a float: some configs write 1e9 as an integer
 _MOST_SIZE = 1 << 32
+_MOST_FLOAT = 3.4e38  # of float32, in which models compute
 
 _NAMES_AND_DATES = (
     "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type",
@@ -102,19 +103,24 @@ class ConfigFields:
         """Returns field `name` as `kind`, or `default` when it is absent.
 
         Raises:
-            ModelError: it is absent and has no default, or has another type.
+            ModelError: it is absent and has no default, has another type, or is no finite number. Null counts as absent, but
+                not for a boolean whose default is true: transformers reads some of those as false.
         """
         stored = self.name_of(name)
         if stored not in self._values:
             default = self._defaults.get(name, default)  # type: ignore[assignment]
             if default is Any:
                 raise ModelError(f"{self.source} has no {stored!r}; the model directory is not complete", param=stored)
+            if default is True and stored in self._nulls:
+                raise ModelError(f"{stored!r} in {self.source} must be true or false, not null", param=stored)
             return default  # type: ignore[return-value]
         value = self._values.pop(stored)
         if kind is float and type(value) is int and abs(value) <= _MOST:
             value = float(value)
         if type(value) is not kind:
             raise ModelError(f"{stored!r} in {self.source} must be of type {kind.__name__}", param=stored)
+        if isinstance(value, float) and not abs(value) <= _MOST_FLOAT:
+            raise ModelError(f"{stored!r} in {self.source} must be a finite number of float32, not {value}", param=stored)
         return value
 
     def name_of(self, name: str) -> str:
@@ -140,6 +146,10 @@ class ConfigFields:
         if is_there:
             self._values[stored] = value
         return value
+
+    def peek_any(self, name: str) -> Any:
+        """Returns field `name` as it is, None when absent, and leaves it to be taken."""
+        return self._values.get(self.name_of(name), self._defaults.get(name))
 
     def need(self, *names: str) -> None:
         """Raises ModelError for the first field that is absent, whatever its default."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
     Activation,
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
+    Mamba2Spec,
     MlpSpec,
     MoeSpec,
+    ShortConvSpec,
+    StateSpec,
 )
+from cloister.backends.vision import vision_shapes
 from cloister.models.config import ConfigFields
 from cloister.models.families import FAMILIES
 from cloister.models.family import Bias, Family
@@ -32,6 +39,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -80,11 +88,12 @@ def read_spec(
     Raises:
         ModelError: a field is missing, has no meaning, or is one that changes models and that this family would have to ignore.
     """
-    fields = ConfigFields(config, names=family.names, defaults=family.defaults)
+    parts = None if family.vision is None else family.vision(config)
+    fields = ConfigFields(config if parts is None else parts.text, names=family.names, defaults=family.defaults)
     spec = _read_fields(family, fields, max_model_len)
-    if unknown := fields.find_unknown():
+    if unknown := (*fields.find_unknown(), *(() if parts is None else parts.unknown)):
         on_unknown(unknown)
-    return spec
+    return spec if parts is None else replace(spec, vision=parts.spec)
 
 
 def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None = None) -> DecoderSpec:
@@ -97,17 +106,23 @@ def read_fields(family: Family, fields: ConfigFields, max_model_len: int | None 
 def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None) -> DecoderSpec:
     for name, only in family.only.items():
         fields.require(name, only)
-    hidden, num_layers = fields.take_size("hidden_size"), fields.take_size("num_hidden_layers")
+    hidden, num_layers = fields.take_size("hidden_size"), family.num_layers(fields)
     if num_layers > _MOST_LAYERS:
         raise ModelError(f"a model has {_MOST_LAYERS} layers at most, not {num_layers}", param="num_hidden_layers")
     max_positions = fields.take_size("max_position_embeddings", family.max_positions)
     sizes = (hidden, num_layers, max_positions)
-    attentions: Sequence[AnyAttentionSpec]
+    attentions: Sequence[AnyAttentionSpec | None]
     if family.attentions is None:
         attentions, max_positions = _read_attentions(family, fields, sizes, max_model_len)
     else:
         attentions, max_positions = family.attentions(fields, sizes, max_model_len)
-    feeds = family.feed_forwards(fields, _read_mlp(family, fields, hidden), num_layers)
+    mlp = _read_mlp(family, fields, hidden)
+    states = family.states(fields, hidden, num_layers, mlp.activation) if family.states else [None] * num_layers
+    if not family.side_by_side:
+        attentions = [attention if state is None else None for attention, state in zip(attentions, states, strict=True)]
+    feeds = family.feed_forwards(fields, mlp, num_layers)
+    if family.one_part:
+        attentions = [attention if feed is None else None for attention, feed in zip(attentions, feeds, strict=True)]
     shape: dict[str, Any] = {
         "pre_norm": family.pre_norm,
         "post_norm": family.post_norm,
@@ -119,8 +134,11 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         family=family.name,
         vocab_size=fields.take_size("vocab_size"),
         hidden_size=hidden,
-        layers=tuple(LayerSpec(attention, feed, **shape) for attention, feed in zip(attentions, feeds, strict=True)),
-        norm_eps=fields.take("rms_norm_eps", float, 1e-6),
+        layers=tuple(
+            LayerSpec(attention, feed, state=state, **shape)
+            for attention, feed, state in zip(attentions, feeds, states, strict=True)
+        ),
+        norm_eps=_take_eps(fields),
         max_positions=max_positions,
         tied_embeddings=fields.take("tie_word_embeddings", bool, False),
         norm=family.norm,
@@ -130,8 +148,17 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         logit_scale=ends.logit_scale,
         logit_softcap=ends.logit_softcap,
     )
+    if family.encoder is not None:
+        spec = family.encoder(fields, spec)
     fields.drop(family.harmless)
     return spec
+
+
+def _take_eps(fields: ConfigFields) -> float:
+    eps = fields.take("rms_norm_eps", float, 1e-6)
+    if eps < 0:
+        raise ModelError(f"the eps of norms must be 0 or more, not {eps}", param=fields.name_of("rms_norm_eps"))
+    return eps
 
 
 def _read_attentions(
@@ -170,6 +197,8 @@ def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, 
         "qk_norm": family.qk_norm is not None
         and (family.qk_norm_field is None or fields.take(family.qk_norm_field, bool, False)),
         "qk_norm_over": family.qk_norm or "head",
+        "gated": family.gated_attention,
+        **{name: fields.take(field, float, 1.0) for name, field in family.attention_scales.items()},
     }
 
 
@@ -207,6 +236,9 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
     yield "embed.weight", (spec.vocab_size, hidden)
     if spec.position_embeddings:
         yield "positions.weight", (spec.max_positions, hidden)
+    if isinstance(spec, EncoderSpec):
+        yield from _encoder_shapes(spec)
+        return
     for number, layer in enumerate(spec.layers):
         for name, shape in _layer_shapes(layer, hidden, spec.norm_bias):
             yield f"layers.{number}.{name}", shape
@@ -215,14 +247,40 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
         yield "head.weight", (spec.vocab_size, hidden)
     if spec.head_bias:
         yield "head.bias", (spec.vocab_size,)
+    if spec.vision is not None:
+        yield from vision_shapes(spec.vision, hidden)
+
+
+def _encoder_shapes(spec: EncoderSpec) -> Shapes:
+    """Yields what follows the embeddings of tokens and positions."""
+    hidden = spec.hidden_size
+    if spec.num_token_types:
+        yield "token_types.weight", (spec.num_token_types, hidden)
+    yield from _norm("embed_norm", hidden, spec.norm_bias)
+    for number, layer in enumerate(spec.layers):
+        for name, shape in _layer_shapes(replace(layer, pre_norm=True), hidden, spec.norm_bias):
+            if number or spec.first_norm or not name.startswith("attention_norm."):
+                yield f"layers.{number}.{name}", shape
+    if spec.final_norm:
+        yield from _norm("norm", hidden, spec.norm_bias)
+    if spec.classifier is not None:
+        yield from _projection("classifier_dense", hidden, hidden, spec.classifier.dense_bias)
+        if spec.classifier.norm:
+            yield from _norm("classifier_norm", hidden, spec.norm_bias)
+        yield from _projection("classifier", spec.classifier.num_labels, hidden, True)
 
 
 def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:
-    if layer.pre_norm:
+    if layer.pre_norm and layer.mixes:
         yield from _norm("attention_norm", hidden, norm_bias)
-    yield from _attention_shapes(layer.attention, hidden)
-    if layer.post_norm:
+    if layer.attention is not None:
+        yield from _attention_shapes(layer.attention, hidden)
+    if layer.state is not None:
+        yield from ((f"mixer.{name}", shape) for name, shape in _STATE_SHAPES[type(layer.state)](layer.state, hidden))
+    if layer.post_norm and layer.mixes:
         yield from _norm("attention_post_norm", hidden, norm_bias)
+    if layer.mlp is None:
+        return
     if layer.pre_norm:
         yield from _norm("mlp_norm", hidden, norm_bias)
     if isinstance(layer.mlp, MoeSpec):
@@ -231,6 +289,38 @@ def _layer_shapes(layer: LayerSpec, hidden: int, norm_bias: bool) -> Shapes:
         yield from _mlp_shapes("", layer.mlp, hidden)
     if layer.post_norm:
         yield from _norm("mlp_post_norm", hidden, norm_bias)
+
+
+def _mamba2_shapes(spec: Mamba2Spec, hidden: int) -> Shapes:
+    yield from _projection("in", spec.inner_size + spec.conv_size + spec.num_heads, hidden, spec.projection_bias)
+    yield from _projection("conv", spec.conv_size, spec.kernel_size, spec.conv_bias)
+    yield from ((name, (spec.num_heads,)) for name in ("A_log", "D", "dt_bias"))
+    if spec.norm is not None:
+        yield "norm.weight", (spec.inner_size,)
+    yield from _projection("out", hidden, spec.inner_size, spec.output_bias)
+
+
+def _delta_net_shapes(spec: GatedDeltaNetSpec, hidden: int) -> Shapes:
+    sizes = {"q": spec.key_size, "k": spec.key_size, "v": spec.value_size, "z": spec.value_size}
+    yield from ((f"{name}.weight", (size, hidden)) for name, size in sizes.items())
+    yield from ((f"{name}.weight", (spec.num_value_heads, hidden)) for name in ("b", "a"))
+    yield "conv.weight", (spec.conv_size, spec.kernel_size)
+    yield from ((name, (spec.num_value_heads,)) for name in ("A_log", "dt_bias"))
+    yield "norm.weight", (spec.value_head_dim,)
+    yield "out.weight", (hidden, spec.value_size)
+
+
+def _short_conv_shapes(spec: ShortConvSpec, hidden: int) -> Shapes:
+    yield from _projection("in", 3 * hidden, hidden, spec.bias)
+    yield from _projection("conv", hidden, spec.kernel_size, spec.bias)
+    yield from _projection("out", hidden, hidden, spec.bias)
+
+
+_STATE_SHAPES: Mapping[type[StateSpec], Callable[[Any, int], Shapes]] = {
+    Mamba2Spec: _mamba2_shapes,
+    GatedDeltaNetSpec: _delta_net_shapes,
+    ShortConvSpec: _short_conv_shapes,
+}
 
 
 def _latent_shapes(spec: LatentAttentionSpec, hidden: int) -> Shapes:
@@ -256,6 +346,8 @@ def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
     yield from _projection("k", kv_size, hidden, spec.qkv_bias)
     yield from _projection("v", kv_size, hidden, spec.qkv_bias)
     yield from _projection("o", hidden, q_size, spec.output_bias)
+    if spec.gated:
+        yield from _projection("q_gate", q_size, hidden, spec.qkv_bias)
     if spec.qk_norm and spec.qk_norm_weighted:
         over_head = spec.qk_norm_over == "head"
         yield "q_norm.weight", (spec.head_dim if over_head else q_size,)

@@ -6,9 +6,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.encoder_spec import EncoderSpec
+from cloister.backends.spec import (
+    Activation,
+    AnyAttentionSpec,
+    AttentionSpec,
+    DecoderSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+    StateSpec,
+)
+from cloister.backends.vision import VisionSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -32,7 +43,26 @@ PLAIN_TENSORS: Mapping[str, Source] = {
 """Of Llama, and of all that follow it."""
 
 
-AttentionReader: TypeAlias = Callable[[ConfigFields, tuple[int, int, int], int | None], tuple[Sequence[AnyAttentionSpec], int]]
+AttentionReader: TypeAlias = Callable[
+    [ConfigFields, tuple[int, int, int], int | None], tuple[Sequence[AnyAttentionSpec | None], int]
+]
+StateReader: TypeAlias = Callable[[ConfigFields, int, int, Activation], Sequence[StateSpec | None]]
+FeedForwards: TypeAlias = Sequence[MlpSpec | MoeSpec | None]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """A config.json of a decoder with a vision tower, taken apart.
+
+    Attributes:
+        text: the decoder's fields.
+        spec: the tower; None where it is not computed, and the model reads text only.
+        unknown: fields outside of them of which nothing is known.
+    """
+
+    text: Mapping[str, Any]
+    spec: VisionSpec | None
+    unknown: tuple[str, ...] = ()
 
 
 class Bias(Enum):
@@ -56,6 +86,10 @@ def _turn_all(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | 
     return [reader.read(fields)] * len(windows)
 
 
+def _take_num_layers(fields: ConfigFields) -> int:
+    return fields.take_size("num_hidden_layers")
+
+
 def _scale_by_size(_fields: ConfigFields, head_dim: int, num_layers: int) -> Sequence[float]:
     return [head_dim**-0.5] * num_layers
 
@@ -64,7 +98,7 @@ def _as_they_are(_fields: ConfigFields, layers: list[AttentionSpec]) -> list[Att
     return layers
 
 
-def _feed_alike(_fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
+def _feed_alike(_fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> FeedForwards:
     return [mlp] * num_layers
 
 
@@ -99,21 +133,30 @@ class Family:
         learned_positions: positions are learned, and nothing is turned.
         partial_rotary: how much of a head is turned when the config does not say; None where it is always all of it.
         rope_types: what this family means by a kind of scaling.
+        num_layers: reads how many layers there are.
         attentions: reads the attention of each layer, and the positions that can be used, of (hidden_size, layers,
             `max_position_embeddings`) and the greatest length of a sequence; None where it is grouped-query attention, which
             the fields above and four functions below describe.
         windows: reads the window of each layer.
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
+        gated_attention: the outputs of attention are gated (`q_gate`).
+        attention_scales: fields of the config by what they set in `backends.spec.AttentionSpec`.
+        states: reads the mixer with a state of each layer, of `hidden_size`, layers, and the activation; None where no layer
+            has one. A layer that has one has no attention, but where both are side by side.
+        side_by_side: layers with a state have attention too.
+        one_part: a layer with a feed-forward has no attention either.
         refine: reads what else differs from layer to layer in attention; given are the specs that all of the above describe.
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
+        encoder: makes an encoder of the spec that the other fields give; None for decoders.
         tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on. A tensor
             that lies elsewhere than the others of its module has an entry of its own.
         mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
         prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
         buffers: names in old checkpoints of what is no weight.
+        vision: takes the config of a decoder with a vision tower apart; None where there is no tower.
     """
 
     name: str
@@ -143,15 +186,23 @@ class Family:
     learned_positions: bool = False
     partial_rotary: float | None = None
     rope_types: Mapping[str, str] = field(default_factory=dict)
+    num_layers: Callable[[ConfigFields], int] = _take_num_layers
     attentions: AttentionReader | None = None
     windows: Callable[[ConfigFields, int], Sequence[int | None]] = see_everything
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
     scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
     refine: Callable[[ConfigFields, list[AttentionSpec]], list[AttentionSpec]] = _as_they_are
-    feed_forwards: Callable[[ConfigFields, MlpSpec, int], Sequence[MlpSpec | MoeSpec]] = _feed_alike
+    gated_attention: bool = False
+    attention_scales: Mapping[str, str] = field(default_factory=dict)
+    states: StateReader | None = None
+    side_by_side: bool = False
+    one_part: bool = False
+    feed_forwards: Callable[[ConfigFields, MlpSpec, int], FeedForwards] = _feed_alike
     ends: Callable[[ConfigFields, int], Ends] = _plain_ends
     residual_scale: str | None = None
+    encoder: Callable[[ConfigFields, DecoderSpec], EncoderSpec] | None = None
     tensors: Mapping[str, Source] = field(default_factory=lambda: PLAIN_TENSORS)
     mtp: bool = False
     prefix: str = "model."
     buffers: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    vision: Callable[[Mapping[str, Any]], VisionConfig] | None = None

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cloister.backends.base import Weights
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec
 from cloister.models.checkpoint import digest_files, open_checkpoint
+from cloister.models.classes import read_encoder
 from cloister.models.config import read_json
 from cloister.models.decoder import choose_family, find_family, read_spec
 from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
+from cloister.models.image_processing import normalised_as_configured, processor_files
 from cloister.models.location import Digests, find_model, require_tokenizer
 from cloister.models.quantized import split_config
 from cloister.models.text_part import take_text_part
@@ -115,10 +118,13 @@ def _load_directory(
         spec, weights = open_foreign(path, config)
     else:
         family = find_family(config)
-        spec = read_spec(family, config, max_model_len, on_unknown)
+        spec = normalised_as_configured(read_spec(family, config, max_model_len, on_unknown), path)
         weights = open_checkpoint(path, family, spec, scheme)
-    eos_token_ids, defaults = read_generation(path, config, spec.vocab_size)
+    text = config.get("text_config")
+    of_decoder = {**text, **config} if isinstance(text, dict) else config
+    eos_token_ids, defaults = read_generation(path, of_decoder, spec.vocab_size)
     require_tokenizer(path)
+    encoder = read_encoder(config, spec) if isinstance(spec, EncoderSpec) else None
     info = ModelInfo(
         name=name or path.name,
         path=str(path),
@@ -126,7 +132,8 @@ def _load_directory(
         vocab_size=spec.vocab_size,
         eos_token_ids=eos_token_ids,
         defaults=defaults,
-        fingerprint=digest_files(path, digests),
+        fingerprint=digest_files(path, digests, () if spec.vision is None else processor_files(path)),
         created_s=int((path / "config.json").stat().st_mtime),
+        encoder=encoder,
     )
     return LoadedModel(spec, weights, info, path)

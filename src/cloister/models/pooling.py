@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 from cloister.types.errors import ModelError
 from cloister.types.gguf import read_gguf
 from cloister.types.request import PoolingParams
 
-Kind = Literal["last", "mean"]
+Kind = Literal["last", "mean", "cls"]
 
 DEFAULT: Final[Kind] = "mean"
 """For a model that says nothing: the states of a text's tokens together say more of it than what the last one predicts."""
 _GGUF_KINDS: Final[Mapping[int, str]] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}  # llama.cpp's `pooling_type`
 _KINDS: Final[Mapping[str, Kind]] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last", "last": "last"}
+_OF_ENCODERS: Final[Mapping[str, Kind]] = {**_KINDS, "cls": "cls", "cls_token": "cls"}
 _MODULES: Final = frozenset({"Transformer", "Pooling", "Normalize"})
 
 
-def read_pooling(path: Path, kind: str | None = None) -> PoolingParams:
+def read_pooling(path: Path, kind: str | None = None, *, is_encoder: bool = False) -> PoolingParams:
     """Returns how the model at `path` pools.
 
     Vectors are normalised unless sentence-transformers' modules.json has no step that does it.
 
     Args:
         path: a model directory or a GGUF file.
-        kind: "last" or "mean" in place of what the files say.
+        kind: "last", "mean" or "cls" in place of what the files say.
+        is_encoder: the model reads in both directions; only then its first token knows of the others.
 
     Raises:
         ModelError: the files ask for a step that is not computed here, and no `kind` was given.
@@ -36,12 +38,13 @@ def read_pooling(path: Path, kind: str | None = None) -> PoolingParams:
         found, normalize = _read_gguf(path), True
     else:
         found, normalize = _read_directory(path, strict=kind is None)
-    chosen = kind or (DEFAULT if found is None else _KINDS.get(found))
+    kinds = _OF_ENCODERS if is_encoder else _KINDS
+    chosen = kinds.get(kind) if kind else DEFAULT if found is None else kinds.get(found)
     if chosen is None:
         raise ModelError(
-            f"the model pools by {found!r}, which is not computed here; set pooling to last or mean", param="pooling"
+            f"the model pools by {kind or found!r}, which is not computed here; set pooling to last or mean", param="pooling"
         )
-    return PoolingParams(kind=cast(Kind, chosen), normalize=normalize)
+    return PoolingParams(kind=chosen, normalize=normalize)
 
 
 def _read_gguf(path: Path) -> str | None:

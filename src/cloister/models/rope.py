@@ -113,6 +113,10 @@ class RopeReader:
         if theta <= 0:
             raise ModelError(f"rope_theta must be positive, not {theta}", param="rope_theta")
         original = original or rope.take("original_max_position_embeddings", int, None) or self._trained
+        if original < 0:
+            raise ModelError(
+                f"original_max_position_embeddings must be positive, not {original}", param="original_max_position_embeddings"
+            )
         plain = Plain(self._plain(rope, theta, partial), theta, self._trained, original, self._length)
         scaled = SCALINGS[name](plain, rope)
         rope.take_any("original_max_position_embeddings")

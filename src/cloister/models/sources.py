@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import Weights
-from cloister.backends.spec import MlpSpec, MoeSpec
+from cloister.backends.spec import GatedDeltaNetSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor, take_rows
 from cloister.models.config import ConfigFields
 from cloister.models.quantized import Stored
@@ -27,6 +27,7 @@ class Source:
         name: of the stored module; the first {} is the layer, the second the expert.
         parts: modules of the same layer whose outputs lie one after another in the stored one; () if it is alone.
         by_head: parts take turns head by head (GPT-NeoX).
+        filters: matrices lie as [channels, 1, kernel_size] (a convolution with one filter for each channel).
         by_row: parts take turns row by row (gpt-oss).
         stacked: the stored tensor has one for each expert, along its first axis.
         is_tensor: `name` is the tensor's own, with nothing like ".weight" behind it.
@@ -38,6 +39,7 @@ class Source:
     name: str
     parts: tuple[str, ...] = ()
     by_head: bool = False
+    filters: bool = False
     transposed: bool = False
     skip: int = 0
     added: float = 0.0
@@ -64,7 +66,6 @@ class TensorSlice:
         shape: of the tensor.
         stored_shape: of the stored one, before it is transposed.
         start: its first row.
-        part, num_parts: its turn among those of each head, where they take turns.
         num_heads: turns of each part, where they take turns; 0 otherwise.
         expert: whose tensor it is of a stack; None where the stored one is no stack.
     """
@@ -73,10 +74,14 @@ class TensorSlice:
     shape: Shape
     stored_shape: Shape
     start: int
-    part: int
-    num_parts: int
     num_heads: int
     expert: int | None = None
+
+    def take_turns(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns this tensor's rows of a stored one whose parts take turns, [num_rows, ...]."""
+        first, num_rows = self.start // self.num_heads, self.shape[0] // self.num_heads
+        heads = rows.reshape(self.num_heads, -1, *rows.shape[1:])
+        return heads[:, first : first + num_rows].reshape(-1, *rows.shape[1:])
 
 
 def module_of(name: str) -> str:
@@ -100,13 +105,22 @@ def find_place(source: Source, name: str, shapes: Mapping[str, Shape], num_heads
     shape = shapes[name]
     whole = (sum(rows) + source.skip, *shape[1:])
     stored = whole[::-1] if source.transposed else whole
+    if source.filters and len(whole) == 2:
+        stored = (whole[0], 1, whole[1])
     turns = rows[0] if source.by_row else num_heads if source.by_head else 0
     start = source.skip + sum(rows[:part])
     if not source.stacked:
-        return TensorSlice(source, shape, stored, start, part, len(parts), turns)
+        return TensorSlice(source, shape, stored, start, turns)
     before, _, expert = layer.rpartition(".")  # "layers.0.experts", "3"
     stack = (shapes[f"{before.removesuffix('.experts')}.router.weight"][0], *stored)
-    return TensorSlice(source, shape, stack, start, part, len(parts), turns, int(expert))
+    return TensorSlice(source, shape, stack, start, turns, int(expert))
+
+
+def num_heads_of(layer: LayerSpec) -> int:
+    """Returns the heads by which parts of a layer's stored tensors take turns; 0 where there are none."""
+    if layer.attention is not None:
+        return layer.attention.num_heads
+    return layer.state.num_key_heads if isinstance(layer.state, GatedDeltaNetSpec) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +147,9 @@ class Mapped:
         place = self.place
         array = array if place.expert is None else array[place.expert]
         array = array.T if place.source.transposed else array
-        if place.num_heads:
-            heads = array.reshape(place.num_heads, place.num_parts, -1, *array.shape[1:])
-            array = heads[:, place.part].reshape(place.shape)
-        else:
-            array = array[place.start : place.start + place.shape[0]]
+        array = array.reshape(len(array), -1) if array.ndim == 3 else array
+        start, num_rows = place.start, place.shape[0]
+        array = place.take_turns(array) if place.num_heads else array[start : start + num_rows]
         if place.source.added:
             array = array.astype(np.float32) + np.float32(place.source.added)
         return np.ascontiguousarray(array)

@@ -1,7 +1,7 @@
-"""Who may ask, what may be switched on, and what may be kept.
+"""Admission, privacy profiles and quotas.
 
-`apply_profile` turns settings into a `Policy`, a `Gate` admits each request under it, `CountRelease` is what metrics leave
-through where the profile allows counts only. Pure but for `read_credentials` and its neighbours in `keyfile`.
+`apply_profile` turns settings into a `Policy`, and a `Gate` admits each request under it. `CountRelease` publishes metrics
+where the profile allows counts only. No I/O, except `read_credentials` and the other functions of `keyfile`.
 """
 
 from cloister.policy.counts import ALLOWED_COUNTS, PROFILING_THREAT, CountRelease

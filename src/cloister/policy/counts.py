@@ -1,5 +1,5 @@
-"""What metrics may show where the profile allows counts only: `/metrics`, from an allow-list and after a threshold of requests;
-a sealed node, counts by the minute with noise. Pure: time and randomness are arguments.
+"""Metrics under profiles that allow counts only: `/metrics` shows an allow-list, updated after a threshold of requests; a
+sealed node shows counts per minute with noise. Pure: time and randomness are arguments.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ PROFILING_THREAT = ThreatProfile(
     residue="statistics",
     where=("host memory",),
     attack="operator view into content",
-    mitigations=("counts only, from an allow-list, shown anew after a threshold of requests",),
+    mitigations=("counts only, from an allow-list, updated after a threshold of requests",),
 )
 
 ALLOWED_COUNTS = frozenset({"requests", "prompt_tokens", "generation_tokens", "steps", "num_preemptions"})
-"""Sums over everybody. Cached tokens, times, finish reasons and queue lengths are not among them: each tells of a request."""
+"""Totals over all requests. Cached tokens, times, finish reasons and queue lengths are excluded: each reveals single
+requests."""
 
 THRESHOLD = 20
-"""Requests that must end between two publications; each figure then sums over that many at least."""
+"""Requests that must end between two publications, so that each figure sums over at least this many."""
 
 
 class CountRelease:
     """Publishes counts so seldom that none can be traced to one request (after k-anonymity, Sweeney 2002).
 
-    What is shown stays as it was until `threshold` more requests have ended: the difference of two readings is never about
-    fewer. Who sends `threshold - 1` of them knows the last one's figures, so this keeps an operator out, not a flood.
+    Published counts do not change until `threshold` more requests have ended, so the difference of two readings never covers
+    fewer. A party that sends `threshold - 1` of them can derive the figures of the last one: this protects against an observing
+    operator, not against one who floods the server.
 
     Args:
-        names: counts that may be shown; everything else stays inside.
+        names: counts that may be published; all others are withheld.
         threshold: requests between two publications, at least 2.
     """
 
     def __init__(self, names: frozenset[str] = ALLOWED_COUNTS, threshold: int = THRESHOLD) -> None:
         if threshold < 2:
-            raise ValueError("a threshold of fewer than two requests hides nobody")
+            raise ValueError("a threshold of fewer than two requests protects nobody")
         self._names = names
         self._threshold = threshold
         self._num_published = 0
         self._shown: dict[str, float] = {}
 
     def publish(self, num_ended: int, counts: Mapping[str, float]) -> dict[str, float]:
-        """Returns what may be shown now.
+        """Returns the counts that may be published now.
 
         Args:
             num_ended: requests that ended since the server started.
@@ -59,26 +61,24 @@ class CountRelease:
         return dict(self._shown)
 
 
-# Counts by the minute that tell nothing about any one request: noise in every count, and no count of few.
+# Counts per minute that reveal nothing about any single request: noise in every count, and no count of few requests.
 #
-# Each request counts in one cell of one window, and every window gets noise of its own once, so whoever reads all windows for
-# ever has seen each request once. With noise n of probability 2^-|n| / 3 (the two-sided geometric mechanism of Ghosh,
-# Roughgarden and Sundararajan 2009) in every cell, whether a request was there at most doubles the probability of anything that
-# is shown (differential privacy with epsilon = ln 2), and in which cell it was at most quadruples it. No knowledge of all other
-# requests helps.
-
+# Each request counts in one cell of one window, and noise is drawn once for each window, so a reader of all windows sees each
+# request once. With noise n of probability 2^-|n| / 3 (the two-sided geometric mechanism of Ghosh, Roughgarden and Sundararajan
+# 2009) in every cell, the presence of a request at most doubles the probability of any output (differential privacy with
+# epsilon = ln 2), and its cell at most quadruples it. This holds even against an observer who knows all other requests.
 WINDOW_S: Final = 60
 SHOWN_FROM: Final = 50
-"""Least noisy sum that is shown. The noise of six cells reaches 31 once in 1.3 million windows, so one with fewer than 20
-requests is not shown."""
+"""Smallest noisy sum that is published. The noise of six cells reaches 31 once in 1.3 million windows, so a window with fewer
+than 20 requests is withheld."""
 
 WINDOWS_THREAT = ThreatProfile(
     row="global profiling",
     threats=frozenset({Requirement.NO_PRIVILEGED_ACCESS}),
     residue="counts of the running minute",
     where=("host memory",),
-    attack="an operator who sends all other requests, or compares two readings, learns of the one that is not his",
-    mitigations=("counts by the minute with noise in each, none of few requests, no sums over time",),
+    attack="an operator who sends all other requests, or compares two readings, learns about a single request",
+    mitigations=("counts per minute with noise in each, none of few requests, no sums over time",),
 )
 
 Bit = Callable[[], int]
@@ -86,7 +86,7 @@ Bit = Callable[[], int]
 
 
 def draw_bit() -> int:
-    """A bit of the operating system's randomness."""
+    """Returns a random bit of the operating system."""
     return secrets.randbits(1)
 
 
@@ -104,11 +104,11 @@ def _count_ones(bit: Bit) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is shown of one window.
+    """The published counts of one window.
 
     Attributes:
-        end_s: Unix seconds at which it ended.
-        counts: by cell, with noise, none below 0.
+        end_s: end of the window, Unix seconds.
+        counts: noisy count of each cell, at least 0.
     """
 
     end_s: int
@@ -119,7 +119,7 @@ class NoisyWindows:
     """Counts in windows of `WINDOW_S`.
 
     Args:
-        num_cells: how many counts a window has.
+        num_cells: number of counts in a window.
     """
 
     def __init__(self, num_cells: int, bit: Bit = draw_bit) -> None:
@@ -135,7 +135,7 @@ class NoisyWindows:
         self._counts[cell] += 1
 
     def last(self, now_s: float) -> Window | None:
-        """Returns the window before the running one, the same at every reading; None where it had too few requests."""
+        """Returns the last complete window, identical at every reading; None if it had too few requests."""
         self._turn(now_s)
         return self._shown
 
@@ -143,7 +143,7 @@ class NoisyWindows:
         number = int(now_s) // WINDOW_S
         if number == self._number:
             return
-        nobody = [0] * self._num_cells  # minutes in which nobody came have noise too
+        nobody = [0] * self._num_cells  # minutes without requests have noise too
         self._shown = self._close(self._counts if number == self._number + 1 else nobody, number * WINDOW_S)
         self._number, self._counts = number, [0] * self._num_cells
 

@@ -1,8 +1,8 @@
-"""API keys: who may ask, for which tenant, in which class. Pure; `keyfile` reads and writes them.
+"""API keys, each with a tenant and a priority class. Pure; `keyfile` reads and writes them.
 
-Only digests are kept. A key is 256 random bits, so nobody can try all keys against a digest, however fast the hash: the slow
-hashes that passwords need (they have perhaps 40 bits) would only slow down every request. HMAC-SHA256 under a salt of
-the file (RFC 2104) keeps digests of two files from being compared.
+Only digests are stored. A key is 256 random bits, so a brute-force search is infeasible even with a fast hash. Slow password
+hashes are meant for secrets of perhaps 40 bits and would only slow down every request. HMAC-SHA256 with a salt per file (RFC
+2104) prevents comparing the digests of two files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cloister.types.errors import ConfigError
 RandomBytes = Callable[[int], bytes]
 
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
-"""Classes are few and public: a class of one's own would tell who asks."""
+"""Classes are few and public: a class with one user would identify that user."""
 
 _NUM_BYTES = 32
 _PREFIX = "clo-"
@@ -29,14 +29,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What one API key stands for.
+    """The rights of one API key.
 
     Attributes:
-        name: for people; names the key in `cloister keys list`.
+        name: display name of the key, as in `cloister keys list`.
         tenant: whose scope and fair share it uses.
-        priority: its class, smaller is more urgent.
+        priority: its class; smaller is more urgent.
         digest: HMAC-SHA256 of the key.
-        limits: what it may use.
+        limits: its quotas.
         is_operator: its holder may change what the server runs, such as its adapters.
     """
 
@@ -54,8 +54,8 @@ class Credentials:
 
     Attributes:
         salt: key of the HMAC, random, one per file.
-        tenants: tenant -> secret salt of its scope. Drawn with its first key and dropped with its last one, so it cannot be
-            worked out from a name, and a tenant that comes back finds nothing of the former one.
+        tenants: tenant -> secret salt of its scope. Drawn with the tenant's first key and deleted with its last one: it cannot
+            be derived from the name, and a tenant that is created again shares nothing with the former one.
     """
 
     salt: bytes = field(repr=False)
@@ -78,7 +78,7 @@ class Credentials:
         return cls(random(_NUM_BYTES))
 
     def find(self, api_key: str) -> Credential | None:
-        """Returns what a key stands for, or None. Compares with every digest, each in constant time."""
+        """Returns the credential of a key, or None. Compares with every digest, each in constant time."""
         digest = self._digest(api_key)
         found = None
         for key in self.keys:
@@ -96,10 +96,10 @@ class Credentials:
         is_operator: bool = False,
         random: RandomBytes = os.urandom,
     ) -> tuple[Credentials, str]:
-        """Returns credentials with one more key, and the key itself, which is kept nowhere.
+        """Returns credentials with one more key, and the key itself, which is not stored.
 
         Args:
-            tenant: unset, a tenant of the key's own name.
+            tenant: None: a tenant named like the key.
 
         Raises:
             ConfigError: the name is taken, or a value is out of range.
@@ -116,12 +116,12 @@ class Credentials:
         return replace(self, keys=(*self.keys, added), tenants={**self.tenants, tenant: salt}), api_key
 
     def limit(self, name: str, limits: KeyQuota) -> Credentials:
-        """Returns credentials in which the key called `name` has other limits (ConfigError when there is none)."""
+        """Returns credentials with new limits for the key `name` (ConfigError if it does not exist)."""
         self._check_exists(name)
         return replace(self, keys=tuple(replace(key, limits=limits) if key.name == name else key for key in self.keys))
 
     def remove(self, name: str) -> Credentials:
-        """Returns credentials without the key called `name` (ConfigError when there is none)."""
+        """Returns credentials without the key `name` (ConfigError if it does not exist)."""
         self._check_exists(name)
         keys = tuple(key for key in self.keys if key.name != name)
         left = {key.tenant for key in keys}
@@ -142,6 +142,6 @@ def _digests(keys: tuple[Credential, ...]) -> tuple[bytes, ...]:
 def _check_names(*names: str) -> None:
     if not all(_NAME.fullmatch(name) for name in names):
         raise ConfigError(
-            "names of keys and tenants start with a letter or digit and go on with letters, digits, '.', '_' or '-', "
+            "names of keys and tenants start with a letter or digit, followed by letters, digits, '.', '_' or '-', "
             "64 characters at most"
         )

@@ -14,13 +14,13 @@ _HEAD = """# Threats
 
 <!-- Printed from the code by `cloister policy show --markdown`; do not edit. -->
 
-What every feature of a language-model server endangers, what it leaves behind, and how each privacy profile treats it.
+The threats of every feature of a language-model server, the state that it leaves, and how each privacy profile treats it.
 [Privacy](privacy.md) explains the profiles. A feature is *in this build* when an implementation is registered or declared
-in the code; the other rows say what must hold before one is added."""
+in the code; the other rows state the requirements for adding one."""
 
-_PROFILES = """A rule is named `T6.<row>.<profile>`, or `T6.<row>.<part>.<profile>` where a part of a row is judged by itself.
-**Allowed**: nothing has to hold. **Mitigated**: allowed, since what the cell says holds. **Refused**: no flag, config file or
-request can switch it on, and the refusal names the rule."""
+_PROFILES = """A rule is named `T6.<row>.<profile>`, or `T6.<row>.<part>.<profile>` if a part of a row has its own verdict.
+**Allowed**: no condition. **Mitigated**: allowed, because the condition in the cell is met. **Refused**: no flag, config file
+or request can switch it on, and the refusal names the rule."""
 
 
 def show_letters(row: Row) -> str:
@@ -30,7 +30,7 @@ def show_letters(row: Row) -> str:
 
 
 def show_residue(row: Row) -> str:
-    """Returns the state that stays and where, or `-`."""
+    """Returns the residual state and its location, or `-`."""
     return ", ".join(filter(None, (row.threat.residue, *row.threat.where))) or "-"
 
 
@@ -38,7 +38,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
     """Returns the whole of `docs/threats.md`.
 
     Args:
-        entries: what this build has (`matrix.gather`).
+        entries: features of this build (`matrix.gather`).
     """
     in_build = rows_in_build(entries)
     sections = (
@@ -60,15 +60,15 @@ def to_markdown(entries: Sequence[Entry]) -> str:
                 for r in ROWS
             ),
         ),
-        "## What each profile says",
+        "## Verdicts of the profiles",
         _PROFILES,
         _table(("feature", "rule", *Profile), ((r.name, f"`T6.{r.slug}`", *_cells(r.rulings)) for r in ROWS)),
-        "Parts that are judged by themselves, and what asks for them:",
+        "Parts with their own verdict, and what enables them:",
         _table(
             ("feature", "asked for by", *Profile),
             ((f"`{f.name}`", f.setting, *_cells(f.rulings)) for f in judged_apart()),
         ),
-        "## What this build has",
+        "## Features of this build",
         _table(
             ("kind", "name", "row", "threat"),
             ((e.kind, f"`{e.name}`", e.threat.row, show_letters(find_row(e.threat.row))) for e in entries),
@@ -78,7 +78,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
             ("feature", "state that stays", "where", "mitigation", "leak", "inference", "access pattern", "difference"),
             ((r.feature, r.state, ", ".join(r.where), r.mitigation, *_attacks(r)) for r in (row.residue for row in ROWS) if r),
         ),
-        "## What steers (non-targetability)",
+        "## Steering (non-targetability)",
         _table(
             ("feature", "raises hits", "lowers misses"),
             ((s.feature, s.raises_hits, s.lowers_misses) for s in (row.steering for row in ROWS) if s),
@@ -88,7 +88,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
 
 
 def to_data(entries: Sequence[Entry], profiles: Iterable[Profile] = Profile) -> dict[str, object]:
-    """Returns the matrix as lists and dicts that JSON can hold, with the rulings of `profiles`."""
+    """Returns the matrix as JSON-compatible lists and dicts, with the rulings of `profiles`."""
     profiles = tuple(profiles)
     in_build = rows_in_build(entries)
     return {
@@ -138,16 +138,17 @@ def _taxonomy_data(slug: str, entry: Residue | Steering) -> dict[str, object]:
     return {"feature": entry.feature, "slug": slug, **asdict(entry)}
 
 
-# What two privacy profiles do not treat alike.
+# Differences between two privacy profiles.
 
 
 def all_features() -> tuple[Feature, ...]:
-    """Returns every feature that this build can be asked for, then what is always there."""
+    """Returns the optional features of this build, then those that are always on."""
     return (*FEATURES.values(), *ALWAYS_THERE)
 
 
 def differing_features(first: Profile, second: Profile) -> Iterator[Feature]:
-    """Yields the features that two profiles do not treat alike: another verdict, or another condition of what is mitigated."""
+    """Yields the features that two profiles treat differently: another verdict, or another condition for a mitigated
+    feature."""
     for feature in all_features():
         ours, theirs = feature.rulings[first], feature.rulings[second]
         is_conditional = ours.verdict is Verdict.MITIGATED
@@ -156,7 +157,7 @@ def differing_features(first: Profile, second: Profile) -> Iterator[Feature]:
 
 
 def compare_profiles(first: Profile, second: Profile) -> dict[str, object]:
-    """Returns `differing_features` as lists and dicts that JSON can hold."""
+    """Returns `differing_features` as JSON-compatible lists and dicts."""
     return {
         "profiles": [first.value, second.value],
         "features": [

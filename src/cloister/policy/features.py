@@ -1,9 +1,8 @@
-"""The table of features: what this build can be asked for by a setting or a request field, and what each profile says of it.
+"""The table of features: what a setting or a request field can enable, and each profile's verdict on it.
 
-One row has all that is known of a feature: what asks for it, what it does and endangers in an operator's words, the ruling of
-every profile, and what to do where it is refused. The gate, `cloister policy show` and `docs/threats.md` read it here.
-
-Implementations that are found by name (`types.registry`) need no row: their threat profile leads to their row of the matrix.
+One row holds everything about a feature: what enables it, what it does and endangers (worded for operators), the ruling of
+every profile, and what to do if it is refused. The gate, `cloister policy show` and `docs/threats.md` read this table.
+Implementations that are selected by name (`types.registry`) need no row: their threat profile points to a row of the matrix.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from cloister.types.threat import ThreatProfile
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that a person may ask for, or that is always there.
+    """An optional feature, or one that is always on.
 
     Attributes:
-        name: what `Policy.check` and `Policy.resolve` call it.
+        name: its name for `Policy.check` and `Policy.resolve`.
         slug: the row of the matrix that it belongs to.
-        setting: the setting or request field that asks for it; empty for what is always there.
-        title, does, endangers: in an operator's words.
+        setting: the setting or request field that enables it; empty if it is always on.
+        title, does, endangers: worded for operators.
         rulings: one for every profile.
-        on_by_default: profiles in which it is on when nobody asks.
-        instead: what to do where it is refused.
-        threat: what its implementation leaves behind; None where code declares it elsewhere, or another feature does.
+        on_by_default: profiles in which it is on by default.
+        instead: what to do if it is refused.
+        threat: the residue of its implementation; None if code or another feature declares it.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Feature:
     threat: ThreatProfile | None = None
 
     def allowing(self) -> tuple[Profile, ...]:
-        """Profiles that do not refuse it."""
+        """The profiles that do not refuse it."""
         return tuple(p for p in Profile if self.rulings[p].verdict is not Verdict.REFUSED)
 
 
@@ -71,16 +70,16 @@ def _feature(
     """Makes a row of the table.
 
     Args:
-        part: names the rules of a feature of which the profiles say something else than of its row of the matrix; such a
-            feature has a judgement for each profile, others have the rulings of the row.
-        residue, where, attack, mitigations: of the implementation, as in `ThreatProfile`; left out where code declares them
-            elsewhere, or another feature does.
+        part: part of the rule names, for a feature whose verdicts differ from those of its matrix row. Such a feature has a
+            verdict for each profile; other features have the rulings of the row.
+        residue, where, attack, mitigations: of the implementation, as in `ThreatProfile`; omitted if code or another feature
+            declares them.
     """
     matrix_row = row_of(row)
     judged = {Profile.OPEN: open, Profile.TEAM: team, Profile.PRIVATE: private, Profile.PARANOID: paranoid}
     own = {profile: judgement for profile, judgement in judged.items() if judgement is not None}
     if len(own) != (len(Profile) if part else 0):
-        raise ValueError(f"{name}: a feature that is judged by itself names its part, and every profile judges it")
+        raise ValueError(f"{name}: a feature with its own verdicts needs a part and a verdict for every profile")
     rulings = name_rulings(f"{row}.{part}", own) if part else matrix_row.rulings
     threat = ThreatProfile(matrix_row.name, matrix_row.threat.threats, residue, where, attack, mitigations)
     on, declared = frozenset(on_by_default), threat if mitigations else None
@@ -88,31 +87,30 @@ def _feature(
 
 
 _FROM_CREDENTIAL = refuse("the class comes from the credential only")
-_DRAFTS_DIE = "what a drafter keeps of a request is overwritten when the request ends"
+_DRAFTS_DIE = "a drafter's state of a request is overwritten when the request ends"
 _LENGTHS_SHOW = refuse(
-    "sizes and times of what a plain server sends follow accepted lengths; only a sealed node's answers have a constant shape"
+    "sizes and times of a plain server's packets follow accepted lengths; only a sealed node's answers have a constant shape"
 )
-_PUBLIC_TEXT = mitigate("requests read it and write nothing; who starts the server answers for its text being public")
+_PUBLIC_TEXT = mitigate("requests only read it; the operator is responsible for its text being public")
 _NARROWED = mitigate(
     "a session is narrower than what its requests would share anyway, and ends five minutes after its last one"
 )
 _NO_SECRET = mitigate(
-    "what is shared is in the release and nobody's secret, and stays once it is there: who comes first after a start "
-    "can feel that, and nobody after"
+    "the shared text is in the release, not secret, and never evicted: only the first request after a start can detect a miss"
 )
-_ONE_CACHE = refuse("who finds its prefix evicted learns that others were busy; each scope has a share of its own")
-_ORDER_TELLS = refuse("who waits longer learns that others' prompts were in the cache; the order must not follow content")
+_ONE_CACHE = refuse("an evicted prefix reveals that others were active; each scope has its own share")
+_ORDER_TELLS = refuse("a longer wait reveals that others' prompts were in the cache; the order must not depend on content")
 _FRESH = mitigate("every request gets a scope of its own, and the server says so at start")
 _TRUSTED_OPERATOR = allow("the operator is trusted with counts and times of single requests; no content, key or tenant")
 _NO_SINGLE_REQUESTS = refuse("it shows counts and times of single requests, and only sums over many may leave")
 _PSEUDONYM = mitigate(
-    "a person is a keyed hash in all that is counted, under a key that each start draws anew; the issuer hears of no request"
+    "counts identify a person by a keyed hash, whose key is drawn at each start; the issuer learns of no request"
 )
-_NAMES_PEOPLE = refuse("a token tells the server who asks; anonymous tokens, bought ahead, tell it only that somebody may")
-_UNWANTED = refuse("what a user sent serves its request and is gone after it")
-_SOMEBODY_CHOOSES = refuse("what runs is what somebody chose: a model that was named, or pulled before")
-_WATCHED = "who watches the network reads lengths and times of packets, and from them parts of the text"
-_RHYTHM = "the rhythm of packets shows how well the text could be guessed, and so parts of it"
+_NAMES_PEOPLE = refuse("a token identifies the user to the server; anonymous tokens, bought ahead, only prove authorization")
+_UNWANTED = refuse("what a user sent is used for its request only and deleted afterwards")
+_SOMEBODY_CHOOSES = refuse("only a model that was chosen explicitly may run: named in the settings, or pulled before")
+_WATCHED = "a network observer can infer parts of the text from lengths and times of packets"
+_RHYTHM = "packet timing reveals how predictable the text is, and so parts of it"
 _HABITS = "it shows the operator when each request came, how long it was and how long its answer"
 
 _FEATURES: Final = (
@@ -122,16 +120,16 @@ _FEATURES: Final = (
         setting="runtime_adapters",
         title="Adapters at run time",
         does="lets operators load and unload LoRA adapters while the server runs",
-        endangers="a model's name may stand for something else than what was published",
+        endangers="a model's name may refer to something other than what was published",
         part="runtime-adapters",
         open=allow(ONE_USER),
-        team=mitigate("an operator's key is asked for, and prefix keys and fingerprints name an adapter by its weights"),
+        team=mitigate("an operator's key is required, and prefix keys and fingerprints identify an adapter by its weights"),
         private=refuse("what runs must be what was published, and an adapter changes what runs"),
         paranoid=refuse("what runs must be what was published, and an adapter changes what runs"),
         instead="leave the setting `runtime_adapters` out, and name adapters at start with `lora`",
         residue="weights of the adapter until it is unloaded",
         where=("memory of the engine process",),
-        attack="an operator changes what a model's name stands for",
+        attack="an operator changes what a model's name refers to",
         mitigations=(
             "an operator's key, or no key on loopback",
             "the digest of the weights is in prefix keys and fingerprints",
@@ -143,9 +141,11 @@ _FEATURES: Final = (
         setting="model",
         title="Download of the default model",
         does="fetches the default model from the package index at the first start",
-        endangers="the index and the network see that this machine starts to serve it",
+        endangers="the index and the network observe that this machine starts to serve it",
         part="default-model-download",
-        open=allow("one user on one machine; its digest is pinned, and the package index learns who asks for which package"),
+        open=allow(
+            "one user on one machine; its digest is pinned, and the package index learns which address requests which package"
+        ),
         team=_SOMEBODY_CHOOSES,
         private=_SOMEBODY_CHOOSES,
         paranoid=_SOMEBODY_CHOOSES,
@@ -157,7 +157,7 @@ _FEATURES: Final = (
         row="priority",
         setting="oidc",
         title="Sign-in by an OpenID issuer",
-        does="takes tokens of people from an issuer that you name, beside API keys",
+        does="accepts users' tokens from an issuer that you name, in addition to API keys",
         endangers="the issuer learns who signs in and when, and the server learns which requests are one person's",
         part="identity-tokens",
         open=_PSEUDONYM,
@@ -167,9 +167,9 @@ _FEATURES: Final = (
         instead="leave the setting `oidc` out",
         residue="counts of tokens used today, by pseudonym",
         where=("memory of the front",),
-        attack="whoever runs the issuer and the server can tell a person's requests apart from others'",
+        attack="a party that runs both issuer and server can link a person's requests",
         mitigations=(
-            "keyed hashes in place of names, under a key that each start draws anew",
+            "keyed hashes in place of names, with a key that is drawn at each start",
             "no claim in a log or an error",
         ),
     ),
@@ -178,8 +178,8 @@ _FEATURES: Final = (
         row="prefix-cache",
         setting="prefix_cache",
         title="Prefix cache",
-        does="keeps what was computed of a prompt, so that the next one that begins alike starts sooner",
-        endangers="who shares the cache can tell from the time of an answer whether others sent the same words",
+        does="keeps the KV of a prompt, so that later prompts with the same beginning start sooner",
+        endangers="users of the same cache can infer from response times whether others sent the same text",
         on_by_default=(Profile.OPEN, Profile.TEAM, Profile.PRIVATE),
         instead="leave the setting `prefix_cache` out or switch it off",
     ),
@@ -189,12 +189,12 @@ _FEATURES: Final = (
         setting="request header `cloister-session`",
         title="Sessions",
         does="lets requests of one client reuse each other's prefixes for five minutes",
-        endangers="the server can tell that these requests belong together",
+        endangers="the server can link these requests",
         part="session",
         open=_NARROWED,
         team=_NARROWED,
         private=mitigate(
-            "only by 256 secret bits that the client draws and sends; for five minutes after the last request; who sends the "
+            "only by 256 secret bits that the client draws and sends; for five minutes after the last request; sending the "
             "same bits twice lets this node link the two requests"
         ),
         paranoid=refuse("nothing is reused at all"),
@@ -205,8 +205,8 @@ _FEATURES: Final = (
         row="prefix-cache",
         setting="release_prefixes",
         title="Public system prompts",
-        does="keeps what was computed of the system prompts that you name, for everybody",
-        endangers="who asks first after a start can tell that nobody asked before",
+        does="keeps the KV of the system prompts that you name, for all users",
+        endangers="the first user after a start can detect that nobody used them before",
         part="release",
         open=_NO_SECRET,
         team=_NO_SECRET,
@@ -220,9 +220,9 @@ _FEATURES: Final = (
         setting="cache_scopes",
         title="One cache for all tenants",
         does="lets tenants compete for the memory of the prefix cache",
-        endangers="a tenant whose prefix is gone learns that others were busy",
+        endangers="a tenant can infer others' activity from evictions of its prefixes",
         part="one-cache",
-        open=allow("a cache for all uses the memory best; whoever has a key here is trusted with how busy the others are"),
+        open=allow("one shared cache uses memory best; key holders are trusted with the others' activity"),
         team=_ONE_CACHE,
         private=_ONE_CACHE,
         paranoid=_ONE_CACHE,
@@ -233,10 +233,10 @@ _FEATURES: Final = (
         row="prefix-cache",
         setting="scheduler lpm",
         title="Cached prompts first",
-        does="lets requests whose prefix is in the cache go first",
-        endangers="who waits longer learns that others' prompts were in the cache",
+        does="schedules requests whose prefix is in the cache first",
+        endangers="a longer wait reveals that others' prompts were in the cache",
         part="order",
-        open=allow("hits first is quickest for all; whoever has a key here is trusted with what the order tells"),
+        open=allow("cache hits first is fastest overall; key holders are trusted with what the order reveals"),
         team=_ORDER_TELLS,
         private=_ORDER_TELLS,
         paranoid=_ORDER_TELLS,
@@ -247,15 +247,15 @@ _FEATURES: Final = (
         row="priority",
         setting="request field `priority`",
         title="Priority by request",
-        does="lets a request say how urgent it is",
-        endangers="anybody can push others back, or single out one person",
+        does="lets a request set its own priority",
+        endangers="any user can delay others, or single out one person",
         part="client-field",
         open=allow("one user orders its own requests"),
         team=_FROM_CREDENTIAL,
         private=_FROM_CREDENTIAL,
         paranoid=_FROM_CREDENTIAL,
         on_by_default=(Profile.OPEN,),
-        instead="leave the field `priority` out; the API key's own class counts",
+        instead="leave the field `priority` out; the API key's class applies",
     ),
     _feature(
         "streaming",
@@ -266,9 +266,9 @@ _FEATURES: Final = (
         endangers=_WATCHED,
         part="plain-stream",
         open=allow("the network is the user's own machine"),
-        team=allow("the team trusts its network; a proxy with TLS hides the text, not sizes and times"),
-        private=mitigate("no drafts are verified by a server that is not sealed, so packets tell no accepted lengths"),
-        paranoid=refuse("sizes and times of packets follow the tokens; only what a sealed node answers has a constant shape"),
+        team=allow("the team trusts its network; a TLS proxy hides the text, but not sizes and times"),
+        private=mitigate("a server that is not sealed verifies no drafts here, so packets reveal no accepted lengths"),
+        paranoid=refuse("sizes and times of packets follow the tokens; only a sealed node's answers have a constant shape"),
         on_by_default=(Profile.OPEN, Profile.TEAM, Profile.PRIVATE),
         instead="send the request with `stream` false, or sealed to a node",
     ),
@@ -281,10 +281,10 @@ _FEATURES: Final = (
         endangers=_WATCHED,
         part="sealed-stream",
         open=allow("the network is the user's own machine"),
-        team=allow("sealed chunks hide the text; sizes and times are as on a plain stream"),
+        team=allow("sealed chunks hide the text; sizes and times are those of a plain stream"),
         private=mitigate(
-            "frames of one size, one event a frame, one frame a tick; where drafts are verified, gaps would tell of them, so "
-            "there a frame leaves on every tick from before the first token on, in a number from a few buckets"
+            "frames of one size, one event a frame, one frame a tick; with drafts, gaps would reveal accepted lengths, so "
+            "a frame is sent on every tick from before the first token on, in a number from a few buckets"
         ),
         paranoid=mitigate("a frame on every tick from before the first token on, in a number from a few buckets"),
         on_by_default=tuple(Profile),
@@ -299,7 +299,7 @@ _FEATURES: Final = (
         endangers=_RHYTHM,
         part="plain-drafts",
         open=allow(ONE_USER),
-        team=mitigate(f"{_DRAFTS_DIE}; who watches the team's network sees accepted lengths"),
+        team=mitigate(f"{_DRAFTS_DIE}; observers of the team's network can see accepted lengths"),
         private=_LENGTHS_SHOW,
         paranoid=_LENGTHS_SHOW,
         instead="leave the setting `speculate` out, or serve from a sealed node",
@@ -313,12 +313,12 @@ _FEATURES: Final = (
         endangers=_RHYTHM,
         part="sealed-drafts",
         open=allow(ONE_USER),
-        team=mitigate(f"{_DRAFTS_DIE}; who watches the team's network sees accepted lengths"),
+        team=mitigate(f"{_DRAFTS_DIE}; observers of the team's network can see accepted lengths"),
         private=mitigate(
-            "only when asked for; then every answer has a constant shape: a frame on every tick from before the first token "
+            "off by default; with it, every answer has a constant shape: a frame on every tick from before the first token "
             f"on, in a number from a few buckets; {_DRAFTS_DIE}"
         ),
-        paranoid=mitigate(f"only when asked for; every answer has a constant shape; {_DRAFTS_DIE}"),
+        paranoid=mitigate(f"off by default; every answer has a constant shape; {_DRAFTS_DIE}"),
         instead="leave the setting `speculate` out",
     ),
     _feature(
@@ -326,13 +326,13 @@ _FEATURES: Final = (
         row="datastore-speculation",
         setting="datastore",
         title="Datastore of public text",
-        does="looks drafts up in text that you name",
-        endangers="who may ask the server can find out what is in that text",
+        does="looks up drafts in text that you name",
+        endangers="users of the server can find out what is in that text",
         part="datastore",
         open=allow(ONE_USER),
         team=_PUBLIC_TEXT,
         private=_PUBLIC_TEXT,
-        paranoid=refuse("drafts come of the request's own state only"),
+        paranoid=refuse("drafts come from the request's own state only"),
         instead="leave the setting `datastore` out, and `rest` out of `speculate`",
     ),
     _feature(
@@ -340,8 +340,8 @@ _FEATURES: Final = (
         row="prefix-cache",
         setting="settings `host` and `api_keys`",
         title="Serving without API keys",
-        does="answers whoever reaches an address that is not loopback",
-        endangers="strangers use the server, and nothing tells one caller from another",
+        does="answers any client that reaches an address other than loopback",
+        endangers="unauthenticated clients use the server, and callers cannot be distinguished",
         part="keyless-bind",
         open=_FRESH,
         team=_FRESH,
@@ -388,17 +388,17 @@ _FEATURES: Final = (
         setting="`/metrics/history`",
         title="History of metrics",
         does="keeps the server's figures of the last day in memory, for the board",
-        endangers="who opens the board sees when the server was used, also before they came",
+        endangers="users of the board see when the server was used, including earlier times",
         part="metrics-history",
         open=allow(ONE_USER),
-        team=allow("what `/metrics` showed, by the minute for an hour and by ten minutes for a day, in memory only"),
+        team=allow("what `/metrics` showed, per minute for an hour and per ten minutes for a day, in memory only"),
         private=_NO_SINGLE_REQUESTS,
         paranoid=_NO_SINGLE_REQUESTS,
         on_by_default=(
             Profile.OPEN,
             Profile.TEAM,
         ),
-        instead="read `/metrics`, which shows what the profile lets out",
+        instead="read `/metrics`, which shows what the profile permits",
     ),
     _feature(
         "tenant-figures",
@@ -406,30 +406,47 @@ _FEATURES: Final = (
         setting="`/metrics/tenants`",
         title="Figures of tenants",
         does="counts requests and tokens of each tenant, for operators",
-        endangers="an operator sees who uses the server how much, and, who watches, when",
+        endangers="an operator sees how much each tenant uses the server, and by repeated reading, when",
         part="tenant-figures",
         open=allow(ONE_USER),
-        team=mitigate("an operator's key or role is asked for: counts since the start, in memory only, and no times"),
+        team=mitigate("an operator's key or role is required: counts since the start, in memory only, and no times"),
         private=_NO_SINGLE_REQUESTS,
         paranoid=_NO_SINGLE_REQUESTS,
         on_by_default=(
             Profile.OPEN,
             Profile.TEAM,
         ),
-        instead="read `/metrics`, which shows what the profile lets out",
+        instead="read `/metrics`, which shows what the profile permits",
     ),
     _feature(
         "receipt",
         row="receipts",
         setting="request field `cloister-receipt` of a sealed request",
         title="Receipts",
-        does="signs a statement about an answer for the client that asks for it",
-        endangers="whoever gets hold of it can prove what was said, where and in which hour",
-        instead="ask for no receipts",
+        does="signs a statement about an answer if the client requests it",
+        endangers="anyone who obtains it can prove what was said, where and in which hour",
+        instead="request no receipts",
         residue="a signed statement about one answer",
         where=("the client's disk",),
-        attack="shown to others, or taken from the client, it proves what was said, and names node and hour of the request",
-        mitigations=("only for who asks, sealed to the client", "salted digests in place of texts", "no time but the epoch's"),
+        attack="disclosed by or stolen from the client, it proves what was said, and names node and hour of the request",
+        mitigations=("only on request, sealed to the client", "salted digests in place of texts", "no time but the epoch's"),
+    ),
+    _feature(
+        "image-inputs",
+        row="images",
+        setting="content parts of the type `image_url`",
+        title="Images as input",
+        does="decodes the images of a request and lets the model see them",
+        endangers="who watches the network sees by a request's size that it has images, and how large they are",
+        instead="send text only",
+        residue="pixels until the request ends, embeddings until its prompt is computed",
+        where=("host memory", "device memory"),
+        attack="the size of a request shows an image and how large it is; a hostile file attacks its decoder",
+        mitigations=(
+            "size, type and number are checked before anything is decoded",
+            "prefix keys name an image by its digest, inside the scope",
+            "embeddings are overwritten when the prompt is past them",
+        ),
     ),
     _feature(
         "files",
@@ -437,23 +454,23 @@ _FEATURES: Final = (
         setting="files",
         title="Files and batches",
         does="keeps uploaded files and answers of batches on disk, encrypted, for 30 days at most",
-        endangers="whoever has the disk and the key file can read them",
-        instead="leave the setting `files` out, and send each request by itself",
+        endangers="a party with the disk and the key file can read them",
+        instead="leave the setting `files` out, and send each request separately",
         residue="files, batches and their answers, and conversations of /v1/responses, until they expire or are deleted",
         where=("SSD", "host memory"),
-        attack="who has the disk and the key file reads them; an owner's API key reads them too",
-        mitigations=("nothing on disk unless asked for", "AES-GCM under a key per owner", "30 days at most, an hour in memory"),
+        attack="a party with the disk and the key file can read them, and so can the owner's API key",
+        mitigations=("nothing on disk by default", "AES-GCM under a key per owner", "30 days at most, an hour in memory"),
     ),
     _feature(
         "stored-responses",
         row="storage",
         setting="keep_responses",
         title="Kept responses",
-        does="keeps conversations of /v1/responses in memory for an hour, so that they can go on",
-        endangers="what was said outlives its request",
+        does="keeps conversations of /v1/responses in memory for an hour, so that they can be continued",
+        endangers="content outlives its request",
         part="responses",
-        open=mitigate("in memory for an hour, found by its owner only, unless the request has `store` false"),
-        team=mitigate("only where the operator asks for it: in memory for an hour, found by its tenant only"),
+        open=mitigate("in memory for an hour, accessible to its owner only, unless the request has `store` false"),
+        team=mitigate("off by default: in memory for an hour, accessible to its tenant only"),
         private=_UNWANTED,
         paranoid=_UNWANTED,
         on_by_default=(Profile.OPEN,),
@@ -464,17 +481,17 @@ _FEATURES: Final = (
         row="page-storage",
         setting="the page's setting `Keep on this device`",
         title="Conversations kept by the page",
-        does="lets a person keep conversations in the browser",
-        endangers="whoever uses the device or copies its disk can read them",
+        does="lets a user keep conversations in the browser",
+        endangers="anyone who uses the device or copies its disk can read them",
         instead="export a conversation as a file",
         residue="conversations with their files, presets and settings",
         where=("the client's disk",),
-        attack="whoever uses the device or copies its disk reads them",
+        attack="anyone who uses the device or copies its disk can read them",
         mitigations=(
-            "off until a person switches it on",
+            "off by default",
             "never the API key",
-            "taken away when it is switched off",
-            "never read where the profile refuses it",
+            "deleted when it is switched off",
+            "never read if the profile refuses it",
         ),
     ),
 )
@@ -485,8 +502,8 @@ ALWAYS_THERE: Final = (
         row="paging",
         setting="",
         title="Memory of requests",
-        does="gives the memory of a request that ended to the next one",
-        endangers="unwiped, it would hold what somebody said",
+        does="reuses the memory of a finished request for the next one",
+        endangers="without a wipe, it would still hold content",
         instead="",
     ),
     _feature(
@@ -495,20 +512,20 @@ ALWAYS_THERE: Final = (
         setting="",
         title="Metrics",
         does="shows counts and times of all requests at /metrics and on the page",
-        endangers="figures about few requests tell the operator about single people",
+        endangers="figures about few requests reveal single users to the operator",
         instead="",
     ),
 )
 
 FEATURES: Final[Mapping[str, Feature]] = {feature.name: feature for feature in _FEATURES}
-"""What can be asked for, by name."""
+"""Optional features by name."""
 
 
 def judged_apart() -> tuple[Feature, ...]:
-    """Features with rulings of their own, other than those of their row."""
+    """Features whose rulings differ from those of their row."""
     return tuple(f for f in FEATURES.values() if f.rulings is not row_of(f.slug).rulings)
 
 
 def declared_threats() -> dict[str, ThreatProfile]:
-    """Returns what features leave behind that are not chosen by name from a registry, by their titles."""
+    """Returns the threat profiles of features that are not selected by name from a registry, by title."""
     return {f.title[0].lower() + f.title[1:]: f.threat for f in FEATURES.values() if f.threat is not None}

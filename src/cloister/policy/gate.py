@@ -1,4 +1,5 @@
-"""Admission: the credential fixes scope, tenant and class of a request; what a client says counts where the profile lets it."""
+"""Admission: the credential fixes scope, tenant and class of a request; the client's own requests count only if the profile
+permits it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKi
 
 KEYLESS_TENANT = "local"
 MAX_PEOPLE = 65_536
-"""People whose use is counted; beyond it, that of whoever came longest ago begins anew."""
+"""Number of users whose usage is counted; beyond it, the least recently used count is dropped."""
 _KEYLESS_OWNER = b"local"
 SESSION_HEADER = "cloister-session"
 _SALT_BYTES = 32
@@ -26,16 +27,17 @@ _SECRET = re.compile("[0-9a-fA-F]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a request may do. Its text says nothing of who asks.
+    """The rights of a request. Its repr does not identify the user.
 
     Attributes:
-        scope: who may share its KV.
-        tenant: whose fair share it uses.
+        scope: which requests may share its KV.
+        tenant: whose fair share it uses (fairness is per tenant).
         priority: its class; smaller is more urgent.
-        account: what its key has used; None without limits.
+        account: usage of its key; None without limits.
         is_operator: it may change what the server runs.
-        owner: secret of its tenant, or of this machine: what is kept is found by it; None where nobody can be told apart.
-        key: digest of its key, for work that goes on after the request; None without keys.
+        owner: secret of its tenant or of this machine, under which stored objects are found; None if callers cannot be
+            distinguished.
+        key: digest of its key, for work that continues after the request; None without keys.
     """
 
     scope: Scope = field(repr=False)
@@ -48,19 +50,19 @@ class Admission:
 
 
 class Gate:
-    """Lets requests in, under the active profile.
+    """Admits requests under the active profile.
 
     Args:
         policy: the active profile.
-        credentials: API keys; None when none are asked for.
-        people: of an OpenID issuer, whose tokens are taken beside API keys; None where there is no issuer.
+        credentials: API keys; None if the server requires none.
+        people: users of an OpenID issuer, whose tokens are accepted in addition to API keys; None without an issuer.
         loopback: only this machine can connect.
-        reuses_prefixes: the prefix cache is on, so that a session means something.
-        sealed: every request comes through a sealed node, which gives answers the profile's shape (`trust.shape`).
+        reuses_prefixes: the prefix cache is on, which sessions need.
+        sealed: every request comes through a sealed node, which sends answers in the profile's traffic shape (`trust.shape`).
         random: source of salts for scopes that live as long as one request.
 
     Raises:
-        ConfigError: keys are asked for, and there are none.
+        ConfigError: keys are required, and there are none.
     """
 
     def __init__(
@@ -89,19 +91,19 @@ class Gate:
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether nobody is let in without an API key, or a token."""
+        """Whether every request needs an API key or a token."""
         return self._credentials is not None or self.people is not None
 
     @property
     def widest_scope(self) -> ScopeKind:
-        """How wide the scope of a request can be here: who may ever find its prefix."""
+        """The widest possible scope of a request here: which requests may ever hit its prefix."""
         if not self.asks_for_keys:
             return ScopeKind.REQUEST if self._keyless_scope is None else ScopeKind.LOCAL
         return min(self.policy.widest_scope, ScopeKind.TENANT, key=list(ScopeKind).index)
 
     @property
     def tells_owners(self) -> bool:
-        """Whether it is known of two requests that they come from the same side."""
+        """Whether the server can tell that two requests come from the same caller."""
         return self._credentials is not None or (self.people is None and self._keyless_scope is not None)
 
     @property
@@ -110,10 +112,10 @@ class Gate:
         return self.policy.allows(self._streaming)
 
     def admit(self, api_key: str | None) -> Admission:
-        """Admits the holder of an API key; without keys, anyone (a key that a client sends all the same is not looked at).
+        """Admits the holder of an API key. On a server without keys it admits everyone and ignores a key that a client sends.
 
         Raises:
-            AuthenticationError: keys are asked for, and this is none of them.
+            AuthenticationError: keys are required, and this one is unknown.
         """
         if self._credentials is None and self.people is not None:
             raise AuthenticationError("this server asks for a token of its issuer: send it as 'Authorization: Bearer TOKEN'")
@@ -124,7 +126,7 @@ class Gate:
         return self._admit_key(self._credentials, _authenticate(self._credentials, api_key))
 
     def admit_person(self, person: Person) -> Admission:
-        """Admits the holder of a verified token. Nothing is kept for people: their secrets end with this process."""
+        """Admits the holder of a verified token. Nothing is stored for users: their secrets are lost when this process ends."""
         account = None
         if person.limits.any:
             account = self._person_accounts.setdefault(person.account, Account(person.limits))
@@ -134,10 +136,10 @@ class Gate:
         return self._admit(person.salt, person.tenant, person.priority, account, person.is_operator)
 
     def readmit(self, key: bytes | None) -> Admission | None:
-        """Admits work that goes on after its request, in the class behind that of the key; None where the key is gone.
+        """Admits background work, one class below that of the key; None if the key was removed.
 
         Args:
-            key: as `Admission.key` had it.
+            key: the value of `Admission.key`.
         """
         admission = None
         if self._credentials is None and self.people is None and key is None:
@@ -156,22 +158,22 @@ class Gate:
     def _admit(self, salt: bytes, tenant: str, priority: int, account: Account | None, is_operator: bool) -> Admission:
         is_alone = self.policy.widest_scope is ScopeKind.REQUEST
         scope = self._fresh_scope() if is_alone else Scope(ScopeKind.TENANT, salt)
-        # Who is not told apart cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
+        # An anonymous user cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
         shown = tenant if self.policy.names_tenants else f"class {priority}"
         return Admission(scope, shown, priority, account, is_operator)
 
     def with_session(self, admission: Admission, session: str | None) -> Admission:
-        """Returns the admission with the scope of a session: those of its requests that bring the same secret share KV.
+        """Returns the admission with the scope of a session: requests with the same secret share KV.
 
-        It stays inside the scope of a tenant or of this machine; where every request would have a scope of its own, the
-        secret alone says who shares.
+        It is nested in the scope of the tenant or of this machine. If every request would have its own scope, the secret alone
+        determines what is shared.
 
         Args:
             session: 256 random bits as 64 hexadecimal digits, from the request's header `cloister-session`, or None.
 
         Raises:
             PolicyError: the profile has no sessions.
-            InvalidRequestError: it is no such secret, or nothing is reused here.
+            InvalidRequestError: the value is not such a secret, or the prefix cache is off.
         """
         if session is None:
             return admission
@@ -186,9 +188,9 @@ class Gate:
         return replace(admission, scope=Scope(ScopeKind.SESSION, salt, SESSION_LIFETIME_S, circle))
 
     def change_keys(self, credentials: Credentials) -> None:
-        """Asks for other keys from now on. What was admitted goes on; what a key that stays has used still counts.
+        """Replaces the API keys. Admitted requests continue; the usage of remaining keys is kept.
 
-        Unlike at start, no key at all is no mistake: whoever removes the last one wants nobody in.
+        Unlike at start, an empty set is valid: after the last key is removed, nobody is admitted.
         """
         self._credentials = credentials
         known = {key.digest: key.limits for key in credentials.keys}
@@ -197,7 +199,7 @@ class Gate:
             account.limits = known[digest]
 
     def with_request_options(self, admission: Admission, *, stream: bool = False, priority: int | None = None) -> Admission:
-        """Returns the admission with the wishes of the request itself.
+        """Returns the admission with the request's own `stream` and `priority` applied.
 
         Args:
             stream: the request's field `stream`.
@@ -215,9 +217,9 @@ class Gate:
         return admission if priority is None else replace(admission, priority=priority)
 
     def check_operator(self, admission: Admission) -> None:
-        """Raises PolicyError for who may not change what the server runs.
+        """Raises PolicyError if the caller may not change what the server runs.
 
-        An operator has an operator's key; without keys, whoever is on this machine.
+        An operator holds an operator's key; on a server without keys, every local client is one.
         """
         if not admission.is_operator:
             raise PolicyError(
@@ -226,7 +228,7 @@ class Gate:
             )
 
     def notice(self) -> str | None:
-        """Returns the line to show at start where users cannot be told apart, else None."""
+        """Returns a warning to show at start if users cannot be distinguished, else None."""
         if self.asks_for_keys or self._keyless_scope is not None:
             return None
         gain = "share inside a tenant" if self.policy.allows("prefix-cache") else "tell tenants apart"
@@ -245,7 +247,7 @@ class Gate:
 
 
 def _keyless_scope(loopback: bool, widest: ScopeKind) -> Scope | None:
-    """The one scope of all requests without keys, or None when each gets its own."""
+    """The common scope of all requests without keys; None if each gets its own."""
     return LOCAL_SCOPE if loopback and widest is ScopeKind.LOCAL else None
 
 

@@ -1,4 +1,4 @@
-"""The file of API keys: JSON, mode 0600, replaced whole or not at all."""
+"""The file of API keys: JSON, mode 0600, replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_credentials(path: Path) -> Credentials:
     """Reads a key file.
 
     Raises:
-        ConfigError: it is missing, broken, or open to other users of the machine; the message never has its content.
+        ConfigError: the file is missing, malformed, or accessible to other users; the message never has its content.
     """
     path = path.expanduser()
     try:
@@ -39,7 +39,7 @@ def read_credentials(path: Path) -> Credentials:
 
 
 def write_credentials(path: Path, credentials: Credentials) -> None:
-    """Replaces a key file atomically; it is never open to other users, not for an instant.
+    """Replaces a key file atomically; it is never accessible to other users.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -62,10 +62,10 @@ def write_credentials(path: Path, credentials: Credentials) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[Path]:
-    """Holds off other writers of a key file while one reads, changes and writes it; makes its directory (0700) if need be.
+    """Locks a key file against other writers while it is read, changed and written; creates its directory (0700) if needed.
 
     Yields:
-        The path with links resolved, so that a replace does not cut a link.
+        The path with links resolved, so that a replace keeps the link.
 
     Raises:
         ConfigError: another process is changing it.
@@ -90,7 +90,7 @@ def _parse(path: Path, data: bytes) -> Credentials:
     try:
         return msgspec.json.decode(data, type=Credentials)
     except msgspec.DecodeError as error:
-        # The error's text has positions and types only. Its chain is cut all the same: a traceback could show `data`.
+        # The error's text has positions and types only. The exception chain is still cut: a traceback could show `data`.
         why = str(error)
     raise ConfigError(
         f"the API key file {path} is broken ({why}); restore it, or remove it and make new keys with: "

@@ -1,8 +1,8 @@
-"""The threat matrix as data: every row, and what each profile says of it.
+"""The threat matrix as data: every row, with the ruling of each profile.
 
 A profile is a preset: `open` trusts the one person who uses the machine; `team` keeps the tenants of one server apart;
-`private` asks for every mitigation of the row; `paranoid` reuses nothing, moves no KV off the device and shows one shape
-to the network. `docs/threats.md` is printed from here.
+`private` requires every mitigation of the row; `paranoid` reuses nothing, moves no KV off the device and shows one traffic
+shape to the network. `docs/threats.md` is generated from this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cloister.types.threat import Requirement, ThreatProfile
 REQUIREMENTS = {
     Requirement.STATELESS: (
         "stateless computation",
-        "what a user sent serves the request only and is gone after it: it is in no log, metric, dump or swap, and in no "
+        "what a user sent is used for the request only and deleted afterwards: in no log, metric, dump or swap, and in no "
         "cache that another user can detect",
     ),
     Requirement.ENFORCEABLE: (
@@ -59,7 +59,7 @@ _DEVICE, _HOST, _SSD, _NODES, _NETWORK, _ROUTER, _CLIENT = (
     "router",
     "the client's disk",
 )
-ONE_USER = "one user on one machine: nobody else to keep it from"
+ONE_USER = "one user on one machine: there are no others to protect it from"
 
 
 def _row(
@@ -82,23 +82,28 @@ _LEASE_ATTESTED = mitigate("copies share one lease, and stay inside one attested
 _ROUTED_LEASES = mitigate("a node may ask only for leases of requests that were routed to it; otherwise denied")
 _RANDOM_TARGET = mitigate("only inside an ensemble, target drawn at random by capacity, recorded as counts")
 _TAPLESS = mitigate("encrypted channel between attested peers; the pair is one trust unit")
-_CLASS = mitigate("the class is the credential's; content and the client's wishes do not count")
-_PUBLIC_CLASS = mitigate("the class is the credential's public class, and the engine sees no other mark of who asks")
+_CLASS = mitigate("the class is the credential's; content and the client's wishes have no effect")
+_PUBLIC_CLASS = mitigate(
+    "the class is the credential's public class, and the engine sees nothing else that identifies the user"
+)
 _PUBLIC_TRAINING = mitigate("trained on public data only; nothing is learned from prompts")
 _RANDOM_FLIP = mitigate("flips are drawn at random and logged as counts")
 _COUNTS = mitigate(
-    "counts on the allow-list only, shown anew once a threshold of further requests has ended; on a sealed node counts by the "
+    "counts on the allow-list only, updated once a threshold of further requests has ended; on a sealed node counts per "
     "minute, with noise in each and none of few"
 )
 _REQUEST_STATE = mitigate("state per request, a datastore of public text, or differential privacy")
 _DRAFTS_DIE = "drafts live no longer than their request"
-_PAGE_STORAGE = mitigate("only while the person at the page has switched it on, and without the API key")
-_RECEIPT = mitigate("only for who asks, sealed to the client; salted digests, and no time but the epoch's hour")
+_PAGE_STORAGE = mitigate("only while the user of the page has switched it on, and without the API key")
+_RECEIPT = mitigate("only on request, sealed to the client; salted digests, and no time but the epoch's hour")
 _STEP_TIMES = mitigate("learns from token counts and step times only, keeps them in the engine, and exports nothing")
 
-_KEPT = mitigate("only where the operator asks for it; found by its owner only, sealed on disk, and gone after its time")
-_GONE = refuse("what a user sent serves its request and is gone after it")
+_KEPT = mitigate("off by default; accessible to its owner only, encrypted on disk, and deleted when it expires")
+_GONE = refuse("what a user sent is used for its request only and deleted afterwards")
 
+_IMAGES_CHECKED = mitigate(
+    "size, type and number are checked before anything is decoded; an image's KV is found inside its tenant's scope only"
+)
 ROWS: tuple[Row, ...] = (
     _row(
         "paging",
@@ -117,7 +122,7 @@ ROWS: tuple[Row, ...] = (
             "prefix cache", "SE", residue="token KV", where=(_DEVICE, _HOST),
             attack="data leak, inference by timing, access pattern",
             mitigation="scope: request < session < tenant < public; a salt from the credential, expiry; no sharing between "
-            "scopes, quotas per scope so that eviction tells nothing; public prefixes only from the release",
+            "scopes, quotas per scope so that eviction reveals nothing; public prefixes only from the release",
         ),
         residue=Residue(
             "prefix cache", "KV by token", (_DEVICE, _HOST), "expiry, isolation",
@@ -151,10 +156,10 @@ ROWS: tuple[Row, ...] = (
             "duplication", "KV", (_DEVICE, _HOST), "synchronised expiry", leak=True, difference=True,
         ),
         steering=Steering(
-            "duplication", "copies the target's cache to a captured node", "copies others' caches away from it"
+            "duplication", "copies the target's cache to a captured node", "copies others' caches away from that node"
         ),
         open=allow(ONE_USER), team=_LEASE, private=_LEASE_ATTESTED,
-        paranoid=refuse("a copy exists to be reused, and nothing is reused at all"),
+        paranoid=refuse("copies exist only for reuse, and this profile reuses nothing"),
     ),
     _row(
         "pulling",
@@ -164,7 +169,7 @@ ROWS: tuple[Row, ...] = (
         ),
         steering=Steering("pulling", "pulls from the target's cache"),
         open=allow(ONE_USER), team=_ROUTED_LEASES, private=_ROUTED_LEASES,
-        paranoid=refuse("what is pulled is a cache, and nothing is reused at all"),
+        paranoid=refuse("only caches are pulled, and this profile reuses nothing"),
     ),
     _row(
         "migration",
@@ -292,20 +297,33 @@ ROWS: tuple[Row, ...] = (
         "receipts",
         _threat(
             "receipts of answers", "T", residue="a signed statement about one answer", where=(_CLIENT,),
-            attack="shown to others, or taken from the client, it proves what was said, and names node and hour of the request",
-            mitigation="only for who asks, sealed to the client, in an answer shaped as any other; the node keeps nothing; "
+            attack="disclosed by or stolen from the client, it proves what was said, and names node and hour of the request",
+            mitigation="only on request, sealed to the client, in an answer shaped as any other; the node keeps nothing; "
             "salted digests in place of texts; no time but the epoch's",
         ),
         open=allow(ONE_USER), team=_RECEIPT, private=_RECEIPT,
-        paranoid=refuse("what can be proved can be demanded: nobody can show later what was said here"),
+        paranoid=refuse("what can be proved can be demanded: nobody can later prove what was said here"),
+    ),
+    _row(
+        "images",
+        _threat(
+            "images as input", "S", residue="pixels until the request ends, embeddings until its prompt is computed",
+            where=(_HOST, _DEVICE), attack="the size of a request shows an image and how large it is; a hostile file attacks "
+            "its decoder",
+            mitigation="size, type and number are checked before anything is decoded; prefix keys name an image by its digest, "
+            "inside the scope; embeddings are overwritten when the prompt is past them",
+        ),
+        open=allow(ONE_USER), team=_IMAGES_CHECKED,
+        private=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
+        paranoid=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
     ),
     _row(
         "storage",
         _threat(
             "stored requests and answers", "SE", residue="files, batches and conversations until they expire",
             where=(_SSD, _HOST), attack="data leak from a disk or to another user",
-            mitigation="nothing touches a disk unless the operator names a place for it; found by its owner only; sealed there "
-            "with AES-GCM under a key per owner; everything expires",
+            mitigation="nothing touches a disk unless the operator names a place for it; accessible to its owner only; "
+            "encrypted with AES-GCM under a key per owner; everything expires",
         ),
         open=_KEPT, team=_KEPT, private=_GONE, paranoid=_GONE,
     ),
@@ -313,12 +331,12 @@ ROWS: tuple[Row, ...] = (
         "page-storage",
         _threat(
             "conversations that the web page keeps", "S", residue="conversations with their files, presets and settings",
-            where=(_CLIENT,), attack="whoever uses the device or copies its disk reads them",
-            mitigation="written while the person at the page wants it, never otherwise and never with an API key; taken away "
+            where=(_CLIENT,), attack="anyone who uses the device or copies its disk can read them",
+            mitigation="written only while the user has switched it on, and never with an API key; deleted "
             "when that is switched off",
         ),
         open=allow(ONE_USER), team=_PAGE_STORAGE, private=_PAGE_STORAGE,
-        paranoid=refuse("what was said is gone when the page is closed; an export takes a person's own hand"),
+        paranoid=refuse("content is gone when the page is closed; only the user can export it"),
     ),
 )  # fmt: skip
 
@@ -330,7 +348,7 @@ def find_row(name: str) -> Row:
     """Returns the row of a feature's `ThreatProfile.row`.
 
     Raises:
-        LookupError: the matrix has no such row, so nobody has said yet what the profiles make of the feature.
+        LookupError: the matrix has no such row, so the profiles have no ruling for the feature.
     """
     if name not in _BY_NAME:
         raise LookupError(f"the threat matrix has no row {name!r}; rows: {'; '.join(_BY_NAME)}")
@@ -338,11 +356,11 @@ def find_row(name: str) -> Row:
 
 
 def row_of(slug: str) -> Row:
-    """Returns the row whose rules carry `slug` (KeyError when there is none)."""
+    """Returns the row with this `slug` (KeyError if there is none)."""
     return _BY_SLUG[slug]
 
 
-# What this build has: every registered implementation and declared feature, by the row of the matrix it points to.
+# Features of this build: every registered implementation and declared feature, by its row of the matrix.
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +368,7 @@ class Entry:
     """One feature of this build.
 
     Attributes:
-        kind: the registry's kind, or "feature" for one that is not chosen by name.
+        kind: the registry's kind, or "feature" for one that is not selected by name.
     """
 
     kind: str
@@ -359,19 +377,19 @@ class Entry:
 
     @classmethod
     def of(cls, registry: Registry[Any], name: str) -> Entry:
-        """Returns the entry of an implementation (ConfigError when there is none)."""
+        """Returns the entry of an implementation (ConfigError if there is none)."""
         return cls(registry.kind, name, registry.threat(name))
 
 
 def gather(registries: Iterable[Registry[Any]], declared: Mapping[str, ThreatProfile]) -> tuple[Entry, ...]:
-    """Collects what the packages registered and declared.
+    """Collects the features that the packages registered and declared.
 
     Args:
-        declared: name -> threat profile of features that are not chosen by name.
+        declared: name -> threat profile of features that are not selected by name.
 
     Raises:
-        LookupError: an entry points to no row of the matrix.
-        ValueError: an entry owns up to other threats than its row has.
+        LookupError: an entry's row is not in the matrix.
+        ValueError: an entry declares other threats than its row.
     """
     entries = [Entry(registry.kind, name, threat) for registry in registries for name, threat in registry]
     entries += [Entry("feature", name, threat) for name, threat in declared.items()]

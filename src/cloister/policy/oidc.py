@@ -1,7 +1,8 @@
-"""People of an OpenID issuer: which of its tokens are taken, and what their holders may do. `server.oidc` checks signatures.
+"""Users of an OpenID issuer: which of its tokens are accepted, and the rights of their holders. `server.oidc` checks
+signatures.
 
-A token names a person. What goes on from here is a pseudonym: HMAC-SHA256 (RFC 2104) under a key that this process draws at its
-start and keeps nowhere, so that no log, figure or file of two starts can be put together, or worked out from a list of names.
+A token names a person. All other code sees a pseudonym: HMAC-SHA256 (RFC 2104) under a key that this process draws at start and
+never stores. So logs, figures and files of two starts cannot be linked, nor matched against a list of names.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _TYPES: Final = frozenset({"jwt", "at+jwt", "application/at+jwt"})
 _KEY_BYTES: Final = 32
 _MAX_CLAIM_CHARS: Final = 1024
 _MOST_SECONDS: Final = 1e15
-"""A time claim beyond this is no time; neither are NaN and infinity, which compare as false."""
+"""A larger time claim is invalid, as are NaN and infinity, which compare as false."""
 _PATH: Final = re.compile(r"[^.\s]+(\.[^.\s]+)*")
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TokenLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of every person; None is no bound (`policy.quotas`)."""
+    """Limits of every user; None is no limit (`policy.quotas`)."""
 
     requests_per_minute: PositiveInt | None = None
     concurrent_requests: PositiveInt | None = None
@@ -47,16 +48,16 @@ class OidcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The file of the setting `oidc`, TOML.
 
     Attributes:
-        issuer: URL, as it stands in `iss` of its tokens; its keys are found by discovery.
-        audience: what `aud` of a token has to name: this service.
-        roles_claim: where a token lists roles, such as `realm_access.roles`; a list, or one string with spaces between.
-        required_role: who lacks it is refused; unset, nobody is.
-        operator_role: who has it may change what the server runs.
-        tenant_claim: who shares prefixes and a fair share: tokens with the same value of it.
-        priority: class of all; smaller is more urgent.
-        clock_skew_s: how far the issuer's clock may be from this machine's.
-        ca_file: certificates in PEM that the issuer's own is held against; unset, those of the system.
-        limits: of each person.
+        issuer: URL, as in `iss` of its tokens; its keys are found by discovery.
+        audience: required `aud` of a token: this service.
+        roles_claim: claim that lists roles, such as `realm_access.roles`; a list, or one space-separated string.
+        required_role: holders without it are refused; unset, no role is required.
+        operator_role: holders may change what the server runs.
+        tenant_claim: tokens with the same value of this claim share prefixes and a fair share.
+        priority: class of all users; smaller is more urgent.
+        clock_skew_s: permitted difference between the issuer's clock and this machine's.
+        ca_file: trusted certificates in PEM for the issuer; unset, those of the system.
+        limits: quotas of each user.
     """
 
     issuer: str
@@ -80,18 +81,18 @@ class OidcConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class AccessTokenError(AuthenticationError):
-    """A token that is not taken (RFC 6750, 3.1)."""
+    """A token that is not accepted (RFC 6750, 3.1)."""
 
     code = "invalid_token"
 
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Who holds a token, under pseudonyms.
+    """The holder of a token, under pseudonyms.
 
     Attributes:
-        account: whose limits it uses up.
-        tenant: whose fair share it uses.
+        account: pseudonym for quotas.
+        tenant: pseudonym for the fair share.
         salt: of the tenant's scope.
     """
 
@@ -107,7 +108,7 @@ class People:
     """Reads the claims of verified tokens.
 
     Args:
-        random: source of the key that pseudonyms are made under.
+        random: source of the key for pseudonyms.
     """
 
     def __init__(self, config: OidcConfig, random: RandomBytes = os.urandom) -> None:
@@ -116,14 +117,14 @@ class People:
         self._limits = KeyQuota(**msgspec.structs.asdict(config.limits))
 
     def admit(self, header: Mapping[str, Any], claims: Mapping[str, Any], now_s: float) -> Person:
-        """Returns who holds a token whose signature was verified (RFC 7519, 4.1; RFC 9068, 4).
+        """Returns the holder of a token whose signature was verified (RFC 7519, 4.1; RFC 9068, 4).
 
         Args:
             now_s: seconds since 1970-01-01 UTC.
 
         Raises:
-            TokenError: the token is not for this service, or not now.
-            PolicyError: its holder lacks the role that is asked for.
+            TokenError: the token is not for this service, or not valid now.
+            PolicyError: its holder lacks the required role.
         """
         config = self.config
         kind = header.get("typ", "JWT")
@@ -138,7 +139,7 @@ class People:
         subject, tenant = _text(claims, "sub"), _text(claims, config.tenant_claim)
         roles = _roles(claims, config.roles_claim)
         if config.required_role is not None and config.required_role not in roles:
-            raise PolicyError("this token lacks the role that the server asks for; its operator knows which")
+            raise PolicyError("this token lacks the role that the server requires; ask its operator which")
         return Person(
             account=self._pseudonym("account", subject),
             tenant=self._pseudonym("tenant", tenant).hex(),
@@ -170,7 +171,7 @@ def read_oidc(path: Path) -> OidcConfig:
     """Reads the file of the setting `oidc`.
 
     Raises:
-        ConfigError: it cannot be read or used; the message says what to change.
+        ConfigError: the file cannot be read or used; the message says what to change.
     """
     path = path.expanduser()
     try:
@@ -182,7 +183,7 @@ def read_oidc(path: Path) -> OidcConfig:
 
 
 def may_be_fetched(url: str) -> bool:
-    """Whether a URL leads where nobody between can change what is read: by TLS, or on this machine."""
+    """Whether responses from a URL cannot be changed in transit: it uses TLS, or is on this machine."""
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -194,7 +195,7 @@ def may_be_fetched(url: str) -> bool:
 
 
 def _claim(claims: Mapping[str, Any], path: str) -> object:
-    if path in claims:  # some issuers name their claims by URLs, which have dots
+    if path in claims:  # some issuers use URLs with dots as claim names
         return claims[path]
     found: object = claims
     for name in path.split("."):
@@ -205,7 +206,7 @@ def _claim(claims: Mapping[str, Any], path: str) -> object:
 def _text(claims: Mapping[str, Any], path: str) -> str:
     value = _claim(claims, path)
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_CLAIM_CHARS:
-        raise AccessTokenError("this token lacks a claim that the server tells people apart by; its operator knows which")
+        raise AccessTokenError("this token lacks a claim that the server needs to distinguish users; ask its operator which")
     return value
 
 

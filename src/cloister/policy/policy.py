@@ -1,4 +1,4 @@
-"""What the active profile allows, and the one place that refuses. Pure: data in, verdicts out."""
+"""The rules of the active profile, and the only place that refuses features. Pure: data in, verdicts out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cloister.types.threat import ThreatProfile
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Somebody's wish for a feature.
+    """A request to switch a feature on or off.
 
     Attributes:
-        wanted: on, off, or None when nobody said.
-        source: where the wish comes from, for the refusal, such as "flag"; never what a user sent.
+        wanted: on, off, or None for the default.
+        source: origin of the request, for the refusal, such as "flag"; never what a user sent.
     """
 
     wanted: bool | None
@@ -35,10 +35,10 @@ _WIDEST_SCOPE: Mapping[Profile, ScopeKind] = {
 
 
 class Policy:
-    """The rules of one profile. Nothing that it refuses can be switched on, by whatever way the wish came.
+    """The rules of one profile. A feature that it refuses cannot be switched on by any means.
 
     Raises:
-        ConfigError: there is no such profile.
+        ConfigError: the profile does not exist.
     """
 
     def __init__(self, profile: str) -> None:
@@ -51,28 +51,28 @@ class Policy:
 
     @property
     def widest_scope(self) -> ScopeKind:
-        """The widest circle in which KV may be reused."""
+        """The widest scope in which KV may be reused."""
         return _WIDEST_SCOPE[self.profile]
 
     @property
     def names_tenants(self) -> bool:
-        """Whether the engine may learn which tenant a request belongs to, and not its class alone."""
+        """Whether the engine may learn the tenant of a request, not only its class."""
         return self.widest_scope is not ScopeKind.REQUEST
 
     @property
     def counts_only(self) -> bool:
-        """Whether metrics leave through a `CountRelease` and not as they are."""
+        """Whether metrics are published through a `CountRelease` only."""
         return row_of("profiling").rulings[self.profile].verdict is not Verdict.ALLOWED
 
     def ruling(self, feature: str) -> Ruling:
-        """Returns what the profile says of a feature in `FEATURES` (KeyError when there is none)."""
+        """Returns the profile's ruling on a feature of `FEATURES` (KeyError if there is none)."""
         return FEATURES[feature].rulings[self.profile]
 
     def allows(self, feature: str) -> bool:
         return self.ruling(feature).verdict is not Verdict.REFUSED
 
     def check(self, features: Mapping[str, Use]) -> None:
-        """Checks wishes by feature name.
+        """Checks several requests by feature name.
 
         Raises:
             PolicyError: one is wanted and refused; the message names the rule and says what to change.
@@ -82,10 +82,10 @@ class Policy:
                 raise self._refusal(FEATURES[name], use.source)
 
     def resolve(self, feature: str, wanted: bool | None, source: str = "a setting") -> bool:
-        """Returns whether a feature is on: as wanted, or as the profile has it when nobody said.
+        """Returns whether a feature is on: as requested, or the profile's default.
 
         Raises:
-            PolicyError: it is wanted and refused.
+            PolicyError: the feature is requested and refused.
         """
         self.check({feature: Use(wanted, source)})
         return self.profile in FEATURES[feature].on_by_default if wanted is None else wanted
@@ -110,6 +110,6 @@ class Policy:
         allowing = ", ".join(feature.allowing())
         return PolicyError(
             f"{ruling.rule}: the profile {self.profile.value!r} refuses {feature.name}, asked for by {source}: "
-            f"{ruling.text}. To go on, {feature.instead}; profiles that allow it: {allowing}.",
+            f"{ruling.text}. To continue, {feature.instead}; profiles that allow it: {allowing}.",
             param=feature.setting,
         )

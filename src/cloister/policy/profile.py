@@ -1,4 +1,4 @@
-"""Which profile is active when nobody chose one. Pure."""
+"""The default profile. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from cloister.policy.verdict import Profile
 
 
 def default_profile(*, loopback: bool, has_api_keys: bool, sealed: bool = False) -> tuple[Profile, str]:
-    """Returns the profile of a server for which none was set, and why."""
+    """Returns the default profile of a server, and why."""
     if sealed:
         return Profile.PRIVATE, "the server is a sealed node"
     if loopback and not has_api_keys:
-        return Profile.OPEN, "only this machine can connect, and nobody asked for API keys"
+        return Profile.OPEN, "only this machine can connect, and API keys are not required"
     if has_api_keys:
-        return Profile.TEAM, "API keys tell tenants apart"
+        return Profile.TEAM, "API keys distinguish tenants"
     return Profile.TEAM, "other machines can connect"
 
 

@@ -1,6 +1,6 @@
-"""What one API key, or person, may use: requests per minute, requests at once, tokens per day. Pure: times are arguments.
+"""Quotas of one API key or user: requests per minute, concurrent requests, tokens per day. Pure: times are arguments.
 
-Counts live in memory only and begin anew with the server. What was charged is given back once if it was not used.
+Counts are kept in memory only and are reset when the server starts. Unused charges are refunded once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from cloister.types.errors import RateLimitError
 MINUTE_S: Final = 60.0
 DAY_S: Final = 86_400.0
 BUSY_RETRY_S: Final = 1.0
-"""When to try again if too many requests of a key run: nobody can know when one of them ends."""
+"""Retry delay if too many requests of a key run; when one of them ends is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyQuota:
-    """Bounds of one API key; None is no bound.
+    """Limits of one API key; None is no limit.
 
     Attributes:
-        requests_per_minute: in no 60 seconds more begin.
-        concurrent_requests: so many may be open at once.
-        tokens_per_day: prompts and answers together, from midnight to midnight UTC.
+        requests_per_minute: maximum number of requests that begin in any 60 seconds.
+        concurrent_requests: maximum number of open requests.
+        tokens_per_day: maximum of prompt and output tokens together, from midnight to midnight UTC.
     """
 
     requests_per_minute: int | None = None
@@ -39,13 +39,13 @@ class KeyQuota:
                 raise ValueError(f"{name} must be at least 1; leave it out for no limit")
 
     def items(self) -> Iterator[tuple[str, int | None]]:
-        """Yields every bound with its name."""
+        """Yields every limit with its name."""
         for field in fields(self):
             yield field.name, getattr(self, field.name)
 
     @property
     def any(self) -> bool:
-        """Whether there is a bound at all."""
+        """Whether there is any limit."""
         return any(value is not None for _, value in self.items())
 
 
@@ -54,11 +54,11 @@ NO_LIMITS: Final = KeyQuota()
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What is left of one bound.
+    """The remainder of one limit.
 
     Attributes:
         kind: "requests" or "tokens".
-        reset_s: until all of it is there again.
+        reset_s: seconds until the limit is fully available again.
     """
 
     kind: str
@@ -68,10 +68,10 @@ class Allowance:
 
 
 class Account:
-    """What one API key has used.
+    """The usage of one API key.
 
     Args:
-        limits: may be exchanged at any time; what was used stays.
+        limits: may be replaced at any time; usage is kept.
     """
 
     def __init__(self, limits: KeyQuota) -> None:
@@ -85,10 +85,10 @@ class Account:
         """Charges one request.
 
         Args:
-            now_s: of a monotonic clock.
+            now_s: time of a monotonic clock, seconds.
 
         Raises:
-            RateLimitError: it is one too many; nothing was charged.
+            RateLimitError: the limit is exceeded; nothing was charged.
         """
         self._forget_until(now_s - MINUTE_S)
         limits = self.limits
@@ -109,10 +109,10 @@ class Account:
         return Charge(self, now_s)
 
     def allowances(self, now_s: float, utc_s: float) -> list[Allowance]:
-        """Returns what is left of the bounds that can be told ahead.
+        """Returns the remainders of the limits that can be stated in advance.
 
         Args:
-            now_s: of the monotonic clock.
+            now_s: time of the monotonic clock, seconds.
             utc_s: seconds since 1970-01-01 UTC.
         """
         self._forget_until(now_s - MINUTE_S)
@@ -125,7 +125,7 @@ class Account:
         return left
 
     def _reserve(self, num_tokens: int, utc_s: float) -> int:
-        """Charges tokens and returns the day that they count for."""
+        """Charges tokens and returns the day to which they are charged."""
         used = self._tokens_of_day(utc_s)
         limit = self.limits.tokens_per_day
         if limit is not None and used + num_tokens > limit:
@@ -138,7 +138,7 @@ class Account:
         return self._day
 
     def _give_back(self, num_tokens: int, day: int) -> None:
-        if day == self._day:  # what was charged on a day that is over is over with it
+        if day == self._day:  # charges of a past day expire with it
             self._num_tokens -= num_tokens
 
     def _leave(self, begun_s: float, *, refund: bool) -> None:
@@ -148,7 +148,7 @@ class Account:
 
     def _tokens_of_day(self, utc_s: float) -> int:
         day = int(utc_s // DAY_S)
-        if day > self._day:  # a clock that is set back does not open the same day twice
+        if day > self._day:  # a clock that is set back does not start the same day twice
             self._day, self._num_tokens = day, 0
         return self._num_tokens
 
@@ -158,7 +158,7 @@ class Account:
 
 
 class Charge:
-    """What one open request was charged. `leave` and `refund` count once; after that they change nothing."""
+    """The charges of one open request. `leave` and `refund` take effect once; further calls do nothing."""
 
     def __init__(self, account: Account, begun_s: float) -> None:
         self.account = account
@@ -167,21 +167,21 @@ class Charge:
         self._reserved: dict[str, tuple[int, int]] = {}
 
     def reserve(self, name: str, num_tokens: int, utc_s: float) -> None:
-        """Charges the tokens that a part of the request can need at most.
+        """Reserves the largest number of tokens that a part of the request can need.
 
         Args:
-            name: of the part, for `refund`.
+            name: name of the part, for `refund`.
 
         Raises:
-            RateLimitError: they are more than the day has left; nothing was charged.
+            RateLimitError: they exceed the day's remainder; nothing was charged.
         """
         self._reserved[name] = (num_tokens, self.account._reserve(num_tokens, utc_s))
 
     def refund(self, name: str, num_used_tokens: int) -> None:
-        """Gives back what a part did not use of its reservation.
+        """Refunds the part of a reservation that was not used.
 
         Args:
-            num_used_tokens: what it used.
+            num_used_tokens: the number of tokens used.
         """
         if (reserved := self._reserved.pop(name, None)) is not None:
             self.account._give_back(reserved[0] - num_used_tokens, reserved[1])
@@ -190,7 +190,7 @@ class Charge:
         """Ends the request.
 
         Args:
-            refund: the server could not serve it, so it does not count against the minute.
+            refund: do not count it against the minute, because the server could not serve it.
         """
         if self._is_open:
             self._is_open = False

@@ -1,4 +1,4 @@
-"""How a profile decides the configuration: one pure step between reading settings and starting a server."""
+"""Applies a profile to the configuration: one pure step between reading settings and starting a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, NO_DRAFTER, C, En
 from cloister.types.errors import ConfigError
 
 SESSION_SHARES = 16
-"""Sessions at once that find their prefix again, where there are no tenants."""
+"""Number of concurrent sessions that keep their prefixes, if there are no tenants."""
 
 
 def apply_profile(
@@ -24,20 +24,20 @@ def apply_profile(
     num_tenants: int = 0,
     entries: Iterable[Entry] = (),
 ) -> tuple[Policy, Resolved[EngineConfig]]:
-    """Chooses the profile if nobody did, fills what it decides, and refuses what it denies.
+    """Chooses the default profile if none is set, sets what the profile decides, and refuses what it denies.
 
     Args:
-        engine: settings and where each came from.
-        loopback: only this machine can connect; True for `LLM`, which listens nowhere.
+        engine: settings and the origin of each.
+        loopback: only this machine can connect; True for `LLM`, which has no listener.
         sealed: the server is a sealed node.
-        num_tenants: tenants that the API keys belong to; 0 where none are asked for.
-        entries: implementations that the settings chose by name, such as `Entry.of(POLICIES, config.scheduler)`.
+        num_tenants: number of tenants of the API keys; 0 if keys are not required.
+        entries: implementations that the settings select by name, such as `Entry.of(POLICIES, config.scheduler)`.
 
     Returns:
         The policy, and the configuration with `profile`, `prefix_cache`, `cache_scopes` and `speculate` set and explained.
 
     Raises:
-        PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
+        PolicyError: a setting requests what the profile denies; the message names the rule and what to change.
     """
     if engine.config.profile is None:
         profile, why = default_profile(loopback=loopback, has_api_keys=has_api_keys, sealed=sealed)
@@ -65,11 +65,11 @@ def apply_profile(
 
 
 def _resolve_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed: bool) -> Resolved[EngineConfig]:
-    """Returns the configuration with `speculate` set; refuses drafts that the profile denies, and settings that nothing reads.
+    """Returns the configuration with `speculate` set. Refuses drafts that the profile denies, and settings without effect.
 
     Raises:
-        PolicyError: the profile has no drafts here.
-        ConfigError: a setting of drafters is there, and nothing drafts, or nothing that reads it.
+        PolicyError: the profile denies drafts here.
+        ConfigError: a drafter setting is given, but no drafter uses it.
     """
     feature, config = "sealed-speculation" if sealed else "speculation", engine.config
     wanted = None if config.speculate is None else config.speculates
@@ -82,10 +82,10 @@ def _resolve_speculation(policy: Policy, engine: Resolved[EngineConfig], sealed:
     read = {DRAFTER_FILES.get(name) for name in config.drafter_names}
     policy.check({"datastore": Use("datastore" in read, _source_of(engine, "speculate"))})
     if wanted is None:
-        why = f"{asking} is set" if asking is not None else "nobody asked for drafts, which cost time where they are wrong"
+        why = f"{asking} is set" if asking is not None else "drafts were not requested, and wrong drafts cost time"
         engine = engine.explain(speculate=(AUTO_DRAFTER if is_on else NO_DRAFTER, why))
     if not is_on and asking is not None:
-        raise ConfigError(f"{asking} needs drafts, and there are none here; leave it out, or set speculate", param=asking)
+        raise ConfigError(f"{asking} needs drafts, which are off here; leave it out, or set speculate", param=asking)
     for name in ("draft_model", "datastore"):
         if config.drafter_names and getattr(config, name) is not None and name not in read:
             able = ", ".join((AUTO_DRAFTER, *(drafter for drafter, file in DRAFTER_FILES.items() if file == name)))
@@ -102,24 +102,24 @@ def _choose_cache_scopes(policy: Policy, has_cache: bool, loopback: bool, num_te
     if num_tenants:
         return num_tenants, "one for each tenant"
     if loopback and policy.profile is Profile.OPEN:
-        return 0, "one person on one machine: there is nobody else to feel"
-    return SESSION_SHARES, "for sessions, as no tenants are told apart"
+        return 0, "one person on one machine: there are no others to protect"
+    return SESSION_SHARES, "for sessions, as tenants are not distinguished"
 
 
 def apply_profile_to_front(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
-    """Fills what the profile decides about the HTTP front, and refuses what it denies.
+    """Sets what the profile decides about the HTTP front, and refuses what it denies.
 
     Returns:
         The configuration with `log_requests` set and explained.
 
     Raises:
-        PolicyError: a setting wants what the profile denies; the message names the rule and what to change.
-        ConfigError: a sealed node is to take tokens of people.
+        PolicyError: a setting requests what the profile denies; the message names the rule and what to change.
+        ConfigError: a sealed node is configured to accept users' tokens.
     """
     config = server.config
     policy.check({"identity-tokens": Use(config.oidc is not None, _source_of(server, "oidc"))})
     if config.oidc is not None and config.sealed:
-        raise ConfigError("a sealed node takes no tokens of people; leave `oidc` out", param="oidc")
+        raise ConfigError("a sealed node accepts no users' tokens; leave `oidc` out", param="oidc")
     policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
     policy.check({"files": Use(config.files is not None, _source_of(server, "files"))})
     server = _resolve_kept_responses(policy, server)

@@ -1,4 +1,4 @@
-"""What a profile says of a row of the threat matrix."""
+"""Verdicts of a profile on rows of the threat matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Profile(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What may be done with a feature."""
+    """How a profile treats a feature."""
 
     ALLOWED = "allowed"
     MITIGATED = "mitigated"
@@ -32,7 +32,7 @@ class Ruling:
 
     Attributes:
         rule: its name, such as `T6.prefix-cache.paranoid`.
-        text: ALLOWED: why nothing has to hold. MITIGATED: what must hold. REFUSED: why.
+        text: ALLOWED: why there is no condition. MITIGATED: the condition. REFUSED: the reason.
     """
 
     rule: str
@@ -41,7 +41,7 @@ class Ruling:
 
 
 Judgement = tuple[Verdict, str]
-"""A verdict and its text, before it has a name."""
+"""A verdict and its text, without a rule name."""
 
 
 def allow(text: str) -> Judgement:
@@ -63,7 +63,7 @@ def name_rulings(subject: str, judgements: Mapping[Profile, Judgement]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Residue:
-    """What state a feature leaves, and which kinds of attack it opens (taxonomy of residue).
+    """The state that a feature leaves, and the kinds of attack that it enables (taxonomy of residue).
 
     Attributes:
         leak, inference, access_pattern, difference: kinds of attack on the state.
@@ -81,7 +81,7 @@ class Residue:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """How a feature could steer a target's requests to captured nodes; an empty text means it cannot that way."""
+    """How a feature could steer a target's requests to captured nodes; an empty text means that it cannot do so in this way."""
 
     feature: str
     raises_hits: str
@@ -90,14 +90,14 @@ class Steering:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the matrix: what a kind of feature endangers, and what each profile says of it.
+    """One row of the matrix: the threats of a kind of feature, and each profile's ruling.
 
     Attributes:
         slug: the row's part in the names of its rules.
         threat: threats, residue and mitigation; `threat.row` is the row's name, which features point to.
         rulings: one for every profile.
         threat_note: when a threat holds only together with another feature.
-        residue, steering: what the published taxonomies say of it; None where they leave it out.
+        residue, steering: its entry in the published taxonomies; None if they omit it.
     """
 
     slug: str

@@ -1,7 +1,7 @@
-"""A node's evidence, kept current: made at the start, and anew for each of its keys.
+"""Keeps a node's evidence current: requests a new document for each new key.
 
-Evidence binds one key and ends with it. While it is being made the document of the key before is served, whose key still opens
-requests; one that has ended is not served at all.
+Evidence is bound to one key and expires with it. While a new document is being produced, the document of the previous key is
+served: that key still opens requests. Expired evidence is never served.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _logger = logging.getLogger(__name__)
 
 
 class Announcer:
-    """Makes evidence and hands it out.
+    """Requests evidence from the attester and serves it.
 
     Args:
         unsealer: holds the node's keys.
-        attester: asks the hardware; it may take seconds, so it runs in a thread.
-        facts: what the statement says beside the key and the hardening.
-        hardening: returns what became of each measure; asked for each statement, for the last of them come late.
-        started_s: Unix seconds at which the first key can have been made at the earliest.
+        attester: requests a quote from the hardware; this may take seconds, so it runs in a thread.
+        facts: fields of the statement in addition to the key and the hardening.
+        hardening: returns the outcome of each measure; called for each statement, because some measures are applied late.
+        started_s: earliest time at which the first key can have been created, Unix seconds.
         read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
-        life_s: of a key.
-        now: Unix seconds.
+        life_s: lifetime of a key.
+        now: returns Unix seconds.
     """
 
     def __init__(
@@ -62,29 +62,29 @@ class Announcer:
         self._last_word = ""
 
     def evidence(self) -> bytes | None:
-        """Returns the document; None while there is none that holds."""
+        """Returns the current document; None while none is valid."""
         return self._document if self._now() < self._ends_s else None
 
     async def rehearse(self) -> None:
-        """Asks the hardware once, for a statement of nothing, so that a machine that cannot attest does not begin to serve.
+        """Requests a quote for an empty statement, so that a machine that cannot attest fails before it serves.
 
         Raises:
-            AttestationError: it cannot; the message says what it lacks.
+            AttestationError: the machine cannot attest; the message says what is missing.
         """
         await asyncio.to_thread(self._attester.attest, b"rehearsal")
 
     async def renew(self) -> bool:
-        """Makes evidence if the key is a new one; says whether it did.
+        """Requests evidence if the key has changed; returns whether it did.
 
         Raises:
-            CloisterError: the hardware gives none; what there was stays.
+            CloisterError: the hardware produced none; the previous document is kept.
         """
         now = self._now()
         keys, receipt_key = await self._unsealer.publish_all()
         if keys == self._keys:
             self._seen_s = now
             return False
-        # A new key is no older than the last look that saw the one before, so this end is never after the key's.
+        # The key is not older than the last check that saw the previous key, so this expiry is never later than the key's.
         born_s = int(min(self._seen_s, now))
         ends_s = born_s + int(self._life_s)
         checkpoint = await asyncio.to_thread(self._read_checkpoint)
@@ -96,7 +96,7 @@ class Announcer:
         return True
 
     async def renew_forever(self) -> None:
-        """Looks again and again, until it is cancelled. Why there is no new evidence is logged once, not every time."""
+        """Refreshes periodically until cancelled. The reason for a failure is logged once, not on every attempt."""
         while True:
             try:
                 if await self.renew():

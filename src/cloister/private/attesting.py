@@ -1,4 +1,4 @@
-"""Puts a node's evidence together from its settings: who vouches, for what, and where the log's checkpoint comes from."""
+"""Builds a node's evidence from its settings: the attester, the measured facts, and the source of the log checkpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from cloister.types.errors import ConfigError
 
 
 class MemberAttester:
-    """An attester whose evidence a member signs too.
+    """An attester whose evidence is also signed with a member key.
 
     Args:
-        attester: who vouches for the statement.
-        key: the member's, which a membership names.
+        attester: produces the evidence for the statement.
+        key: the member key, which the membership lists.
     """
 
     def __init__(self, attester: Attester, key: PrivateKey) -> None:
@@ -47,19 +47,19 @@ ATTESTER_MODULE: Final = "cloister.trust.attestation.process"
 MAX_CHECKPOINT_BYTES: Final = 16_384
 
 Spawn = Callable[[str, socket.socket], object]
-"""Starts a module as a process of its own, which gets the socket."""
+"""Starts a module in a separate process, which inherits the socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attesting:
-    """What an operator says of evidence; paths as they were given.
+    """The operator's settings for evidence; paths as given.
 
     Attributes:
         boot: which attester.
-        release: folder of the release; None states what runs.
-        log_checkpoint: file with the newest witnessed checkpoint; None states none.
-        capacity: the node's share when clients draw.
-        member_key: file of the key of the member that this node is; None: it is none, and no client draws it.
+        release: release directory; None states what is running.
+        log_checkpoint: file with the newest witnessed checkpoint; None omits it.
+        capacity: the node's weight when clients draw a node.
+        member_key: file with this node's member key; None: the node is not a member, and no client draws it.
     """
 
     boot: AttesterBoot
@@ -70,27 +70,27 @@ class Attesting:
 
     @property
     def uses_hardware(self) -> bool:
-        """Whether an attester needs a process that may write where the kernel gives reports."""
+        """Whether an attester needs a process with write access to the kernel's report interface."""
         return self.boot.kind != SoftwareAttester.kind or self.boot.gpus
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Folders that the node reads."""
+        """Directories that the node reads."""
         named = (self.release, self.boot.certificates, self.boot.gpu_collateral)
         return tuple(Path(path).expanduser() for path in named if path is not None)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files that the node reads, the first two again and again; those may be replaced."""
+        """Files that the node reads. It re-reads the first two periodically, so they may be replaced."""
         named = (self.log_checkpoint, self.boot.collateral, self.member_key)
         return tuple(Path(path).expanduser() for path in named if path is not None)
 
 
 def read_attesting(front: ServerConfig) -> Attesting:
-    """Returns what the settings say.
+    """Builds the settings from command-line options.
 
     Raises:
-        ConfigError: they are for a sealed node, and this is none; or one is missing.
+        ConfigError: a setting needs --sealed, which is absent; or a setting is missing.
     """
     if not front.sealed:
         unset = {field.name: field.default for field in fields(ServerConfig)}
@@ -107,12 +107,12 @@ def read_attesting(front: ServerConfig) -> Attesting:
 
 
 def check_prefixes(release_prefixes: str | None, model: Path) -> None:
-    """Refuses prompts that everybody may share unless the model's digest binds them.
+    """Refuses shared prompts that the model's digest does not cover.
 
-    Whoever can name such prompts can guess at those of others, by how fast they are answered.
+    A party that could choose such prompts could guess other users' prompts from response times.
 
     Raises:
-        ConfigError: their file does not lie in the model's directory.
+        ConfigError: their file is outside the model's directory.
     """
     if release_prefixes is None:
         return
@@ -136,19 +136,19 @@ async def open_announcer(
     beside: Mapping[str, Path] = MappingProxyType({}),
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Announcer:
-    """Measures the node, and asks the hardware once whether it can vouch for it.
+    """Measures the node and requests one quote, to check that the hardware can attest it.
 
     Args:
         profile: name of the profile in force.
-        model: where the model lies.
-        started_s: Unix seconds before which no key was made.
-        hardening: returns what became of each measure in each process.
-        spawn: starts the attester's process where this one writes nowhere; None: it is asked from this one.
-        beside: what is loaded beside the model, and where it lies (`measure_loaded`).
-        settings: of the engine and its front (`describe_settings`).
+        model: path of the model.
+        started_s: no key is older than this, Unix seconds.
+        hardening: returns the outcome of each measure in each process.
+        spawn: starts a process for the attester when this process has no write access; None: call it in this process.
+        beside: what is loaded in addition to the model, with its path (`measure_loaded`).
+        settings: of the engine and its HTTP front (`describe_settings`).
 
     Raises:
-        AttestationError: this is not what the release says, or the hardware cannot vouch; the message says why.
+        AttestationError: the measurement differs from the release, or the hardware cannot attest; the message says why.
         ConfigError: the member's key cannot be read, or other users can.
     """
     release = None if attesting.release is None else Path(attesting.release).expanduser()
@@ -173,10 +173,10 @@ async def open_announcer(
 
 
 def read_checkpoint(path: str | None) -> str:
-    """Returns the checkpoint in a file, empty where none is named.
+    """Returns the checkpoint in a file; empty if no file is configured.
 
     Raises:
-        AttestationError: it cannot be read, or is none.
+        AttestationError: the file cannot be read, or holds no checkpoint.
     """
     if path is None:
         return ""

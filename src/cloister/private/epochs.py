@@ -1,4 +1,4 @@
-"""Keeps the epoch file current: a new one when a node's or the gateway's keys change, and before the old one ends."""
+"""Keeps the epoch file current: publishes one when keys of a node or the gateway change, and before the old one expires."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from cloister.types.errors import CloisterError
 
 LOOK_EVERY_S: Final = 5.0
 REST_S: Final = 60.0
-"""Between two epochs at least: a node that shows other evidence each time must not fill the log."""
+"""Minimum time between two epochs: a node whose evidence changes on every request must not fill the log."""
 RENEW_BEFORE_S: Final = 300.0
-"""How long before its end an epoch is followed by the next, so that clients with clocks a little apart have one that holds."""
+"""Overlap of two epochs: the next one is published this long before the current one expires, to allow for clock skew."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EpochSettings:
-    """What an operator says of epochs.
+    """The operator's settings for epochs.
 
     Attributes:
-        url: of the gateway, as clients name it.
-        release: digest of the release that nodes have to run, hex.
-        profile: name of the profile that they have to run under.
+        url: URL of the gateway, as clients use it.
+        release: digest of the release that nodes must run, hex.
+        profile: name of the privacy profile that they must run under.
     """
 
     url: str
@@ -42,12 +42,12 @@ class EpochSettings:
 
 
 class EpochKeeper:
-    """Publishes epochs and hands out the newest.
+    """Publishes epochs and serves the newest.
 
     Args:
-        issuers: returns whose tokens are taken now.
-        log: directory of the log's files.
-        now: Unix seconds.
+        issuers: returns the issuers whose tokens are accepted now.
+        log: directory of the log.
+        now: returns Unix seconds.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class EpochKeeper:
         return None if self._published is None else self._published.bundle
 
     async def renew(self) -> bool:
-        """Publishes an epoch if what belongs into it, the log or the membership has changed, or the old one ends soon; says
+        """Publishes an epoch if its content, the log or the membership has changed, or the current one expires soon. Returns
         whether it did.
 
         Raises:
-            CloisterError: clients would refuse it; the old one stays, unless its release was revoked.
+            CloisterError: clients would refuse the new epoch; the current one is kept unless its release was revoked.
         """
         contents = await self._gather()
         has_changed = self._publisher.has_grown() or self._publisher.has_new_members(self._now())
@@ -96,7 +96,7 @@ class EpochKeeper:
         return True
 
     async def renew_forever(self) -> None:
-        """Looks again and again, until it is cancelled. Why there is no new epoch is logged once, not every time."""
+        """Refreshes periodically until cancelled. The reason for a failure is logged once, not on every attempt."""
         await self._nodes.look()
         while True:
             rest_s = LOOK_EVERY_S

@@ -1,6 +1,6 @@
-"""The gateway: knows which node is asked and that somebody paid; neither who asks nor what.
+"""The gateway: learns the target node and that a request was paid for, but neither the client's identity nor any content.
 
-Order of checks: size, relay, key, replay, HPKE, token, spending; then the body, which is sealed to a node, goes to that node.
+Order of checks: size, relay, key, replay, HPKE, token, spending; then it forwards the body, sealed to a node, to that node.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ _TARGET: Final = re.compile(r"/nodes/([0-9a-f]{64})")
 
 
 class TokenTaker(Protocol):
-    """Takes a token once (`trust.tokens.Redeemer`)."""
+    """Accepts each token once (`trust.tokens.Redeemer`)."""
 
     def ask(self) -> str:
-        """Returns the value of `WWW-Authenticate` for who came without a token."""
+        """Returns the `WWW-Authenticate` value for a request without a token."""
 
     def redeem(self, header: str | None) -> AcceptedKey:
-        """Checks and spends the token in the value of `Authorization`; may wait for a store, so it runs in a thread.
+        """Checks and spends the token in an `Authorization` value. Runs in a thread, because it may wait for a store.
 
         Raises:
-            CloisterError: there is none, it is not taken, it was spent, or the store gives no answer.
+            CloisterError: the token is missing, not accepted or already spent, or the store does not respond.
         """
 
 
 class Epochs(Protocol):
-    """Where the epoch file and the log come from.
+    """Source of the epoch file and the log.
 
     Attributes:
-        log: directory of the log's files, which go to whoever asks.
+        log: directory of the log, whose files are public.
     """
 
     log: Path
@@ -84,13 +84,13 @@ class Epochs(Protocol):
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """What a gateway is told.
+    """Settings of a gateway.
 
     Attributes:
-        url: by which clients name it, without a slash at the end; a request for another host is refused.
-        relay_secrets: of the relays whose requests are taken, at least one.
-        node_secret: shows the nodes that it is this gateway; None where they ask for none.
-        body_ceiling_bytes: of all requests at once, as far as they are in memory.
+        url: its public URL without a trailing slash; a request for another host is refused.
+        relay_secrets: secrets of the accepted relays, at least one.
+        node_secret: authenticates this gateway to the nodes; None if they require no secret.
+        body_ceiling_bytes: limit on the bytes of all concurrent requests that are held in memory.
     """
 
     url: str
@@ -114,9 +114,9 @@ def gateway_app(
     """Returns the ASGI application of a gateway.
 
     Args:
-        upstream: the way to the nodes.
-        epochs: None where another program hands out epoch and log.
-        now: Unix seconds; what a request's date is held against.
+        upstream: HTTP client for the nodes.
+        epochs: None if another program serves epoch and log.
+        now: returns Unix seconds, against which a request's date is checked.
     """
     routes: list[BaseRoute] = [
         Route("/", Post(_Gateway(config, unsealer, tokens, nodes, upstream, now))),
@@ -158,7 +158,7 @@ class _Gateway:
         await run_while_there(self._answer(scope, body, out), body, out, receive)
 
     async def _answer(self, scope: Scope, body: Body, out: Outgoing) -> None:
-        """Answers in the clear until the request is opened, and sealed from then on."""
+        """Replies in the clear until the request is opened, sealed afterwards."""
         reply: SealedReply | None = None
         try:
             body.check_size()
@@ -170,7 +170,7 @@ class _Gateway:
             await self._forward(head, _contents(parts, body), reply)
         except CloisterError as error:
             if out.has_begun:
-                return  # left unfinished: the client sees that there is no final chunk
+                return  # leaves the reply unfinished: the client detects the missing final chunk
             await _refuse(problem_of(error), reply, out)
 
     async def _open(self, scope: Scope, body: Body) -> Opened:
@@ -225,12 +225,12 @@ class _Evidence:
 
 
 def _plain_authority(authority: str) -> str:
-    """Returns a host and port for comparison: some clients name the default port, and some leave it out."""
+    """Returns host and port in one form for comparison: some clients omit the default port."""
     return authority.lower().removesuffix(":443").removesuffix(":80")
 
 
 async def _first(parts: AsyncIterator[Part], opened: Opened, out: Outgoing) -> RequestHead:
-    """Returns the head; what is wrong with it goes to the client sealed, since the request did open."""
+    """Returns the head. The request opened, so the client gets an error in the head as a sealed reply."""
     try:
         head = await read_head(parts)
         if head is not None:
@@ -245,7 +245,7 @@ async def _first(parts: AsyncIterator[Part], opened: Opened, out: Outgoing) -> R
 
 
 async def _refuse(problem: ProblemError, reply: SealedReply | None, out: Outgoing) -> None:
-    # A later chunk that does not open is answered as the first one: in the clear, with the same bytes.
+    # A later chunk that does not open gets the same reply as a first one: in the clear, with the same bytes.
     if reply is None or problem.in_clear:
         await out.refuse(problem)
     else:
@@ -256,12 +256,12 @@ async def _contents(parts: AsyncIterator[Part], body: Body) -> AsyncIterator[byt
     async for part in parts:
         if isinstance(part, Content):
             yield part.data
-    body.close()  # it is on its way to the node, and nothing of it stays here
+    body.close()  # it was forwarded to the node; keep no copy
 
 
 async def _pass_on(answer: UpstreamResponse, expected: str, reply: SealedReply) -> None:
     if answer.status != 200 or answer.media_type != expected:
-        # 503 may pass; everything else is said as a failure of the node, which another draw may avoid
+        # 503 may be temporary; every other status becomes a node failure, which another draw may avoid
         status = 503 if answer.status == 503 else 502
         raise ProblemError(status, f"The node refused the request ({answer.status}); draw again.")
     fields: Fields = ((b"content-type", expected.encode()),)

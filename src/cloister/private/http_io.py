@@ -1,4 +1,4 @@
-"""HTTP input and output of the sealed programs: a body that streams in, a reply that streams out, a limit on each wait."""
+"""HTTP input and output of the sealed programs: streamed bodies, streamed replies, a timeout on each wait."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from cloister.server.load_shedding import BodyBudget, BodyPace, ShedError, clien
 from cloister.trust.sealing import Fields, find_field
 
 BODY_TIMEOUT_S: Final = 60.0
-"""How long a whole request body may take to arrive."""
+"""Timeout for a whole request body."""
 MAX_REQUEST_BYTES: Final = 17 * 2**20
-"""The largest bucket, sealed twice, with its heads."""
+"""The largest padding bucket, sealed twice, with headers."""
 TIDY_S: Final = 5.0
-"""How long the work of a request may go on when all of its reply is sent."""
+"""How long a request's handler may run after its whole reply was sent."""
 _LENGTH: Final = re.compile(r"[0-9]{1,18}")
 
 _logger = logging.getLogger(__name__)
 
 
 class GoneError(Exception):
-    """Whoever sent the request has closed the connection."""
+    """The client has closed the connection."""
 
 
 class Body:
     """The body of a request, read once, piece by piece.
 
     Args:
-        budget: of the process, to which the body is charged until `close`; None has no ceiling beside `limit_bytes`.
+        budget: memory budget of the process, charged until `close`; None applies only `limit_bytes`.
 
     Attributes:
-        is_read: set when all of it has been read, or never will be.
+        is_read: set when the body was read completely, or reading has failed.
     """
 
     def __init__(
@@ -58,27 +58,27 @@ class Body:
 
     @property
     def declared_bytes(self) -> int | None:
-        """The length that the head declares, if it does."""
+        """The declared content length; None if there is none."""
         return int(self._declared) if self._declared is not None and _LENGTH.fullmatch(self._declared) else None
 
     def check_size(self) -> None:
-        """Raises `ProblemError` 413 if the head already says that it is too long."""
+        """Raises `ProblemError` 413 if the declared length is too long."""
         if (self.declared_bytes or 0) > self._limit_bytes:
             raise self._too_large()
 
     def close(self) -> None:
-        """Gives the budget back what the body still holds of it."""
+        """Returns the body's remaining charge to the budget."""
         self._charge.close()
 
     async def pieces(self, *, keeps: bool, first_bytes: int = 0) -> AsyncIterator[bytes]:
-        """Yields what arrives.
+        """Yields the body piece by piece.
 
         Args:
-            first_bytes: the first piece has as many, or is the whole body.
-            keeps: whether all of it stays in memory; otherwise a piece is handed on before the next one is asked for.
+            first_bytes: minimum size of the first piece, unless the whole body is shorter.
+            keeps: whether the caller keeps the whole body in memory; otherwise each piece is consumed before the next is read.
 
         Raises:
-            ProblemError: it is too long (413), too slow (408), or gave way to others (503).
+            ProblemError: the body is too long (413), too slow (408), or was evicted under memory pressure (503).
             GoneError: the connection was closed.
         """
         num_bytes, more, first = 0, True, bytearray()
@@ -98,7 +98,7 @@ class Body:
             num_bytes += len(piece)
             if num_bytes > self._limit_bytes:
                 raise self._too_large()
-            self._charge.is_whole = not more  # before it is charged, so that its last piece does not make it give way
+            self._charge.is_whole = not more  # set before the charge, so that the last piece cannot evict its own body
             self._charge.add(len(piece))
             if self._charge.is_shed:
                 raise _no_room()
@@ -120,7 +120,7 @@ class Body:
 
 
 async def join_pieces(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yields a piece that was taken already, and those after it."""
+    """Yields a piece that was read already, then the rest."""
     if first:
         yield first
     async for piece in rest:
@@ -133,12 +133,12 @@ def _no_room() -> ProblemError:
 
 
 class Outgoing:
-    """The reply, in order: `begin`, any number of `write`, `finish`. One that is left unfinished closes the connection.
+    """A reply: call `begin`, any number of `write`, then `finish`. An unfinished reply closes the connection.
 
     Attributes:
-        has_begun: whether the head is on its way, so that no other reply can take its place.
-        is_finished: whether all of it is.
-        num_bytes: of the body, so far.
+        has_begun: whether the head was sent, so that no other reply can replace it.
+        is_finished: whether the whole reply was sent.
+        num_bytes: bytes of the body sent so far.
     """
 
     def __init__(self, send: Send, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
@@ -160,7 +160,7 @@ class Outgoing:
         await self._pass({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def refuse(self, problem: ProblemError) -> None:
-        """Sends a whole refusal."""
+        """Sends a complete refusal."""
         body = problem.body
         await self.begin(problem.status, (*problem.headers, (b"content-length", b"%d" % len(body))))
         await self.write(body, last=True)
@@ -174,10 +174,10 @@ class Outgoing:
 
 
 async def run_while_there(work: Coroutine[Any, Any, None], body: Body, out: Outgoing, receive: Receive) -> None:
-    """Runs the work of one request, and cancels it when the one who asked hangs up.
+    """Runs the handler of one request, and cancels it when the client disconnects.
 
     Args:
-        out: what the work answers with.
+        out: the handler's reply.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_until_gone(body, out, receive))
@@ -189,15 +189,15 @@ async def run_while_there(work: Coroutine[Any, Any, None], body: Body, out: Outg
         await asyncio.wait([gone, task])
         body.close()
     if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, GoneError):
-        # by its kind alone: what an exception says may be content
-        _logger.error("a request ended with a mistake of this program (%s)", type(error).__name__)
+        # log only the type: an exception's text may contain content
+        _logger.error("a request ended with an internal error (%s)", type(error).__name__)
 
 
 async def _wait_until_gone(body: Body, out: Outgoing, receive: Receive) -> None:
     await body.is_read.wait()
     while (await receive())["type"] != "http.disconnect":
         pass
-    if out.is_finished:  # the server below says so after each reply; giving back a connection may take a moment still
+    if out.is_finished:  # the ASGI server reports this after each reply too; releasing a connection may still take a moment
         await asyncio.sleep(TIDY_S)
 
 
@@ -213,21 +213,21 @@ def media_type(scope: Scope) -> str:
 
 
 DATE_WINDOW_S: Final = 300.0
-"""By how much a request's date may differ from the receiver's clock, either way."""
+"""Largest difference between a request's date and the receiver's clock, in either direction."""
 REPLAY_WINDOW_S: Final = 2 * DATE_WINDOW_S
-"""How long a request can be accepted, hence is remembered: dated ahead by a window, sent again up to the other end."""
+"""How long a request can be accepted and so must be remembered: one window ahead of its date to one window after."""
 
 
 def check_date(fields: Fields, now_s: float, *, is_needed: bool) -> None:
-    """Checks the date among a request's fields.
+    """Checks a request's date field.
 
     Args:
         now_s: Unix seconds.
-        is_needed: whether a request without a date is refused.
+        is_needed: whether to refuse a request without a date.
 
     Raises:
-        ProblemError: it is outside of the window; the refusal carries the receiver's date, for one try with that.
-        MessageError: there are several.
+        ProblemError: the date is outside the window; the refusal carries the receiver's date for one retry.
+        MessageError: there are several date fields.
     """
     given = find_field(fields, b"date")
     if given is None and not is_needed:

@@ -1,7 +1,7 @@
-"""The issuer's program: its directory, and token requests for who has an API key (RFC 9578, sections 4 and 6).
+"""The issuer: serves its key directory, and issues tokens to holders of an API key (RFC 9578, sections 4 and 6).
 
-They come sealed through a relay (`POST /ohttp`), or from a client that shows its address (`POST /token-request`). The issuer
-sees an API key, a time and a number of tokens; of the tokens nothing. It writes no line about any request.
+Token requests arrive sealed through a relay (`POST /ohttp`) or directly from a client (`POST /token-request`). The issuer
+learns an API key, a time and a number of tokens, but nothing about the tokens. It logs no request.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from cloister.types.errors import CloisterError, ConfigError, DeadlineError, Inv
 
 
 class ShownKey(Struct, frozen=True):
-    """One key.
+    """One issuer key.
 
     Attributes:
-        url: of its issuer.
+        url: URL of its issuer.
         token_key: SPKI, as in the epoch file.
-        not_before, not_after: Unix seconds from which it signs, and at which it ends.
-        taken_until: Unix seconds at which its tokens end.
-        budget: output tokens that one of its tokens pays for.
+        not_before, not_after: period in which it signs, Unix seconds.
+        taken_until: when its tokens expire, Unix seconds.
+        budget: number of output tokens that one blind token pays for.
         signature: the issuer's, as in the epoch file.
     """
 
@@ -69,10 +69,10 @@ class ShownKey(Struct, frozen=True):
 
 
 def read_issuer_keys(path: Path) -> tuple[ShownKey, ...]:
-    """Reads the file; keys of several issuers may stand in one list.
+    """Reads the file; one list may hold keys of several issuers.
 
     Raises:
-        ConfigError: it cannot be read, or has no key.
+        ConfigError: the file cannot be read, or has no key.
     """
     try:
         keys = msgspec.json.decode(path.expanduser().read_bytes(), type=tuple[ShownKey, ...])
@@ -86,14 +86,14 @@ def read_issuer_keys(path: Path) -> tuple[ShownKey, ...]:
 
 
 def accept_keys(keys: tuple[ShownKey, ...], gateway_url: str) -> tuple[AcceptedKey, ...]:
-    """Returns what a gateway at `gateway_url` takes."""
+    """Returns the keys that a gateway at `gateway_url` accepts."""
     return tuple(
         AcceptedKey(key.token_key, challenge_between(key.url, gateway_url), key.taken_until, key.budget) for key in keys
     )
 
 
 def list_issuers(keys: tuple[ShownKey, ...], now_s: float) -> tuple[IssuerEntry, ...]:
-    """Returns what stands in the epoch file: every key that signs, or signed and whose tokens are taken still."""
+    """Returns the keys for the epoch file: those that sign, and those whose tokens are still accepted."""
     return tuple(
         IssuerEntry(key.url, key.token_key, key.not_before, key.not_after, key.signature, key.budget)
         for key in keys
@@ -102,13 +102,13 @@ def list_issuers(keys: tuple[ShownKey, ...], now_s: float) -> tuple[IssuerEntry,
 
 
 def check_signed(keys: tuple[ShownKey, ...], issuer: IssuerIdentity | None, now_s: float) -> None:
-    """Makes sure that clients with this issuer in their trust file would buy under the keys.
+    """Checks that clients whose trust file names this issuer would buy tokens under these keys.
 
     Args:
-        issuer: None checks nothing.
+        issuer: None skips the check.
 
     Raises:
-        ConfigError: it is not among them, or did not sign one.
+        ConfigError: the issuer is not among them, or did not sign one of them.
     """
     if issuer is None:
         return
@@ -122,7 +122,7 @@ def check_signed(keys: tuple[ShownKey, ...], issuer: IssuerIdentity | None, now_
 
 
 def sign_keys(keys: Iterable[IssuerKey], url: str, identity: PrivateKey) -> tuple[IssuerEntry, ...]:
-    """Returns an issuer's keys as it states them, each signed with the key that clients know it by."""
+    """Returns an issuer's keys, each signed with the identity key that clients know."""
     entries = (IssuerEntry(url, key.encoded, key.issues_from, key.issues_until, budget=key.budget) for key in keys)
     return tuple(sign_entry(entry, identity) for entry in entries)
 
@@ -138,41 +138,41 @@ def format_keys(keys: Iterable[IssuerKey], url: str, identity: PrivateKey) -> by
 
 
 BODY_S: Final = 10.0
-"""How long a request's body may take."""
+"""Timeout for a request body."""
 DIRECTORY_AGE_S: Final = 3600
-"""For how long a directory may be cached; far less than the day that the next key is shown before it signs."""
+"""Cache lifetime of a directory; far shorter than the day for which a new key is published before it signs."""
 STATEMENT_LIFE_S: Final = int(GATEWAY_KEY_OVERLAP_S)
-"""For how long a client may seal to a key that it was shown; that key opens as long."""
+"""How long a client may use a key configuration; the key opens requests for as long."""
 _MAX_BODY: Final = 8 + MAX_BATCH * REQUEST_BYTES
 
 _logger = logging.getLogger(__name__)
 
 
 class UnsupportedTypeError(InvalidRequestError):
-    """The body is of a type that is no token request."""
+    """The body's media type is not that of a token request."""
 
     code = "unsupported_media_type"
     status = 415
 
 
 class UnprocessableError(InvalidRequestError):
-    """The body is no request that this issuer can answer (RFC 9578, section 6.2)."""
+    """The issuer cannot answer the body (RFC 9578, section 6.2)."""
 
     code = "unprocessable_token_request"
     status = 422
 
 
 class IssuerFaultError(CloisterError):
-    """The issuer cannot work: its keys cannot be read, or a signature came out wrong and was kept back."""
+    """The issuer cannot work: its keys cannot be read, or a signature failed verification and was withheld."""
 
 
 def issuer_app(
     issuer: Issuer, url: str, identity: PrivateKey, now: Callable[[], float] = time.time, *, num_cpus: int = 1
 ) -> Starlette:
-    """Returns the ASGI application of an issuer that clients know by `url` and by the verifier key of `identity`.
+    """Returns the ASGI application of an issuer, which clients identify by `url` and the verifier key of `identity`.
 
     Args:
-        num_cpus: how many requests are signed at once.
+        num_cpus: number of requests that are signed concurrently.
     """
     url = url.rstrip("/")
     slots = asyncio.Semaphore(num_cpus)
@@ -215,7 +215,7 @@ def issuer_app(
 
     @contextlib.asynccontextmanager
     async def turning(_: Starlette) -> AsyncIterator[None]:
-        """Turns keys on time where nobody asks: a private key must not outlive its epoch in a quiet night."""
+        """Rotates keys on time without requests: a private key must not outlive its epoch while the issuer is idle."""
         await asyncio.to_thread(issuer.current_keys)
         tasks = [asyncio.create_task(_turn_forever(issuer)), asyncio.create_task(purchases.unsealer.turn_forever())]
         yield
@@ -235,13 +235,13 @@ def issuer_app(
 async def _turn_forever(issuer: Issuer) -> None:
     while True:
         await asyncio.sleep(REFRESH_S)
-        with contextlib.suppress(CloisterError):  # said to whoever asks next; the next turn tries again
+        with contextlib.suppress(CloisterError):  # the next request gets the error; the next rotation retries
             await asyncio.to_thread(issuer.current_keys)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, CloisterError)
-    if isinstance(error, ConfigError):  # it names files of this machine, for its operator to read
+    if isinstance(error, ConfigError):  # the text names local files, for the operator only
         _logger.error("the issuer cannot work: %s", error.message)
         error = IssuerFaultError("the issuer cannot work; its operator finds the reason in the log")
     return Response(error_body(error), error.status, media_type="application/json", headers=error_headers(error))

@@ -1,5 +1,5 @@
-"""A node: opens requests that were sealed to it, runs each on the server's application, and seals the answer flush by flush. It
-never learns who the client is. In a sealed node, it runs inside the short-lived worker process of one request.
+"""A node: opens requests sealed to it, runs each on the server's application, and seals the response flush by flush. It never
+learns the client's identity. A sealed node runs this in the short-lived worker process of one request.
 """
 
 from __future__ import annotations
@@ -56,25 +56,26 @@ from cloister.trust.tokens.redeem import BUDGET_FIELD, differs, parse_budget
 from cloister.types.errors import CloisterError, PolicyError
 
 OPEN_PATHS: Final = "/v1/"
-"""What begins like this can be asked sealed; metrics, the page and health cannot."""
+"""Path prefixes available to sealed requests; metrics, the web page and health are not."""
 _CONNECTION_FIELDS: Final = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length"}
 )
-"""Fields that mean a connection which is not there (RFC 9292, section 3.6), and the length, which is known anyway."""
+"""Connection-specific fields, which binary HTTP forbids (RFC 9292, section 3.6), and the length, which is implied."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """What a node is told.
+    """Settings of a node.
 
     Attributes:
-        shape: of its answers; None sends them as they come.
-        gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
+        shape: traffic shape of its responses; None sends them unshaped.
+        gateway_secret: secret that a gateway must present; None accepts any request that opens.
         evidence: returns the evidence document for the current key; None while there is none.
-        profile: that the node runs under; receipts name it.
-        body_ceiling_bytes: of all requests at once, from their first byte to the end of their answers.
+        profile: privacy profile of the node; receipts name it.
+        body_ceiling_bytes: limit on the bytes of all concurrent requests, each counted from its first byte to the end of its
+            response.
     """
 
     shape: TrafficShape | None = None
@@ -92,8 +93,8 @@ def node_app(
     """Returns the ASGI application of a node: `POST /ohttp`, its keys, its evidence, and the health of the server inside.
 
     Args:
-        inner: the server's application; nothing reaches it but what was sealed, and the question for its health.
-        now: Unix seconds.
+        inner: the server's application; it receives only opened requests and health checks.
+        now: returns Unix seconds.
     """
 
     async def read_evidence() -> bytes | None:
@@ -138,11 +139,11 @@ class _Node:
         except (TimeoutError, GoneError):
             return
         except Exception as error:
-            # The answer is left without its final chunk. What an exception says may be content, so its kind alone is logged.
+            # The response ends without a final chunk. Log only the exception's type: its text may contain content.
             _logger.error("a sealed answer was broken off (%s)", type(error).__name__)
 
     async def _open(self, scope: Scope, body: Body) -> tuple[Opened, bytes]:
-        """Opens the whole request before anything is done with it, so that every failure is answered alike."""
+        """Opens the whole request before it is processed, so that every failure gets the same reply."""
         form = FORMS.get(media_type(scope))
         if form is None:
             raise ProblemError(415, f"Send a sealed request, as {' or '.join(FORMS)}.")
@@ -190,17 +191,17 @@ class _Node:
 
 
 def _read_request(message: bytes) -> HttpRequest | MessageError:
-    """Returns the request, or what is wrong with it, which is answered in the shape of every answer."""
+    """Returns the request, or the error in it; the error is sent in the traffic shape of every response."""
     try:
         request = decode_request(message)
-        find_field(request.head.fields, BUDGET_FIELD.encode())  # raises where it is there twice
+        find_field(request.head.fields, BUDGET_FIELD.encode())  # raises if the field occurs twice
         return request
     except MessageError as error:
         return error
 
 
 def _framing_of(request: HttpRequest | MessageError) -> str:
-    """Returns how the client wants frames written; where it asks for none that there is, as every client reads them."""
+    """Returns the framing that the client requested; the default framing if the requested one does not exist."""
     if isinstance(request, MessageError):
         return FRAMES
     asked = dict(request.head.fields).get(FRAMING_FIELD, b"").decode("latin-1")
@@ -221,15 +222,15 @@ async def _refuse(problem: ProblemError, reply: SealedReply, shaped: ReplyWriter
 
 
 def _read_budget(scope: Scope) -> int | None:
-    """Returns what the gateway says was paid for; None from one that says nothing."""
+    """Returns the token budget that the gateway states; None if it states none."""
     return parse_budget(find_header(scope, BUDGET_FIELD.encode()))
 
 
 def _check_budget(request: HttpRequest | MessageError, budget: int | None) -> None:
-    """Refuses where the gateway says another budget than the client sealed.
+    """Refuses a request whose budget from the gateway differs from the one that the client sealed.
 
-    In the clear, since a sealed refusal is an answer of the node: the client would count the draw as answered, and a gateway
-    could steer by budgets with nothing lost that an audit sees.
+    The refusal is sent in the clear: a sealed one counts as a response of the node, so a gateway could steer clients away
+    from a node by naming wrong budgets, without a loss that an audit detects.
     """
     if isinstance(request, HttpRequest) and differs(request.head.fields, budget):
         raise ProblemError(
@@ -238,7 +239,7 @@ def _check_budget(request: HttpRequest | MessageError, budget: int | None) -> No
 
 
 def _scope_of(request: HttpRequest) -> Scope:
-    """The request as the server's application sees it: from nowhere, over HTTP/1.1."""
+    """The request as passed to the server's application: HTTP/1.1, without a client address."""
     head = request.head
     path, _, query = head.path.partition("?")
     fields = tuple(line for line in head.fields if line[0] not in _CONNECTION_FIELDS)
@@ -267,7 +268,7 @@ def _receive_from(content: bytes) -> Receive:
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()  # who hangs up has this whole task cancelled
+        await asyncio.Event().wait()  # a disconnect cancels this whole task
         raise AssertionError("an event that nobody sets was set")
 
     return receive

@@ -1,7 +1,7 @@
-"""Where nodes are, by the names that clients draw: SHA-256 of their key configurations, which change every hour.
+"""Maps node names to addresses. A name is the SHA-256 of a node's key configuration, which changes every hour.
 
-The gateway is told addresses; names and evidence it asks of the nodes themselves. A node that lies about its name gets
-requests that it cannot open, for they are sealed to the key that the name is the digest of.
+The gateway is configured with addresses and fetches names and evidence from the nodes. A node that states a wrong name gets
+requests that it cannot open: they are sealed to the key whose digest the name is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEYS_PATH: Final = "/.well-known/ohttp-gateway"
 EVIDENCE_PATH: Final = "/.well-known/cloister/evidence"
 LOOK_EVERY_S: Final = 15.0
 LOOK_AGAIN_S: Final = 1.0
-"""How soon the nodes are asked again when a name is not known."""
+"""Shortest interval between queries for an unknown name."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class NodeBook:
     """Names, addresses and evidence of nodes.
 
     Args:
-        urls: of the nodes, without a slash at the end.
+        urls: of the nodes, without a trailing slash.
         now: seconds on a clock that never goes back.
     """
 
@@ -50,11 +50,11 @@ class NodeBook:
 
     @property
     def node_ids(self) -> dict[str, str]:
-        """The address of each name that is known."""
+        """The address of each known name."""
         return {node_id: known.url for node_id, known in self._known.items()}
 
     async def find(self, node_id: str) -> str | None:
-        """Returns the address of a node; one that is not known is asked for, at most once in `LOOK_AGAIN_S`."""
+        """Returns the address of a node. For an unknown name it queries the nodes, at most once per `LOOK_AGAIN_S`."""
         if node_id not in self._known and self._now() - self._looked_s >= LOOK_AGAIN_S:
             await self.look()
         known = self._known.get(node_id)
@@ -62,7 +62,7 @@ class NodeBook:
 
     @property
     def evidence(self) -> tuple[bytes, ...]:
-        """The evidence document that each node showed last."""
+        """The latest evidence document of each node."""
         latest = {known.url: known.evidence for known in sorted(self._known.values(), key=lambda known: known.seen_s)}
         return tuple(document for document in latest.values() if document is not None)
 
@@ -72,18 +72,18 @@ class NodeBook:
         return document
 
     def change_urls(self, urls: Sequence[str]) -> None:
-        """Takes other addresses; names at addresses that are gone are forgotten."""
+        """Replaces the addresses; names at removed addresses are dropped."""
         self._urls = tuple(urls)
         self._known = {node_id: known for node_id, known in self._known.items() if known.url in self._urls}
 
     async def look(self) -> None:
-        """Asks every node for its current key and evidence; whoever comes meanwhile waits for the same answers."""
+        """Fetches key and evidence from every node; concurrent callers share one round of queries."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
 
     async def look_forever(self) -> None:
-        """Asks the nodes again and again, until it is cancelled."""
+        """Queries the nodes periodically until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_EVERY_S)
@@ -98,11 +98,11 @@ class NodeBook:
         try:
             keys = await self._upstream.get(url + KEYS_PATH)
         except ProblemError:
-            return  # a node that is away keeps its name for as long as its key lives
+            return  # an unreachable node keeps its name until its key expires
         try:
             evidence = await self._upstream.get(url + EVIDENCE_PATH)
         except ProblemError:
-            evidence = None  # it has none, or none yet
+            evidence = None  # the node has none, or none yet
         if evidence is not None:
             self._evidence[hashlib.sha256(evidence).hexdigest()] = (evidence, self._now())
         self._known[hashlib.sha256(keys).hexdigest()] = _Known(url, self._now(), evidence)

@@ -1,4 +1,4 @@
-"""How one program of the private cloud knows another: by a shared secret in a file, sent as a bearer token (RFC 6750)."""
+"""Authentication between programs of the private cloud: a shared secret in a file, sent as a bearer token (RFC 6750)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cloister.types.errors import ConfigError
 
 
 def check_peer(scope: Scope, secrets: Iterable[str], refusal: str) -> None:
-    """Checks that a request shows one of some secrets, in the same time whichever it is.
+    """Checks that a request presents one of several secrets, in constant time.
 
     Raises:
-        ProblemError: 401 with the text of `refusal`; it shows none of them.
+        ProblemError: 401 with the text of `refusal`, if it presents none of them.
     """
     given = (read_bearer(find_header(scope, b"authorization") or "") or "").encode("latin-1")
     known = [hmac.compare_digest(given, secret.encode()) for secret in secrets]
@@ -29,10 +29,10 @@ def check_peer(scope: Scope, secrets: Iterable[str], refusal: str) -> None:
 
 
 def check_gateway(scope: Scope, secret: str | None) -> None:
-    """Checks that a request to a node comes from its gateway; without a secret everybody's may come.
+    """Checks that a request to a node comes from its gateway; without a configured secret every request passes.
 
     Raises:
-        ProblemError: 401; it does not.
+        ProblemError: 401, if it does not.
     """
     if secret is not None:
         check_peer(scope, [secret], "This node takes requests of its gateway only.")
@@ -40,7 +40,7 @@ def check_gateway(scope: Scope, secret: str | None) -> None:
 
 MIN_CHARACTERS: Final = 32
 _ALLOWED: Final = frozenset(string.ascii_letters + string.digits + "-._~+/=")
-"""Of a bearer token (RFC 6750, section 2.1)."""
+"""Characters of a bearer token (RFC 6750, section 2.1)."""
 
 
 def read_secrets(path: Path) -> tuple[str, ...]:

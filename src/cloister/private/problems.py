@@ -1,4 +1,4 @@
-"""Refusals of the sealed programs as problem details (RFC 9457). They say nothing of the request but what is wrong with it."""
+"""Refusals of the sealed programs as problem details (RFC 9457). They reveal nothing of the request except the error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class ProblemError(CloisterError):
 
     Args:
         status: of the reply.
-        title: one or two sentences, what is wrong and what to do.
+        title: one or two sentences: the error and what to do.
         kind: URI of a registered problem type, or `about:blank`.
-        fields: header fields beside the content's type.
-        in_clear: whether it is about the sealed message as such, so that it never goes sealed, however far that was opened.
+        fields: header fields in addition to the content type.
+        in_clear: whether the error concerns the sealed message itself; such a refusal is never sealed, even if the message
+            opened partly.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class ProblemError(CloisterError):
 
     @property
     def headers(self) -> Fields:
-        """Every header field but the length of the content."""
+        """Every header field except the content length."""
         retry = ((b"retry-after", b"%d" % RETRY_S),) if self.status == 503 else ()
         return ((b"content-type", PROBLEM_MEDIA_TYPE.encode()), (b"cache-control", b"no-store"), *retry, *self.fields)
 
 
 def problem_of(error: CloisterError) -> ProblemError:
-    """Returns the refusal that an error stands for; one of an `UnsealError` has no cause in it (RFC 9458, section 5.3)."""
+    """Converts an error to a refusal. For an `UnsealError` it omits the cause (RFC 9458, section 5.3)."""
     if isinstance(error, ProblemError):
         return error
     if isinstance(error, UnsealError):

@@ -1,4 +1,4 @@
-"""Runs one of the sealed programs until SIGTERM or SIGINT, with no line about any request."""
+"""Runs one of the sealed programs until SIGTERM or SIGINT. It logs no request."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cloister.server.tls import HandshakeQueue
 
 MAX_CONNECTIONS = 2048
 LAST_WORDS_S = 5
-"""How long requests that run may go on once it is told to stop."""
+"""Grace period for running requests after a stop signal."""
 
 
 class _Server(PacedServer):
-    """uvicorn whose signals are ours, so that a program that was told to stop exits with 0."""
+    """uvicorn with our own signal handling, so that a program exits with 0 on a stop signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -35,12 +35,12 @@ class _Server(PacedServer):
 
 
 def _is_about_program(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn is about the program: an answer that broke off is a request, at a time that tells something."""
+    """Whether a line of uvicorn concerns the program. A line about an interrupted response would reveal when a request ran."""
     return not str(record.msg).startswith("ASGI callable returned without")
 
 
 def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> int:
-    """Serves an application at a bound socket; returns the exit status, 1 if a second signal cut it short.
+    """Serves an application on a bound socket. Returns the exit status: 1 if a second signal interrupted the shutdown.
 
     Raises:
         ConfigError: this process may not open enough files.
@@ -54,20 +54,20 @@ def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None 
 
 
 def program_config(app: ASGIApp, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> uvicorn.Config:
-    """Returns how a program serves: bounded connections, each wait with an end, no line about any request.
+    """Returns the uvicorn configuration: bounded connections, a timeout on each wait, no logging of requests.
 
     Raises:
         ConfigError: as `run_program`.
     """
 
     class Bounded(Connection):
-        table = ConnectionTable(fit_connections(MAX_CONNECTIONS, files_each=2))  # one of the client's, one to the next program
+        table = ConnectionTable(fit_connections(MAX_CONNECTIONS, files_each=2))  # one from the client, one to the next program
 
     config = uvicorn.Config(
         app,
         http=Bounded,
         log_config=None,
-        access_log=False,  # lines with addresses beside times
+        access_log=False,  # they would log addresses and times
         server_header=False,
         backlog=ACCEPTS_AT_ONCE,
         timeout_keep_alive=5,

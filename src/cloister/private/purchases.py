@@ -1,7 +1,7 @@
-"""Token requests that come sealed, through a relay: the issuer learns which account asks, and not from where.
+"""Sealed token requests through a relay: the issuer learns the account, but not the client's address.
 
-Whatever follows once a request is open, refusals included, goes back sealed, at one length and after one time: the relay would
-tell a refusal, which takes a millisecond, from a batch of signatures by the clock.
+Every reply to an opened request, refusals included, is sealed at one length and sent after a fixed time. Otherwise the
+relay could distinguish a refusal (a millisecond) from a batch of signatures by its latency.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from cloister.trust.tokens.purchase import (
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError
 
 MAX_SEALED_BYTES: Final = PURCHASE_BYTES + max(kem.enc_bytes for kem in KEMS) + 64
-"""More than a request of ours has, with its header and its tag."""
+"""Larger than any valid request, with header and tag."""
 ANSWER_STEP_S: Final = 0.25
-"""Answers leave so long after their request was opened, or a whole multiple of it; 20 signatures take a tenth of that."""
+"""Replies are sent this long after their request was opened, or a whole multiple of it. 20 signatures take a tenth of it."""
 
 Issue = Callable[[str, str, bytes], Awaitable[tuple[str, bytes]]]
-"""Media type, value of `Authorization` and body of a token request to media type and body of its answer."""
+"""Maps media type, `Authorization` value and body of a token request to media type and body of the response."""
 
 
 class SealedPurchases:
     """Answers `message/ohttp-req` (RFC 9458). Its keys live for a day, in memory only.
 
     Args:
-        issue: answers what was sealed; raises `CloisterError`.
-        read: reads a request's body of at most so many bytes, within its deadline.
+        issue: handles the opened request; raises `CloisterError`.
+        read: reads a request's body up to the given number of bytes, with a timeout.
         now: Unix seconds.
     """
 
@@ -109,11 +109,11 @@ class SealedPurchases:
             media_type, content = await self._issue(kind, authorization, asked.content)
             return 200, media_type, content
         except ConfigError:
-            raise  # it names files of this machine, for its operator to read
+            raise  # the text names local files, for the operator only
         except CloisterError as error:
             return error.status, "application/json", error_body(error)
 
 
 def wait_s(elapsed_s: float) -> float:
-    """Returns the seconds from now until an answer leaves whose request was opened so long ago."""
+    """Returns the delay in seconds before a reply is sent, given the time since its request was opened."""
     return max(1, math.ceil(elapsed_s / ANSWER_STEP_S)) * ANSWER_STEP_S - elapsed_s

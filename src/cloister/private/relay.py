@@ -1,7 +1,7 @@
-"""The relay: knows the client's address and the request's length, nothing else of it. Carries sealed requests to one gateway
-and one issuer, and answers back.
+"""The relay: learns the client's address and the request's length, but no content. It forwards sealed requests to one gateway
+and one issuer, and returns their replies.
 
-It keeps nothing, writes no line about a request, and passes on nothing that a client sends but the sealed bytes and their type.
+It stores nothing and logs no request. Of what a client sends it forwards only the sealed bytes and their media type.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from cloister.trust.tokens.purchase import PURCHASE_BYTES, PURCHASE_PATH, STATEM
 from cloister.trust.tokens.purchase import REQUEST_TYPE as PURCHASE_TYPE
 
 PASSED_FIELDS: Final = ("cache-control", "incremental", "retry-after")
-"""Header fields of the gateway's answer that go on beside the content's type; they are the same for whoever asks."""
+"""Header fields of the gateway's reply that are forwarded with the content type; they are the same for every client."""
 ISSUER_TIMEOUT_S: Final = 25.0
-"""Longest silence of an issuer, which signs a batch in a fraction of a second; clients wait for 30 s."""
+"""Read timeout for an issuer, which signs a batch in a fraction of a second; clients wait 30 s."""
 FIRST_BYTES: Final = 32 * 1024
-"""A body takes a connection to the gateway when as much of it is there, or all: slow ones take none."""
+"""A connection to the gateway is opened once this much of a body, or all of it, has arrived: slow clients hold none."""
 _PUBLIC_PATH: Final = re.compile(r"/\.well-known/[A-Za-z0-9_-]+(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 
 
 @dataclass(frozen=True)
 class RelayConfig:
-    """What a relay is told.
+    """Settings of a relay.
 
     Attributes:
-        gateway_url: where it carries requests, without a slash at the end.
-        secret: shows the gateway that it is this relay.
-        max_request_bytes: longest request.
-        body_timeout_s: how long one may take to arrive.
-        issuer_url: where it carries purchases of tokens, without a slash at the end; empty for nowhere.
-        body_ceiling_bytes: of all requests at once, as far as they are in memory.
+        gateway_url: where it forwards requests, without a trailing slash.
+        secret: authenticates this relay to the gateway.
+        max_request_bytes: maximum length of a request.
+        body_timeout_s: timeout for receiving a request.
+        issuer_url: where it forwards token purchases, without a trailing slash; empty to refuse them.
+        body_ceiling_bytes: limit on the bytes of all concurrent requests that are held in memory.
     """
 
     gateway_url: str
@@ -70,8 +70,8 @@ def relay_app(config: RelayConfig, upstream: Upstream, issuer: Upstream | None =
     """Returns the ASGI application of a relay: `POST /`, `GET /.well-known/...` and `GET /health`; and `POST /issuer`.
 
     Args:
-        upstream: the way to the gateway.
-        issuer: the way to the issuer; None carries no purchases.
+        upstream: HTTP client for the gateway.
+        issuer: HTTP client for the issuer; None refuses token purchases.
     """
     budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
     routes = [
@@ -89,11 +89,11 @@ def relay_app(config: RelayConfig, upstream: Upstream, issuer: Upstream | None =
 
 @dataclass(frozen=True)
 class _Target:
-    """Where sealed requests go that come to one path, always the same place.
+    """The fixed target of sealed requests to one path.
 
     Attributes:
-        headers: that go along beside type and length of the content.
-        types: media types of requests that are carried.
+        headers: header fields that are sent in addition to content type and length.
+        types: media types of the requests that are forwarded.
     """
 
     url: str
@@ -149,17 +149,17 @@ class _Carrier:
             first = await anext(pieces, b"")
             sealed = join_pieces(first, pieces)
             async with self._upstream.ask("POST", self._target.url, headers, sealed) as answer:
-                if answer.status == 401:  # a client shows its token to the gateway in the sealed part only
+                if answer.status == 401:  # a client presents its token to the gateway only in the sealed part
                     raise ProblemError(502, "The gateway does not know this relay; its operator has to give both one secret.")
                 await _pass_on(answer, out)
         except ProblemError as problem:
             if not out.has_begun:
                 await out.refuse(problem)
-            # else: left unfinished, so that the client sees that the answer broke off
+            # else: leave the reply unfinished, so that the client detects that it was cut off
 
 
 class _PublicFiles:
-    """What is the same for every client comes through the relay too, so that none shows its address to the gateway."""
+    """Forwards the public files too, so that no client reveals its address to the gateway."""
 
     def __init__(self, url: str, upstream: Upstream) -> None:
         self._url = url

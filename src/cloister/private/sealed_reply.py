@@ -1,5 +1,4 @@
-"""The reply to an opened request: binary HTTP, sealed piece by piece, or whole where it was asked in that form; and its end,
-with or without a receipt."""
+"""The reply to an opened request: binary HTTP, sealed in chunks, or as a whole if the request was; and its receipt."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from cloister.trust.sealing import (
 from cloister.types.errors import EngineError
 
 MAX_WHOLE_BYTES: Final = 16 * 2**20
-"""Longest response that is kept to be sealed whole."""
+"""Longest response that is buffered to be sealed as a whole."""
 
 
 class SealedReply:
-    """Seals what `emit` is given and sends it; the head of the outer reply goes with the first piece.
+    """Seals each piece passed to `emit` and sends it; the head of the outer reply is sent with the first piece.
 
     Attributes:
-        writer: for the binary HTTP response inside.
+        writer: writes the inner binary HTTP response.
     """
 
     def __init__(self, exchange: OhttpContext, out: Outgoing) -> None:
@@ -45,11 +44,11 @@ class SealedReply:
         self.writer = BinaryHttpWriter()
 
     async def emit(self, data: bytes, last: bool) -> None:
-        """Seals one piece of plain text as one chunk (of at most 16 KiB; longer ones are cut) and sends it at once.
+        """Seals one piece of plain text as one chunk (longer than 16 KiB: several) and sends it immediately.
 
         Raises:
-            ProblemError: the response is too long to be sealed whole.
-            GoneError: nobody takes it.
+            ProblemError: the response is too long to be sealed as a whole.
+            GoneError: the client has disconnected.
         """
         if self._sealer is not None:
             sealed = self._sealer.finish(data) if last else self._sealer.seal(data)
@@ -65,7 +64,7 @@ class SealedReply:
             await self._out.write(sealed, last=True)
 
     async def refuse(self, problem: ProblemError) -> None:
-        """Seals a whole refusal and sends it."""
+        """Seals a complete refusal and sends it."""
         head = ResponseHead(problem.status, problem.headers)
         self._whole.clear()
         await self.emit(encode_response(HttpResponse(head, problem.body)), True)
@@ -80,17 +79,17 @@ class SealedReply:
 
 
 class AnswerEnding:
-    """Follows one answer.
+    """Tracks one response for its receipt.
 
-    Every answer is hashed and signed and has room for a signature, whoever asked: neither lengths nor times tell who wants
-    receipts. Nothing of it outlives the request.
+    Every response is hashed, signed and has space for a signature, whether or not a receipt was requested: neither lengths nor
+    times reveal who wants receipts. Nothing outlives the request.
 
     Args:
-        profile: that this node runs under; it is signed, and it may refuse receipts.
+        profile: privacy profile of this node; it is part of the receipt, and it may forbid receipts.
 
     Raises:
-        MalformedWishError: the request's field cannot be read.
-        PolicyError: a receipt is asked for, and the profile has none.
+        MalformedWishError: the request's header field is malformed.
+        PolicyError: a receipt is requested, but the profile forbids it.
     """
 
     def __init__(self, unsealer: Unsealer, exchange: OhttpContext, request: HttpRequest, profile: str) -> None:
@@ -102,17 +101,17 @@ class AnswerEnding:
         self._transcript = Transcript(exchange, request)
 
     def add(self, content: bytes) -> bytes:
-        """Takes the next piece of content, and returns it."""
+        """Hashes the next piece of content and returns it."""
         self._transcript.add(content)
         return content
 
     async def end(self, writer: BinaryHttpWriter, status: int) -> bytes:
-        """Returns the end of the message: with the signature where it was asked for, else zeros, which are padding."""
+        """Returns the end of the message: the signature if it was requested, else zeros as padding."""
         wish = self._wish or NO_WISH
         claims = self._transcript.claim(status, epoch=wish.epoch, evidence=wish.evidence, profile=self._profile)
         try:
             signature = await self._unsealer.sign(self._exchange.header, claims.signing_input)
-        except (UnsealError, ReplayCacheFullError, EngineError):  # the key ended long before the answer did
+        except (UnsealError, ReplayCacheFullError, EngineError):  # the key expired long before the response ended
             signature = b""
         end = writer.end(((FIELD, encode64(signature or bytes(SIGNATURE_BYTES))),))
         return end if self._wish and signature else bytes(len(end))

@@ -1,4 +1,4 @@
-"""What the sealed programs have in common as ASGI applications: life, health, public files, refusals outside of routes."""
+"""Shared parts of the sealed programs' ASGI applications: lifespan, health, public files, errors outside of routes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TITLES: Final = {404: "There is nothing at this path.", 405: "This path does no
 
 
 class Lifespan:
-    """What runs beside an application, and is closed with it.
+    """Background tasks and clients of an application, closed with it.
 
     Args:
-        upstream: is closed at the end; None where there is none.
-        background: started with the application, each runs until it is cancelled.
+        upstream: closed at shutdown; None if there is none.
+        background: started with the application, cancelled at shutdown.
     """
 
     def __init__(self, upstream: Upstream | None, *background: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -50,7 +50,7 @@ class Lifespan:
 
 
 class Post:
-    """Lets only POST through to an application."""
+    """Passes only POST requests to an application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,14 +63,14 @@ class Post:
 
 
 class HealthEndpoint:
-    """Says that the program runs; it waits for nothing, so that is all there is to say."""
+    """Reports that the program runs. It depends on no other service, so there is nothing else to report."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Response(b'{"status":"ok"}', media_type="application/json")(scope, receive, send)
 
 
 def handlers() -> dict[Any, ExceptionHandler]:
-    """Returns what answers paths and methods that are not there."""
+    """Returns the error handlers for unknown paths and methods."""
     return {HTTPException: _refuse}
 
 
@@ -85,9 +85,9 @@ MAX_AGE_S: Final = 60
 
 
 class LogFiles:
-    """Answers GET below the log's URL with the log's own files (C2SP tlog-tiles), and with nothing else in its directory.
+    """Serves the log's files (C2SP tlog-tiles), and no other file in its directory.
 
-    A partial tile that is gone is cut from the one that it became: a client may come with the checkpoint of a moment ago.
+    A partial tile that was replaced is cut from its successor: a client may still use the previous checkpoint.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -103,7 +103,7 @@ class LogFiles:
 
 
 class File:
-    """Answers GET with the bytes that `read` returns; 404 for None."""
+    """Serves the bytes that `read` returns; 404 for None."""
 
     def __init__(self, read: Callable[[], Awaitable[bytes | None]], media_type: str) -> None:
         self._read = read

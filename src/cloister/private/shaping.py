@@ -1,4 +1,4 @@
-"""Answers on their way into sealed chunks: as they come, or in the shape that the profile asks for (docs/traffic.md)."""
+"""Writes responses into sealed chunks: unshaped, or in the traffic shape that the profile requires (docs/traffic.md)."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from typing import Final, Protocol
 from cloister.trust.shape import BINARY_HTTP, FRAMES, BinaryHttpShaper, Shaper, TrafficShape
 
 WRITE_TIMEOUT_S: Final = 60.0
-"""How long whoever is next on the way may leave a chunk unread before it counts as gone."""
+"""Write timeout: a receiver that leaves a chunk unread for longer counts as disconnected."""
 SETTLE_S: Final = 0.002
-"""The last stretch before a tick, which the loop of a constant cadence sleeps through. A loop's own timers are rounded up to
-whole milliseconds from when it last did something, so a token that came meanwhile would show in when the frame leaves. All
-streams wait for the same ticks, so this is lost once a tick, however many there are."""
+"""The last interval before a tick, for which the loop of a constant cadence blocks in `sleep`. The event loop rounds its timers
+up to whole milliseconds from its last activity, so a token that arrived meanwhile would be visible in the time of the frame.
+All streams wait for the same ticks, so this costs one sleep a tick, whatever their number.
+"""
 MAX_WAITING: Final = 64
-"""Pieces that may wait for a frame; then `write` waits, and so does the engine's reader."""
+"""Number of pieces that may be queued for a frame; beyond it `write` blocks, and with it the engine's reader."""
 
 Emit = Callable[[bytes, bool], Awaitable[None]]
 """Seals one chunk and sends it: (plain text, whether it is the final one)."""
 
 
 class ReplyWriter(Protocol):
-    """An answer that is being written."""
+    """Writes one response."""
 
     async def head(self, data: bytes) -> None:
-        """Takes the head of the answer, which leaves together with what is written next."""
+        """Writes the head of the response, which is sent with the next write."""
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        """Takes one flush of the answer; `last` says that it is complete."""
+        """Writes one flush of the response; `last` marks the final one."""
 
 
 @asynccontextmanager
 async def open_reply(
     shape: TrafficShape | None, emit: Emit, write_timeout_s: float = WRITE_TIMEOUT_S, framing: str = FRAMES
 ) -> AsyncIterator[ReplyWriter]:
-    """Begins an answer when its request has been opened. Leaving the context waits until all of it is sent.
+    """Begins a response to an opened request. Leaving the context waits until all of it is sent.
 
-    An exception inside the context, and an answer that was not completed, end it: shaped, with a frame that says so and the
-    padding that was due anyway; not shaped, without the final chunk. The exception goes on to whoever called. Cancelling stops
-    at once.
+    An exception inside the context, or an incomplete response, ends it: a shaped one with an error frame and the padding that
+    was due anyway, an unshaped one without its final chunk. The exception propagates. Cancellation stops immediately.
 
     Args:
-        framing: how frames are written, of `FRAMINGS`; without a shape there are none.
+        framing: frame format, one of `FRAMINGS`; unused without a shape.
 
     Raises:
         TimeoutError: a chunk was left unread for `write_timeout_s`.
@@ -53,7 +53,7 @@ async def open_reply(
     try:
         yield reply
     except Exception:
-        with suppress(Exception):  # the first error is the one to tell of
+        with suppress(Exception):  # report the first error
             await reply.close()
         raise
     except BaseException:
@@ -105,10 +105,10 @@ class _ShapedReply:
             self._taken.clear()
             await self._taken.wait()
         if self._sender.done():
-            self._sender.result()  # why nothing is sent any more
+            self._sender.result()  # why sending has stopped
 
     async def close(self) -> None:
-        self._shaper.fail(self._loop.time())  # does nothing where the answer is complete
+        self._shaper.fail(self._loop.time())  # no effect if the response is complete
         self._written.set()
         await self._sender
 
@@ -121,7 +121,7 @@ class _ShapedReply:
             while not self._shaper.is_over:
                 await self._send_next()
         finally:
-            self._taken.set()  # whoever waits for room sees that nothing is sent any more
+            self._taken.set()  # wakes a writer that waits for the queue; sending has stopped
 
     async def _wait_until(self, due_s: float) -> None:
         if self._shape.constant:

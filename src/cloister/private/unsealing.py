@@ -1,4 +1,4 @@
-"""Opening requests: what the programs need of whoever holds the keys, and the plain text of a request while it arrives."""
+"""Opening requests: the interface to the holder of the keys, and the plain text of a request while it arrives."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from cloister.trust.sealing import (
 
 
 class PublicKeys(NamedTuple):
-    """What is public of one key: `application/ohttp-keys`, and the Ed25519 key that checks its receipts, 32 bytes."""
+    """The public parts of one key: `application/ohttp-keys`, and the Ed25519 key that verifies its receipts, 32 bytes."""
 
     sealing: bytes
     receipts: bytes
 
 
 class Unsealer(Protocol):
-    """Whoever holds private keys: this process, or one that does nothing else."""
+    """The holder of private keys: this process or a separate one."""
 
     async def publish(self) -> bytes:
         """Returns the current key configurations as `application/ohttp-keys`."""
 
     async def publish_all(self) -> PublicKeys:
-        """Returns all that is public of the current key."""
+        """Returns all public parts of the current key."""
 
     async def begin(self, header: Header, form: Form) -> OhttpContext:
-        """Returns what opens the request with this header.
+        """Returns the exchange that opens the request with this header.
 
-        For one that nothing opens, it is an exchange like any other, in which the first chunk fails: so every failure is the
-        same, and takes as long.
+        A header that no key opens gets an exchange too, whose first chunk fails: so all failures look the same and take equally
+        long.
 
         Raises:
-            ReplayCacheFullError: so many requests came that a further one could not be recognised again.
+            ReplayCacheFullError: the replay cache is full, so a copy of this request could not be recognised.
         """
 
     async def accept(self, header: Header) -> None:
-        """Takes in a request whose first chunk has opened, so that no copy of it is ever opened.
+        """Accepts a request whose first chunk has opened, so that no copy of it is opened later.
 
         Raises:
-            UnsealError: a copy of it was taken in meanwhile.
+            UnsealError: a copy of it was accepted meanwhile.
             ReplayCacheFullError: as `begin`.
         """
 
     async def sign(self, header: Header, message: bytes) -> bytes:
-        """Signs the receipt of a request that was taken in (Ed25519).
+        """Signs the receipt of an accepted request (Ed25519).
 
         Raises:
-            UnsealError: it was not taken in, or its key is gone.
+            UnsealError: the request was not accepted, or its key was destroyed.
         """
 
 
 class LocalUnsealer:
-    """Keys in this process.
+    """Holds the keys in this process.
 
     Args:
         now: the clock of the ring, in seconds.
@@ -93,7 +93,7 @@ class LocalUnsealer:
         return self._receiver.sign(header, message, self._now())
 
     async def turn_forever(self) -> None:
-        """Replaces and destroys keys on time where nobody asks."""
+        """Rotates and destroys keys on time even without requests."""
         ring = self._receiver.ring
         while True:
             await asyncio.sleep(max(0.0, ring.next_change_s - self._now()))
@@ -106,8 +106,8 @@ class Opened:
 
     Attributes:
         exchange: seals the response.
-        plaintext: what was sealed, chunk by chunk; it raises `UnsealError` where the message is not what it should be, so it is
-            whole only when it has ended by itself.
+        plaintext: decrypted chunks; raises `UnsealError` on a malformed message, so the request is complete only once the
+            iterator ends without an error.
     """
 
     exchange: OhttpContext
@@ -118,7 +118,7 @@ async def open_request(unsealer: Unsealer, form: Form, pieces: AsyncIterator[byt
     """Begins to open a request.
 
     Raises:
-        UnsealError: it is shorter than a header.
+        UnsealError: the message is shorter than a header.
         ReplayCacheFullError: see `Unsealer.begin`.
     """
     head = bytearray()
@@ -137,7 +137,7 @@ async def read_parts(plaintext: AsyncIterator[bytes]) -> AsyncIterator[Part]:
     """Yields the parts of a binary HTTP message while it arrives.
 
     Raises:
-        MessageError: it is invalid, or no request.
+        MessageError: the message is invalid, or not a request.
         UnsealError: see `Opened`.
     """
     reader = MessageReader()
@@ -174,7 +174,7 @@ async def _open_whole(unsealer: Unsealer, exchange: OhttpContext, pieces: AsyncI
     async for piece in pieces:
         sealed += piece
     whole = bytes(sealed)
-    sealed.clear()  # a request may be large, and there would be three of it
+    sealed.clear()  # a request may be large, and this would be a third copy
     plaintext = exchange.context.open(whole)
     del whole
     await unsealer.accept(exchange.header)

@@ -1,6 +1,6 @@
-"""Requests to the next program on the way: over pooled connections, streamed both ways, each wait with an end.
+"""Requests to the next program: pooled connections, streaming in both directions, a timeout on each wait.
 
-Nothing of a client goes along but the media type: no header of its own, no cookie, no retry.
+Of a client's headers it forwards only the media type. It sends no cookies and never retries.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from cloister.types.errors import ConfigError
 CONNECT_TIMEOUT_S: Final = 5.0
 WRITE_TIMEOUT_S: Final = 60.0
 ANSWER_TIMEOUT_S: Final = 600.0
-"""Longest silence before and within an answer: as long as a request may wait in an engine."""
+"""Read timeout before and within a response: as long as a request may wait in an engine."""
 MAX_CONNECTIONS: Final = 2048
 MAX_IDLE: Final = 128
 IDLE_S: Final = 3.0
-"""Shorter than servers keep an idle connection, so that none is closed while a request goes into it."""
+"""Shorter than the keep-alive time of servers, so that no connection is closed while a request is sent on it."""
 SMALL_REPLY_BYTES: Final = 1 << 20
 _URL: Final = re.compile(r"https?://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~/-]*)?")
 
 
 @dataclass(frozen=True)
 class UpstreamResponse:
-    """The head of an answer, and its body while it comes.
+    """The head of a response, and its streamed body.
 
     Attributes:
         media_type: without parameters; empty if there is none.
@@ -46,13 +46,13 @@ class UpstreamResponse:
 
 
 class Upstream:
-    """The way to one kind of program.
+    """HTTP client for one kind of program.
 
     Args:
-        name: what it is, for messages: "gateway", "node".
-        tls: how https is checked; None trusts the system's authorities.
-        timeout_s: longest silence of an answer.
-        transport: carries the requests; None opens connections.
+        name: kind of program, for messages: "gateway", "node".
+        tls: how to verify https servers; None trusts the system's authorities.
+        timeout_s: read timeout of a response.
+        transport: sends the requests; None opens connections.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Upstream:
         *,
         timeout_s: float | None = None,
     ) -> AsyncIterator[UpstreamResponse]:
-        """Sends a request and gives the answer when its head is there; leaving the context ends it.
+        """Sends a request and yields the response when its head has arrived; leaving the context ends it.
 
         Raises:
-            ProblemError: the program cannot be reached (502), is silent (504), or has no connection left (503). The same while
-                `pieces` of the answer are read; whatever the request's own `pieces` raise goes through.
+            ProblemError: the program cannot be reached (502), does not respond in time (504), or has no free connection (503).
+                Reading the response's `pieces` raises the same. Exceptions of the request's own `pieces` propagate.
         """
         timeouts = {
             "connect": CONNECT_TIMEOUT_S,
@@ -108,7 +108,7 @@ class Upstream:
         """Returns a small file.
 
         Raises:
-            ProblemError: as `ask`, or the answer is longer than `most_bytes`, or none of status 200 (502).
+            ProblemError: as `ask`; or the response is longer than `most_bytes`, or its status is not 200 (502).
         """
         content = bytearray()
         try:
@@ -146,10 +146,10 @@ class Upstream:
 
 
 def check_url(url: str, setting: str) -> str:
-    """Returns the URL of a program without a slash at its end.
+    """Returns the URL of a program without a trailing slash.
 
     Raises:
-        ConfigError: it is no http or https URL of a host.
+        ConfigError: it is not an http or https URL with a host.
     """
     if not _URL.fullmatch(url):
         raise ConfigError(f"{setting} must be a URL such as https://gateway.example, without query or user", param=setting)
@@ -157,7 +157,7 @@ def check_url(url: str, setting: str) -> str:
 
 
 def trust_only(authorities: Path | None) -> ssl.SSLContext | None:
-    """Returns what checks servers against the authorities in a PEM file; None for None.
+    """Returns an SSL context that trusts the authorities in a PEM file; None for None.
 
     Raises:
         ConfigError: the file cannot be used.

@@ -21,8 +21,8 @@ def witness_app(witness: Witness, now: Callable[[], float] = time.time) -> Starl
     """Serves a witness.
 
     Args:
-        witness: what judges.
-        now: Unix time in seconds.
+        witness: decides whether to cosign.
+        now: returns Unix seconds.
     """
 
     async def add_checkpoint(request: Request) -> Response:

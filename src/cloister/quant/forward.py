@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, rotate_blocks, round_inputs, rounding_of
 from cloister.quant.base import FloatArray, KVDtype, NumberFormat, reciprocal
 from cloister.types.errors import ConfigError
@@ -35,8 +35,12 @@ def check_forward(spec: DecoderSpec) -> None:
         raise ConfigError(f"{_FACED}: {spec.family!r} has ends or norms of its own", param="method")
     for layer in set(spec.layers):
         attention = layer.attention
+        if attention is None or layer.state is not None:
+            raise ConfigError(f"{_FACED}: {spec.family!r} has layers with a state, or without attention", param="method")
         if not isinstance(attention, AttentionSpec):
             raise ConfigError(f"{_FACED}: {spec.family!r} has latent attention", param="method")
+        if attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0):
+            raise ConfigError(f"{_FACED}: {spec.family!r} has gated or scaled attention", param="method")
         feed_forward_of(layer)
         rope_of(layer)
         if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head" or _is_special(attention):
@@ -49,15 +53,16 @@ def _is_special(attention: AttentionSpec) -> bool:
 
 def feed_forward_of(layer: LayerSpec) -> MlpSpec:
     """Returns a layer's feed-forward, which must be one with a gate (ConfigError otherwise)."""
-    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or layer.mlp.clipped is not None:
+    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or layer.mlp.clipped is not None or layer.mlp.is_scaled:
         raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate or a clipped one", param="method")
     return layer.mlp
 
 
 def rope_of(layer: LayerSpec) -> RopeSpec:
     """Returns what a layer turns by, which must be all of a head (ConfigError otherwise)."""
-    rope = layer.attention.rope
-    if rope is None or rope.interleaved or 2 * len(rope.inv_freq) != layer.attention.head_dim:
+    attention = layer.grouped_attention
+    rope = attention.rope
+    if rope is None or rope.interleaved or 2 * len(rope.inv_freq) != attention.head_dim:
         raise ConfigError(f"{_FACED}: its heads are not turned, or not whole", param="method")
     return rope
 
@@ -74,7 +79,10 @@ SHORTEST_INT4_HEAD = 64
 
 def choose_kv_dtype(number_format: NumberFormat, spec: DecoderSpec) -> KVDtype:
     """Returns what the KV cache of a model should hold beside weights in this format."""
-    shortest = min(layer.attention.head_dim for layer in spec.layers)
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        return "bfloat16"  # there are no kernels for latents in few bits
+    attentions = [layer.attention for layer in spec.layers if layer.attention is not None]
+    shortest = min((attention.head_dim for attention in attentions), default=SHORTEST_INT4_HEAD)
     return "int8" if number_format.kv_dtype == "int4" and shortest < SHORTEST_INT4_HEAD else number_format.kv_dtype
 
 

@@ -31,7 +31,7 @@ def smoothing_factors(sizes: FloatArray, layer: LayerSpec) -> FloatArray:
     """
     if _shares_norm(layer):
         sizes = np.broadcast_to(np.sqrt(np.square(sizes).mean(0)), sizes.shape)
-    rope = layer.attention.rope
+    rope = layer.grouped_attention.rope
     num_pairs = 0 if rope is None else len(rope.inv_freq)
     squares = np.square(sizes)
     pairs = squares[:, : 2 * num_pairs].reshape(len(sizes), 2, num_pairs).mean(1)

@@ -12,8 +12,8 @@ from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Quantize
 from cloister.quant.base import NumberFormat
 from cloister.quant.smooth_attention import SmoothedKeys
 
-PROJECTIONS = frozenset(("q", "k", "v", "q_a", "q_b", "kv_a", "o", "gate", "up", "down"))
-"""Not kv_b, which latent attention takes apart into the matrices that it absorbs."""
+PROJECTIONS = frozenset(("q", "q_gate", "k", "v", "q_a", "q_b", "kv_a", "o", "gate", "up", "down", "in", "z", "out"))
+"""Not kv_b, which latent attention takes apart into the matrices that it absorbs; of mixers with a state, the large ones."""
 VOCABULARY = frozenset(("embed.weight", "head.weight"))
 
 

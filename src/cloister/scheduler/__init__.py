@@ -1,4 +1,4 @@
-"""Scheduler, admission, budget, and policies one file each. Pure: no I/O, no clock, no arrays."""
+"""Scheduler, admission, step budget, and scheduling policies (one file each). Pure: no I/O, no clock, no arrays."""
 
 from cloister.scheduler.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost, StepSize
 from cloister.scheduler.policies import POLICIES

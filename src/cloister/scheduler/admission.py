@@ -1,4 +1,4 @@
-"""Which requests can never run, said at once and with the figure that would do. Pure."""
+"""Rejects requests that can never run, immediately and with a figure that would fit. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cloister.types.request import Request, SamplingParams
 
 MAX_LENGTH_PENALTY: Final = 10.0
 MAX_CANDIDATES: Final = 32768
-"""Next tokens that one step of a beam search may choose from, over all beams: sorting more would hold up everybody."""
+"""Limit on candidate tokens in one step of a beam search, over all beams: sorting more would delay all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one engine can hold.
+    """Limits of one engine.
 
     Attributes:
         max_model_len: prompt and output of one sequence, in tokens.
@@ -31,7 +31,7 @@ class EngineLimits:
 
 
 def find_refusal(request: Request, limits: EngineLimits) -> str | None:
-    """Says why a request can never run on an engine, or returns None if it can."""
+    """Returns why a request can never run on an engine, or None if it can."""
     return (
         find_wrong_sampling(request.sampling)
         or find_wrong_beams(request.sampling)
@@ -41,7 +41,7 @@ def find_refusal(request: Request, limits: EngineLimits) -> str | None:
 
 
 def find_wrong_sampling(sampling: SamplingParams) -> str | None:
-    """Names the first sampling parameter that has no meaning, and the values that have one."""
+    """Returns an error for the first invalid sampling parameter, with its valid values."""
     for name, holds, values in (
         ("temperature", sampling.temperature >= 0, "0 or more"),
         ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
@@ -61,7 +61,7 @@ def find_wrong_sampling(sampling: SamplingParams) -> str | None:
 
 
 def find_wrong_beams(sampling: SamplingParams) -> str | None:
-    """Names the first sampling parameter that beam search has no place for."""
+    """Returns an error for the first sampling parameter that beam search does not support."""
     beams = sampling.beams
     if beams is None:
         return None
@@ -79,7 +79,7 @@ def find_wrong_beams(sampling: SamplingParams) -> str | None:
         ("max_tokens 0", sampling.max_tokens == 0),
     ):
         if is_given:
-            return f"beam search goes without {name}; leave it out, or use_beam_search"
+            return f"beam search does not support {name}; leave it out, or use_beam_search"
     return None
 
 
@@ -111,7 +111,7 @@ def _find_misfit(request: Request, limits: EngineLimits) -> str | None:
         return f"the search has {width} beams and at most {limits.max_num_seqs} sequences run at once; take fewer"
     num_most = limits.max_model_len if num_output is None else min(limits.max_model_len, num_prompt + num_output)
     num_positions = count_positions(num_prompt, num_most - num_prompt)
-    if request.sampling.beams is not None:  # beams that share nothing, and a block each while one is copied
+    if request.sampling.beams is not None:  # worst case: beams share nothing, and each needs one more block during a copy
         num_positions = width * (-(-num_positions // limits.block_size) + 1) * limits.block_size
         if num_positions > limits.num_kv_tokens:
             return (
@@ -129,5 +129,5 @@ def _find_misfit(request: Request, limits: EngineLimits) -> str | None:
 
 
 def count_positions(num_prompt: int, num_output: int) -> int:
-    """Returns the KV positions of a whole answer: its last token is never read back, so it needs none."""
+    """Returns the KV positions of a whole answer; its last token is never an input, so it needs none."""
     return num_prompt + max(0, num_output - 1)

@@ -1,7 +1,7 @@
-"""Beam search over the sequences of a request: what may follow each beam comes in, new beams share blocks, the best answers go
-out. Pure.
+"""Beam search over the sequences of a request: takes candidate tokens for each beam, forks beams that share blocks, and returns
+the best answers. Pure.
 
-The search of `transformers` (`generate(num_beams=...)`, `do_sample=False`), which the tests hold it against.
+The search of `transformers` (`generate(num_beams=...)`, `do_sample=False`), against which the tests compare it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from typing import NamedTuple
 
+from cloister.kv import NO_BLOCK
 from cloister.scheduler.admission import MAX_CANDIDATES, count_positions
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState, SequenceRecord, introduce
@@ -19,7 +20,7 @@ from cloister.types.step import Sample
 
 
 class Beam(NamedTuple):
-    """A beginning that goes on: the sequence that it continues, the token that follows there, and its log-probability."""
+    """A beam that continues: its parent sequence, its next token, and its log-probability."""
 
     parent_id: int
     token_id: int
@@ -27,24 +28,24 @@ class Beam(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A complete answer, the token that ended it included, and its score."""
+    """A complete answer, including the token that ended it, and its score."""
 
     score: float
     token_ids: list[int]
     is_ended: bool
-    """By a token; else it is as long as it may get."""
+    """Ended by a token; otherwise by the maximum length."""
 
 
 class Beams:
     """The beams of one request.
 
     Args:
-        ends: tokens that end an answer.
-        max_output: tokens of an answer at most.
+        ends: ids of tokens that end an answer.
+        max_output: maximum length of an answer in tokens.
 
     Attributes:
-        hypotheses: complete answers, the best first, `width` at most.
-        is_done: nothing better can come.
+        hypotheses: complete answers, best first, at most `width`.
+        is_done: no better answer is possible.
     """
 
     def __init__(self, search: BeamSearch, ends: Iterable[int], max_output: int) -> None:
@@ -58,29 +59,29 @@ class Beams:
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest tokens that are asked of each beam: enough for `width` beams to go on if all others end."""
+        """Number of candidate tokens requested for each beam: enough for `width` beams to continue if all others end."""
         return max(2, 1 + len(self._ends)) * self.search.width
 
     def find_excess(self) -> str | None:
-        """Says why a step of the search would take too long, or returns None."""
+        """Returns why a step of the search would take too long, or None."""
         if self.search.width * self.num_candidates <= MAX_CANDIDATES:
             return None
         return f"{self.search.width} beams with {len(self._ends)} tokens that end an answer are too many; take fewer of either"
 
     def start(self, logprobs: Mapping[int, float]) -> None:
-        """Says which sequences are the beams from now on, and their log-probabilities so far."""
+        """Sets the sequences that are now the beams, and their log-probabilities so far."""
         self._logprobs = dict(logprobs)
 
     def collect(self, seq_id: int, candidates: Iterable[tuple[int, float]]) -> bool:
-        """Adds the likeliest next tokens of one beam, with log-probabilities; True once all beams have theirs."""
+        """Adds the candidate tokens of one beam, with log-probabilities; returns True once all beams have theirs."""
         self._candidates[seq_id] = candidates
         return self._candidates.keys() == self._logprobs.keys()
 
     def advance(self, outputs: Mapping[int, list[int]]) -> list[Beam]:
-        """Returns the beams that go on, the best first; those that end become hypotheses.
+        """Returns the beams that continue, best first; those that end become hypotheses.
 
         Args:
-            outputs: output of each beam so far.
+            outputs: output tokens of each beam so far.
         """
         length = 1 + len(next(iter(outputs.values())))
         divisor = length**self.search.length_penalty
@@ -98,7 +99,7 @@ class Beams:
             is_end = beam.token_id in self._ends
             if not (is_end or is_last):
                 kept.append(beam)
-            elif rank < width:  # an end that is less likely than `width` others is none
+            elif rank < width:  # an end that is less likely than `width` others does not count
                 token_ids = [*outputs[beam.parent_id], beam.token_id]
                 self.hypotheses.append(Hypothesis(beam.logprob / divisor, token_ids, is_end))
         self.hypotheses = sorted(self.hypotheses, key=lambda hypothesis: -hypothesis.score)[:width]
@@ -110,36 +111,41 @@ class Beams:
 
 
 class BeamSearches:
-    """Carries the searches of a scheduler on.
+    """Advances the beam searches of a scheduler.
 
     Args:
-        requests: who is there; the beams are sequences there, and their answers go there.
+        requests: table of requests, which holds the beams as sequences and receives their answers.
     """
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
 
-    def count_promised(self) -> int:
-        """Returns the blocks that all searches may still need."""
+    def count_promised(self) -> list[int]:
+        """Returns the blocks of each group that all searches may still need."""
         states = {
             s.request_state.order: s.request_state for s in self._requests.running.values() if s.request_state.beams is not None
         }
-        return sum(self.count_blocks(state) for state in states.values())
+        needed = [self.count_blocks(state) for state in states.values()]
+        return [sum(counts) for counts in zip(*needed, strict=True)] if needed else [0] * self._requests.pool.num_groups
 
-    def count_blocks(self, state: RequestState) -> int:
-        """Returns the blocks that the beams of a request may still need if they share nothing.
+    def count_blocks(self, state: RequestState) -> list[int]:
+        """Returns the blocks of each group that the beams of a request may still need if they share nothing.
 
-        None of them is preempted: the others would wait for it with what they hold.
+        Beams are never preempted: the others would hold their blocks while they wait for one.
         """
         assert state.beams is not None
-        width = state.beams.search.width
+        width, pool = state.beams.search.width, self._requests.pool
         num_positions = count_positions(state.num_prompt_tokens, state.sequences[0].max_output)
-        num_each = -(-num_positions // self._requests.pool.block_size) + 1  # one more while a shared block is copied
-        held = {block for s in state.sequences if s.table is not None for block in s.table.blocks}
-        return max(0, width * num_each - len(held))
+        num_each = -(-num_positions // pool.block_size) + 1  # one more while a shared block is copied
+        tables = [s.table.blocks for s in state.sequences if s.table is not None]
+        counts = []
+        for group in range(pool.num_groups):
+            held = {block for table in tables for block in table[group :: pool.num_groups] if block != NO_BLOCK}
+            counts.append(max(0, pool.count_most(group, num_each, width) - len(held)))
+        return counts
 
     def collect(self, sequence: SequenceRecord, beams: Beams, sample: Sample, now: float) -> None:
-        """Adds the likeliest next tokens of one beam; once all beams have theirs the search goes on, or ends."""
+        """Adds the candidate tokens of one beam; once all beams have theirs, the search continues or ends."""
         state = sequence.request_state
         if sample.logprobs is None:
             self._requests.end_request(

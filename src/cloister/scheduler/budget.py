@@ -1,8 +1,8 @@
 """The budget of a step, in tokens and in time (Sarathi-Serve, Agrawal et al. 2024, section 4.3). Pure: no clock.
 
-What a step costs is learned from what steps took: cost = a + b * tokens + c * attended + d * read. `attended` is the sum over
-computed positions of the keys that each weighs (arithmetic), `read` the sum over sequences of the keys that each fetches once
-(memory). Learned from counts and times only, never from content.
+The cost model is fitted to measured steps: cost = a + b * tokens + c * attended + d * read. `attended` is the sum over computed
+positions of the keys that each attends to (arithmetic), `read` the sum over sequences of the keys that each loads once (memory
+traffic). It learns from counts and times only, never from content.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ BUDGET_THREAT = ThreatProfile(
     residue="what the tuner learned",
     where=("host memory",),
     attack="infers the users' scenario",
-    mitigations=("four coefficients of step time, forgotten exponentially, that never leave the engine",),
+    mitigations=("four coefficients of step time with exponential forgetting, which never leave the engine",),
 )
 
 MAX_STEP_S = 2.0
-"""No step need take longer, where no decodes bound it: larger ones win nothing, and a watchdog would take them for a stall."""
-_SCALE = (1.0, 1e3, 1e6, 1e4)  # one unit of each feature, so that the fit is well conditioned
+"""Upper limit of a step without decodes: longer steps gain nothing, and a watchdog would treat them as a stall."""
+_SCALE = (1.0, 1e3, 1e6, 1e4)  # scale of each feature, so that the fit is well conditioned
 _FIRST_VARIANCE = 1e4
 _MAX_TRACE = 1e6
 _SIZE = range(4)
 
 
 class StepSize(NamedTuple):
-    """How much a step does, in counts."""
+    """The size of a step, in counts."""
 
     num_tokens: float = 0.0
     num_attended: float = 0.0
     num_read: float = 0.0
 
     def plus_decodes(self, starts: Sequence[int]) -> StepSize:
-        """Returns the size with one position of each of these sequences more."""
+        """Returns the size plus one position of each of these sequences."""
         num_tokens = len(starts)
         num_keys = sum(starts) + num_tokens
         return StepSize(self.num_tokens + num_tokens, self.num_attended + num_keys, self.num_read + num_keys)
 
     def plus(self, start: int, num_tokens: int) -> StepSize:
-        """Returns the size with positions [start, start + num_tokens) of one more sequence."""
+        """Returns the size plus positions [start, start + num_tokens) of one sequence."""
         return StepSize(
             self.num_tokens + num_tokens,
             self.num_attended + num_tokens * (start + (num_tokens + 1) / 2),
@@ -64,9 +64,9 @@ class StepSize(NamedTuple):
 class StepCost:
     """Predicts the time of a step; recursive least squares with forgetting (Haykin, Adaptive Filter Theory, ch. 13).
 
-    Errors count relative to the step's time: a short decode step says as much as a long prefill step, and it is the short
-    ones that a stall is measured against. The covariance is kept as its square root (Potter's update; Bierman 1977, section
-    II.2): rounding can then never make it indefinite, which the plain form became after some thousand steps.
+    Errors are relative to the step's time: a short decode step weighs as much as a long prefill step, because stalls are
+    measured against the short ones. The covariance is kept as its square root (Potter's update; Bierman 1977, section II.2):
+    rounding can then never make it indefinite, which the plain form became after some thousand steps.
 
     Args:
         forgetting: weight of the past at each step; 0.995 remembers about 200 steps.
@@ -81,18 +81,18 @@ class StepCost:
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
-        """Seconds (per step, per token, per key attended, per key read), none below zero."""
+        """Seconds (per step, per token, per key attended, per key read), all non-negative."""
         a, b, c, d = self._theta
         return a / _SCALE[0], b / _SCALE[1], c / _SCALE[2], d / _SCALE[3]
 
     def predict(self, size: StepSize) -> float:
-        """Returns the seconds that a step of this size takes; 0 before anything was learned."""
+        """Returns the predicted seconds of a step of this size; 0 before the first measurement."""
         a, b, c, d = self.coefficients
         return a + b * size.num_tokens + c * size.num_attended + d * size.num_read
 
     def learn(self, size: StepSize, elapsed_s: float) -> None:
-        """Takes in one measured step; one that took no time says nothing. A step that took far longer than any spread
-        explains counts as a little longer: other programs on the machine are no news about the model."""
+        """Adds one measured step; steps of zero time are ignored. An outlier counts as slightly longer than predicted: it is
+        caused by other programs on the machine, not by the model."""
         if elapsed_s <= 0.0:
             return
         x = [value / (unit * elapsed_s) for value, unit in zip((1.0, *size), _SCALE, strict=True)]
@@ -100,13 +100,14 @@ class StepCost:
         error = 1.0 - _dot(self._theta, x)
         f = [_dot(column, x) for column in zip(*root, strict=True)]
         novelty = _dot(f, f)
-        # A surprise counts in full where the past says little of such a step, and little where it says much.
+        # An outlier has full weight if few such steps were measured, and little weight if many were.
         doubt = math.sqrt(1.0 + novelty)
         if self.num_learned >= 10:
             bound = 4.0 * self._spread * doubt + 0.1
             error = min(max(error, -bound), bound)
         self._spread += (abs(error) / doubt - self._spread) / min(self.num_learned + 1, 50)
-        # While steps are all alike nothing is learned about the other directions: forgetting there would only wind up.
+        # Similar steps carry no information about other directions; forgetting there would make the covariance grow without
+        # limit.
         keep = self._forgetting if sum([_dot(row, row) for row in root]) < _MAX_TRACE else 1.0
         alpha = keep + novelty
         px = [_dot(row, f) for row in root]
@@ -123,11 +124,10 @@ class StepCost:
 
 
 def _without_negatives(theta: list[float], root: list[list[float]]) -> list[float]:
-    """Returns the fit under the condition that no coefficient is below zero.
+    """Returns the fit under the constraint that no coefficient is negative.
 
-    Each negative one is set to zero and what it explained goes to the others, as far as the data leaves that open (the
-    mean of a normal distribution given one of its variables). To cut it off alone would leave the others too large: they
-    have made up for it.
+    Each negative coefficient is set to zero and the others are conditioned on that (the mean of a normal distribution given one
+    of its variables). Clipping alone would leave the others too large, because they compensated for it.
     """
     theta, root = list(theta), list(root)
     for _ in _SIZE:
@@ -137,7 +137,7 @@ def _without_negatives(theta: list[float], root: list[list[float]]) -> list[floa
         worst = theta.index(value)
         e, f, g, h = root[worst]
         square = max(e * e + f * f + g * g + h * h, 1e-300)
-        for i, (a, b, c, d) in enumerate(root):  # written out, as `_dot` is
+        for i, (a, b, c, d) in enumerate(root):  # unrolled, like `_dot`
             share = (a * e + b * f + c * g + d * h) / square
             theta[i] -= share * value
             root[i] = [a - share * e, b - share * f, c - share * g, d - share * h]
@@ -146,7 +146,7 @@ def _without_negatives(theta: list[float], root: list[list[float]]) -> list[floa
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    # written out: this runs a dozen times a step, and a loop would cost more than the arithmetic
+    # unrolled: this runs a dozen times a step, and a loop would cost more than the arithmetic
     a, b, c, d = left
     e, f, g, h = right
     return a * e + b * f + c * g + d * h
@@ -154,14 +154,14 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BudgetConfig:
-    """How large a step may get.
+    """Limits on the size of a step.
 
     Attributes:
-        max_tokens: tokens at most.
+        max_tokens: maximum number of tokens.
         target_s: a fixed time for every step, or None for `max_stall`.
         max_stall: a prefill chunk may stretch a step to this multiple of its decode part.
-        floor_s: a step that is no longer than this is short enough for any stream, whatever its decode part.
-        chunk: prefill is cut to multiples of this, and a step takes at least one of them, so that no prompt starves.
+        floor_s: a step up to this time is short enough for any stream, whatever its decode part.
+        chunk: prefill is rounded down to multiples of this, and a step includes at least one, so that no prompt starves.
     """
 
     max_tokens: int = 2048
@@ -172,14 +172,14 @@ class BudgetConfig:
 
 
 class StepBudget:
-    """What is left of one step while it is being filled.
+    """The remaining budget of a step while it is being filled.
 
     Args:
-        cost: what steps cost.
-        config: how large a step may get.
+        cost: the cost model of steps.
+        config: limits on the size of the step.
 
     Attributes:
-        num_tokens, num_left: tokens that were spent, and that may still be.
+        num_tokens, num_left: tokens used, and tokens remaining.
     """
 
     __slots__ = ("_config", "_cost", "_limit_s", "_num_attended", "_num_read", "num_left", "num_tokens")
@@ -195,7 +195,7 @@ class StepBudget:
 
     @property
     def size(self) -> StepSize:
-        """What was spent so far."""
+        """The size used so far."""
         return StepSize(self.num_tokens, self._num_attended, self._num_read)
 
     @property
@@ -203,21 +203,22 @@ class StepBudget:
         return self._cost.predict(self.size)
 
     def bound_by_decodes(self, plain: StepSize, floor_s: float = 0.0) -> None:
-        """Bounds the time of the step by that of its decodes, unless a target does.
+        """Limits the time of the step relative to its decodes, unless there is a fixed target.
 
         Args:
-            plain: what the step does with a token of each decode and no drafts.
-            floor_s: a step that is no longer than this is short enough for these decodes.
+            plain: size of the step with one token for each decode and no drafts.
+            floor_s: a step up to this time is short enough for these decodes.
         """
         if self._config.target_s is None:
             stalled_s = max(self._cost.predict(plain) * self._config.max_stall, self._config.floor_s, floor_s)
             self._limit_s = stalled_s if plain.num_tokens else MAX_STEP_S
 
     def share_for_drafts(self, plain: StepSize, drafted: StepSize) -> float:
-        """Returns the part of the drafts of a step that takes a quarter of the time by which it may grow, from 0 to 1.
+        """Returns the fraction of a step's drafts, from 0 to 1, that fits into a quarter of the time by which the step may
+        grow.
 
         Args:
-            plain, drafted: what the step does without the drafts, and with them.
+            plain, drafted: size of the step without and with the drafts.
         """
         plain_s, drafted_s = self._cost.predict(plain), self._cost.predict(drafted)
         if drafted_s <= plain_s:
@@ -225,7 +226,7 @@ class StepBudget:
         return min(1.0, max(0.0, (self._limit_s - plain_s) / 4 / (drafted_s - plain_s)))
 
     def bound_by_slack(self, slack: float) -> None:
-        """Says that what follows may stretch the step by the ratio `slack` at most."""
+        """Limits what is added from now on: it may lengthen the step by at most the ratio `slack`."""
         limit_s = self.predicted_s * slack
         self._limit_s = limit_s if self._config.target_s is None else min(limit_s, self._config.target_s)
 
@@ -237,15 +238,15 @@ class StepBudget:
         self._num_read += start + num_tokens
 
     def admits(self, start: int) -> bool:
-        """True if one more decode at position `start` fits."""
+        """True if another decode at position `start` fits."""
         if self.num_left < 1:
             return False
         return self._cost.predict(self.size.plus(start, 1)) <= self._limit_s
 
     def fit(self, start: int, num_wanted: int, *, strict: bool = False) -> int:
-        """Returns how many of the positions from `start` on fit into what is left.
+        """Returns how many of the positions from `start` on fit into the remaining budget.
 
-        A chunk is never refused for time alone, else a prompt could starve behind decodes; `strict` does refuse it.
+        One chunk always fits regardless of time, so that a prompt cannot starve behind decodes; `strict` disables this.
         """
         num_most = min(num_wanted, self.num_left)
         if num_most <= 0 or not self._cost.num_learned:

@@ -1,4 +1,4 @@
-"""What the sequences of a scheduler draft: what room drafts get in a step, and what became of them."""
+"""Allocates drafts to the sequences of a step, and processes which were accepted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cloister.types.step import Sample, StepResult
 
 
 class DraftAllocator:
-    """Gives drafts the room that nobody else needs, and takes it back where they were not accepted.
+    """Gives drafts the capacity that nothing else needs, and releases it when they are rejected.
 
     Args:
-        speculation: says how many tokens to draft.
-        requests: who is there.
-        policy: says who comes next.
-        cost: what steps of the model cost.
-        max_num_seqs: sequences that run at once.
+        speculation: decides how many tokens to draft.
+        requests: table of requests.
+        policy: decides which sequence is next.
+        cost: cost model of steps.
+        max_num_seqs: maximum number of running sequences.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class DraftAllocator:
         self._max_num_seqs = max_num_seqs
 
     def choose(self, step: Step, decodes: list[SequenceRecord], plain: StepSize) -> list[DraftDecision]:
-        """Returns what each sequence drafts.
+        """Returns the draft decision of each sequence.
 
-        Drafts displace no one: they take blocks that nobody needs, and leave others half of the tokens of the step and three
-        quarters of the time by which it may grow.
+        Drafts displace nothing: they use spare blocks only, and leave half of the step's tokens and three quarters of the time
+        by which it may grow to other work.
 
         Args:
-            plain: what the step does with a token of each decode and no drafts.
+            plain: size of the step with one token for each decode and no drafts.
         """
         num_left, num_spare = step.budget.num_left - len(decodes), self._pool.num_available
         for sequence in decodes:
@@ -70,10 +70,10 @@ class DraftAllocator:
         return choices
 
     def _count_others(self, step: Step, decodes: list[SequenceRecord], num_spare: int) -> tuple[int, int]:
-        """Returns who may still come into a step beside its decodes, and the blocks that they need.
+        """Returns the sequences that may still join a step in addition to its decodes, and the blocks that they need.
 
         Args:
-            num_spare: blocks beside those of the decodes. The next one that waits counts only if they are enough for it.
+            num_spare: spare blocks after those of the decodes. The next waiting sequence counts only if they suffice for it.
         """
         running = self._requests.running
         in_step = step.planned() | {sequence.seq_id for sequence in decodes}
@@ -83,15 +83,15 @@ class DraftAllocator:
         first = self._policy.peek() if may_come else None
         if first is None:
             return len(others), num_blocks
-        # as admission asks for: a block more for each that runs
+        # as in admission: one more block for each running sequence
         num_more = -(-(len(first.token_ids) + 1) // self._pool.block_size) + len(running)
         if num_more > num_spare - num_blocks:
             return len(others), num_blocks
         return len(others) + 1, num_blocks + num_more
 
     def release_rejected(self, step: Step, result: StepResult) -> StepSize:
-        """Reads which drafts were accepted, and releases the blocks of the others at once; returns the size of the step as it
-        was, without drafts that nobody made."""
+        """Reads which drafts were accepted, and releases the blocks of the others immediately. Returns the actual size of the
+        step, without planned drafts that were not made."""
         samples = {sample.seq_id: sample for sample in result.samples}
         size = step.budget.size
         asked: dict[str, tuple[int, int]] = {}
@@ -110,16 +110,16 @@ class DraftAllocator:
                 sequence.num_planned = end
                 table_of(sequence).shrink(end)
                 self._speculation.learn(sequence, choice, sample)
-        if step.only_decodes:  # drafters follow prompts too, and nobody says how long that took
+        if step.only_decodes:  # drafters process prompts too, in a time that is not reported
             self._speculation.learn_cost(asked, result.draft_s)
         return size
 
     def learn(self, step: Step, size: StepSize, result: StepResult, elapsed_s: float) -> None:
-        """Takes in what a step took.
+        """Adds the measured time of a step.
 
         Args:
-            size: what it did, without drafts that nobody made.
-            elapsed_s: time that it took, drafting aside.
+            size: its size, without planned drafts that were not made.
+            elapsed_s: its time without drafting.
         """
         if step.only_decodes:
             self._speculation.learn_step(size, sum(sample.num_drafted for sample in result.samples), elapsed_s)

@@ -1,6 +1,6 @@
 """Requests and sequences from arrival to end, their blocks and their place in the queue. Pure: no I/O, no clock.
 
-Every request ends exactly once, and every block comes back.
+Every request ends exactly once, and every block is released.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from cloister.types.step import NewSequence
 
 
 class RequestTable:
-    """Requests that have not ended, and how they come and go.
+    """Open requests: adds, forks and ends them.
 
     Args:
         pool: the KV blocks that sequences hold.
-        policy: gets the sequences that wait, run and leave.
-        keys: makes prefix keys; None switches the prefix cache off.
-        quotas: for each group of the pool, what each scope may keep; None for one cache that all share.
+        policy: called when sequences are queued, start and leave.
+        keys: computes prefix keys; None switches the prefix cache off.
+        quotas: for each group of the pool, the quota of a scope; None for one shared cache.
 
     Attributes:
         request_states: requests by id.
-        waiting_for_grammar: those of them that wait for a grammar, and are not queued yet.
-        sequences: by id; those included that ended while a plan in flight still names them.
+        waiting_for_grammar: requests that wait for a grammar, and are not queued yet.
+        sequences: sequences by id, including ended ones that a plan in flight still names.
         running: sequences that are planned.
-        departures: sequences that the runner shall forget.
-        events: what happened and was not taken yet.
-        answers: those of beam searches that were not taken yet, whole, as if they arrived.
+        departures: ids of sequences that the runner must drop.
+        events: events that were not collected yet.
+        answers: complete answers of beam searches that were not collected yet, as new sequences.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RequestTable:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When somebody's deadline passes next, or that of cached blocks."""
+        """The next deadline of a request or of cached blocks."""
         while self._deadlines and self._deadlines[0][2] not in self.request_states:
             heapq.heappop(self._deadlines)
         first = self._deadlines[0][0] if self._deadlines else None
@@ -66,17 +66,17 @@ class RequestTable:
         return first
 
     def enlist(self, request: Request, now: float, seed: int) -> RequestState:
-        """Adds a request, with the deadline that it brings.
+        """Adds a request with its deadline.
 
         Raises:
-            ValueError: its id is in use, or it asks for no sequence; a front refuses both before.
+            ValueError: its id is in use, or its `n` is 0; the front refuses both earlier.
         """
         if request.request_id in self.request_states:
             raise ValueError("a request id may be used once only")
         if request.sampling.n < 1:
             raise ValueError("a request asks for at least one sequence")
         root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
-        # No later request can find the blocks of a scope that is one request: they have no owner, and are evicted first.
+        # No later request can find the blocks of a scope with a single request: they have no owner, and are evicted first.
         scope = request.scope
         owner = None if scope.kind is ScopeKind.REQUEST else scope.owner or scope.seed
         state = RequestState(request, now=now, order=self._next_order, seed=seed, root=root, owner=owner)
@@ -87,7 +87,7 @@ class RequestTable:
         return state
 
     def make_sequence(self, state: RequestState, index: int, token_ids: list[int], max_output: int) -> SequenceRecord:
-        """Adds a sequence to a request; it neither waits nor runs yet."""
+        """Adds a sequence to a request, neither queued nor running yet."""
         sequence = SequenceRecord(self._next_seq, state, index, token_ids, max_output)
         self._next_seq += 1
         self.sequences[sequence.seq_id] = sequence
@@ -101,25 +101,26 @@ class RequestTable:
         self._policy.push(sequence)
 
     def run(self, sequence: SequenceRecord) -> None:
-        """Lets a sequence be planned from now on."""
+        """Adds a sequence to those that are planned."""
         sequence.status = Status.RUNNING
         self.running[sequence.seq_id] = sequence
         self._policy.join(sequence)
 
     def leave(self, sequence: SequenceRecord, status: Status) -> None:
-        """Stops planning a running sequence; `release_blocks` gives its blocks back."""
+        """Stops planning a running sequence; `release_blocks` releases its blocks."""
         del self.running[sequence.seq_id]
         self._policy.leave(sequence)
         sequence.status = status
 
     def preempt(self, sequence: SequenceRecord, now: float) -> None:
-        """Takes a running sequence's blocks (recomputation, vLLM section 4.5), at once or when no plan names it."""
+        """Preempts a running sequence and releases its blocks (recomputation, vLLM section 4.5), now or when no plan
+        names it."""
         self.leave(sequence, Status.PREEMPTING)
         self.events.append(Preempted(sequence.request_state.request.request_id, now))
         self.release_blocks(sequence)
 
     def release_blocks(self, sequence: SequenceRecord | None) -> None:
-        """Gives back the blocks of a sequence that left, as soon as no plan in flight names it."""
+        """Releases the blocks of a sequence that left, once no plan in flight names it."""
         if sequence is None or sequence.num_in_flight or sequence.status in (Status.RUNNING, Status.WAITING):
             return
         if sequence.table is not None:
@@ -128,7 +129,7 @@ class RequestTable:
             self.departures.append(sequence.seq_id)
         is_last_use = sequence.status is Status.ENDED and sequence.request_state.request.scope.kind is ScopeKind.REQUEST
         if self.prefix_cache is not None and is_last_use:
-            # The scope ends with the request, and its residue with it; forks may know only their own end of the chain.
+            # The scope and its cached blocks end with the request; forks may know only their own end of the chain.
             self.prefix_cache.discard(sequence.keys)
             self.prefix_cache.discard(sequence.request_state.sequences[0].keys if sequence.request_state.sequences else [])
         if sequence.status is Status.PREEMPTING:
@@ -138,7 +139,7 @@ class RequestTable:
             self.sequences.pop(sequence.seq_id, None)
 
     def renew(self, sequence: SequenceRecord, now: float) -> None:
-        """Lets cached blocks of a scope that ends by itself stay on, since one of its requests uses them."""
+        """Extends the deadline of a scope's cached blocks, because one of its requests uses them."""
         state = sequence.request_state
         if self.prefix_cache is not None and state.request.scope.lifetime_s is not None:
             self.prefix_cache.renew(state.root, now + state.request.scope.lifetime_s)
@@ -146,21 +147,56 @@ class RequestTable:
     def keep_blocks(self, sequence: SequenceRecord) -> None:
         """Offers full blocks to the prefix cache."""
         if self.prefix_cache is None or self._keys is None or sequence.request_state.request.pooling is not None:
-            return  # many texts to be pooled would push out what chats come back to
+            return  # many texts for pooling would evict the prefixes of chats
         num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
         if num_full > sequence.num_kept:
             state = sequence.request_state
             self._extend_keys(sequence, num_full)
             root = state.root if state.request.scope.lifetime_s is not None else None
+            self.share_known(sequence, num_full, sequence.num_kept)
+            if self.pool.state_group is not None and num_full * self.pool.block_size == sequence.num_committed:
+                self._replace_snapshot(sequence, num_full)
             self.prefix_cache.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root, state.owner)
             sequence.num_kept = num_full
 
+    def share_known(self, sequence: SequenceRecord, num_entries: int, start: int = 0) -> None:
+        """Lets a model with states, whose hits may end before what is known does, hold known blocks once.
+
+        Args:
+            start: entries before it were offered to the cache, by this sequence itself.
+        """
+        if self.prefix_cache is not None and self.pool.state_group is not None:
+            self._extend_keys(sequence, num_entries)
+            self.prefix_cache.share_known(sequence.keys[:num_entries], table_of(sequence), start)
+
+    def choose_snapshots(self, sequence: SequenceRecord) -> tuple[int, ...]:
+        """Returns behind how many leading entries the state of an admitted sequence shall be kept: where the next request with
+        this prompt can begin, and where this prompt leaves one that is known."""
+        state = sequence.request_state
+        if self.pool.state_group is None or self.prefix_cache is None or state.request.pooling is not None:
+            return ()
+        last = (state.num_prompt_tokens - 1) // self.pool.block_size
+        known = self.prefix_cache.count_known(self.match_keys(sequence))
+        return tuple(sorted({last, known} - {0}))
+
+    def _replace_snapshot(self, sequence: SequenceRecord, num_entries: int) -> None:
+        """Drops the state that was kept on the way to the one that is kept now: of those that nobody chose, only the latest is
+        likely to be found again, and they are large."""
+        assert self.prefix_cache is not None
+        is_prompt = sequence.num_committed <= sequence.request_state.num_prompt_tokens
+        if num_entries in sequence.snapshots or (is_prompt and not self.prefix_cache.is_tree):
+            return  # without a tree nobody knows where prompts will part
+        if sequence.last_snapshot:
+            self.prefix_cache.drop_state(sequence.keys[sequence.last_snapshot - 1])
+        sequence.last_snapshot = num_entries
+
     def reads_prefixes(self, request: Request) -> bool:
-        """Whether a request looks for its prompt in the prefix cache."""
+        """Whether a request looks up its prompt in the prefix cache."""
         return self.prefix_cache is not None and not _wants_every_position(request)
 
     def match_keys(self, sequence: SequenceRecord) -> list[bytes]:
-        """Returns the keys whose blocks a waiting sequence may read: all but the last token, which gives the logits."""
+        """Returns the keys whose blocks a waiting sequence may read: those before the last token, which must be computed for
+        its logits."""
         if self.prefix_cache is None or self._keys is None or _wants_every_position(sequence.request_state.request):
             return []
         num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_size
@@ -168,7 +204,7 @@ class RequestTable:
         return sequence.keys[:num_blocks]
 
     def count_cached(self, sequence: SequenceRecord) -> int:
-        """Returns how many tokens of a waiting sequence the prefix cache holds, and changes nothing there."""
+        """Returns how many tokens of a waiting sequence are cached, without changing the cache."""
         return (
             0 if self.prefix_cache is None else self.prefix_cache.match_length(self.match_keys(sequence)) * self.pool.block_size
         )
@@ -176,11 +212,12 @@ class RequestTable:
     def _extend_keys(self, sequence: SequenceRecord, num_blocks: int) -> None:
         if self._keys is not None:
             state = sequence.request_state
-            is_base = state.request.adapter is None
-            self._keys.extend(sequence.keys, state.root, sequence.token_ids, num_blocks, reads_public=is_base)
+            request = state.request
+            is_base, images = request.adapter is None, request.images
+            self._keys.extend(sequence.keys, state.root, sequence.token_ids, num_blocks, reads_public=is_base, images=images)
 
     def end_request(self, state: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
-        """Ends every open sequence of a request, those included that were still to be forked."""
+        """Ends every open sequence of a request, including those not forked yet."""
         if state.beams is not None:
             self.drop_beams(state)
         while state.num_unforked:
@@ -189,7 +226,7 @@ class RequestTable:
             self.end(sequence, reason, now, error=error)
 
     def carry_on(self, parent: SequenceRecord, index: int, token_id: int) -> SequenceRecord:
-        """Returns a new running sequence: a beam with one more token, which shares the blocks of the one that it continues."""
+        """Returns a new running sequence: a beam with one more token, which shares the blocks of its parent."""
         child = self.make_sequence(parent.request_state, index, [*parent.token_ids, token_id], parent.max_output)
         child.table = table_of(parent).fork()
         child.table.num_sent = 0
@@ -200,12 +237,12 @@ class RequestTable:
         return child
 
     def drop(self, sequence: SequenceRecord) -> None:
-        """Ends a beam, of which no event is sent."""
+        """Ends a beam without an event."""
         self._take_out(sequence)
         self.release_blocks(sequence)
 
     def _take_out(self, sequence: SequenceRecord) -> None:
-        """Takes a sequence that ends from those that run or wait."""
+        """Removes an ending sequence from the running or waiting ones."""
         if sequence.status is Status.RUNNING:
             self.leave(sequence, Status.ENDED)
         elif sequence.status is Status.WAITING:
@@ -213,7 +250,7 @@ class RequestTable:
         sequence.status = Status.ENDED
 
     def drop_beams(self, state: RequestState) -> None:
-        """Ends the beams of a request, which is left without sequences."""
+        """Ends the beams of a request, leaving it without sequences."""
         for sequence in state.sequences:
             self.drop(sequence)
         state.sequences, state.beams = [], None
@@ -227,7 +264,7 @@ class RequestTable:
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> None:
-        """Ends a sequence, once; the request's last one carries `last`."""
+        """Ends a sequence once; the event of the request's last one has `last` set."""
         if sequence.status is Status.ENDED:
             return
         self._take_out(sequence)
@@ -257,7 +294,7 @@ class RequestTable:
         self.release_blocks(sequence)
 
     def expire(self, now: float) -> None:
-        """Ends requests whose deadline has passed, whatever they wait for, and drops blocks whose scope's has."""
+        """Ends requests whose deadline has passed, and drops cached blocks of scopes whose deadline has passed."""
         while (deadline := self.next_deadline_s) is not None and deadline <= now:
             if self.prefix_cache is not None and self.prefix_cache.ttl.queue:
                 self.prefix_cache.expire(now)
@@ -275,7 +312,7 @@ class RequestTable:
 
 
 def _wants_every_position(request: Request) -> bool:
-    """Whether its reply is made of what each position of the prompt computes, so that no prefix hit will do."""
+    """Whether its reply needs the outputs of every prompt position, so that prefix hits cannot be used."""
     return request.sampling.prompt_logprobs is not None or request.pooling is not None
 
 

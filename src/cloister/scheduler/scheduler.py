@@ -1,8 +1,8 @@
-"""The scheduler. It has no separate steps for prefill and decode (no phases): it plans positions of each sequence until those
-that are computed catch up with those that are known plus those that are drafted. Pure: no I/O, no clock, no arrays, no random
-source; it takes `now`.
+"""The scheduler. It has no separate steps for prefill and decode (no phases): it plans positions of each sequence until the
+computed positions catch up with the known and drafted ones. Pure: no I/O, no clock, no arrays, no random source; it takes
+`now`.
 
-`plan` may be called again before the plan before it was committed; commits come in the order of plans.
+`plan` may be called again before the previous plan was committed; commits are in the order of plans.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from cloister.types.request import FinishReason, Request
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
 _UNBOUNDED = 2**62
-"""Positions, where every layer has a window: a request holds no more of them the longer it gets."""
+"""Capacity in positions if every layer has a window: the blocks of a request then do not grow with its length."""
 BURST_S = 0.5
-"""Requests that arrive within this time of each other came together."""
+"""Requests that arrive within this time of each other form a burst."""
 BURST_LASTS_S = 1.0
-"""So long after its first token a request counts as one of a burst that has just come."""
+"""A request counts as part of a new burst for this long after its first token."""
 BURST_FLOOR_S = 0.2
-"""A step of this time is short enough for requests of a burst that has just come."""
+"""A step of this time is short enough for requests of a new burst."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What bounds a scheduler.
+    """Limits of a scheduler.
 
     Attributes:
         max_model_len: prompt and output of one sequence, in tokens.
-        max_num_seqs: sequences that run at once.
+        max_num_seqs: maximum number of running sequences.
         eos_token_ids: ids that end an answer, unless a request ignores them.
         prefix_cache: keep and reuse the KV of full blocks.
-        cache_scopes: scopes that get a share of the prefix cache of their own; 0 for one cache that all share.
+        cache_scopes: number of scopes with their own share of the prefix cache; 0 for one shared cache.
+        max_images_per_step: most images that one step encodes. One can take a second of a processor core, in which no sequence
+            gets a token.
     """
 
     max_model_len: int
@@ -54,23 +56,25 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: bool = True
     cache_scopes: int = 0
+    max_images_per_step: int = 1
 
 
 class Scheduler:
     """Decides which positions of which sequences are computed next, and where their KV lives.
 
     Args:
-        config: what bounds it.
-        pool: the KV blocks it hands out.
-        keys: makes prefix keys; None switches the prefix cache off.
-        speculation: says how many tokens to draft; None drafts none.
+        config: its limits.
+        pool: the KV blocks that it allocates.
+        keys: computes prefix keys; None switches the prefix cache off.
+        speculation: decides how many tokens to draft; None disables drafts.
 
     Attributes:
         prefix_cache: the prefix cache, if there is one.
         requests: states of the requests that have not ended, by id. Only the scheduler changes them, except for
             `grammar_deadline_s`, which the engine may set.
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
-        answers: finished answers of beam searches that nobody took yet, each as a new sequence with prompt and whole output.
+        answers: finished answers of beam searches that were not collected yet, each as a new sequence with prompt and whole
+            output.
     """
 
     def __init__(
@@ -86,15 +90,18 @@ class Scheduler:
         self._policy = POLICIES.get(config.policy)()
         keys = keys if config.prefix_cache else None
         num_public = len(keys.public) if keys is not None else 0
-        num_usable = pool.groups[0].num_blocks - num_public
+        self._num_usable = [group.num_blocks - (0 if group.is_state else num_public) for group in pool.groups]
         quotas = None
         if keys is not None and config.cache_scopes:
             num_longest = -(-config.max_model_len // pool.block_size)
             quotas = [
-                CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
+                CacheQuotas.plan(config.cache_scopes, group.num_blocks, 2 * config.max_num_seqs)
+                if group.is_state
+                else CacheQuotas.plan(config.cache_scopes, group.num_blocks - num_public, group.max_held or num_longest)
                 for group in pool.groups
             ]
-            num_usable -= quotas[0].num_most  # a sequence that runs alone must fit into what full shares leave
+            for number, share in enumerate(quotas):  # a sequence that runs alone must fit beside full shares
+                self._num_usable[number] -= share.num_most
         self._requests = RequestTable(pool, self._policy, keys, quotas)
         self._policy.attach_cache(self._requests.count_cached)
         self._draft_allocator = (
@@ -102,8 +109,9 @@ class Scheduler:
             if speculation is not None
             else None
         )
-        max_held = pool.groups[0].max_held
-        self._num_usable = num_usable * pool.block_size if max_held is None or num_usable < max_held else _UNBOUNDED
+        # Each sequence takes a state, and another one for a step.
+        states = [group.num_blocks // 2 for group in pool.groups if group.is_state]
+        self._max_num_seqs = min([config.max_num_seqs, *states])
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
         self.prefix_cache = self._requests.prefix_cache
@@ -113,7 +121,7 @@ class Scheduler:
         self._steps: deque[Step] = deque()
         self._next_plan = 0
 
-    # What is going on
+    # State
 
     @property
     def num_running(self) -> int:
@@ -125,21 +133,21 @@ class Scheduler:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When `plan` must be called again even if nothing else happens."""
+        """When `plan` must be called again even without new input."""
         return self._requests.next_deadline_s
 
     def take_events(self) -> list[Event]:
-        """Returns what happened since the last call, oldest first."""
+        """Returns the events since the last call, oldest first."""
         events, self._requests.events = self._requests.events, []
         return events
 
     def take_answers(self) -> list[NewSequence]:
-        """Returns `answers` and forgets them."""
+        """Removes and returns `answers`."""
         answers = self.answers[:]
         self.answers.clear()
         return answers
 
-    # Coming and going
+    # Adding and ending requests
 
     def add(
         self,
@@ -150,13 +158,13 @@ class Scheduler:
         refusal: str | None = None,
         grammar_deadline_s: float | None = None,
     ) -> None:
-        """Takes a request. One that can never run ends at once as REJECTED, with the reason and the figure that would do.
+        """Adds a request. One that can never run ends immediately as REJECTED, with the reason and a figure that would fit.
 
         Args:
-            seed: of the sampling noise, if the request brings none.
-            refusal: why it can never run, where the caller knows that already.
-            grammar_deadline_s: its grammar is still being compiled: `release` queues it, and the caller looks again by then at
-                the latest; None queues it at once.
+            seed: seed of the sampling noise, if the request has none.
+            refusal: why it can never run, if the caller knows.
+            grammar_deadline_s: set if its grammar is still being compiled: `release` queues it, and the caller checks again by
+                this time. None queues it immediately.
         """
         state = self._requests.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
@@ -171,7 +179,8 @@ class Scheduler:
         sequence = self._requests.make_sequence(state, 0, list(request.token_ids), max_output)
         if state.beams is not None:
             state.beams.start({sequence.seq_id: 0.0})
-        limits = EngineLimits(self.config.max_model_len, self.config.max_num_seqs, self._num_usable, self.pool.block_size)
+        num_kv_tokens = self._count_usable(1 if request.sampling.beams is None else request.sampling.beams.width)
+        limits = EngineLimits(self.config.max_model_len, self._max_num_seqs, num_kv_tokens, self.pool.block_size)
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and state.beams is not None:
             refusal = state.beams.find_excess()
@@ -183,19 +192,28 @@ class Scheduler:
         else:
             self._requests.wait(sequence)
 
+    def _count_usable(self, width: int) -> int:
+        """Returns the positions that a sequence, or `width` beams together, can have while nothing else runs."""
+        counts = [
+            num_usable * self.pool.block_size
+            for group, num_usable in enumerate(self._num_usable)
+            if num_usable < self.pool.count_most(group, _UNBOUNDED, width)
+        ]
+        return min(counts, default=_UNBOUNDED)
+
     def release(self, state: RequestState) -> None:
         """Queues a request that waited for its grammar."""
         del self._requests.waiting_for_grammar[state.request.request_id]
         self._requests.wait(state.sequences[0])
 
     def abort(self, request_id: str, now: float) -> None:
-        """Ends a request that nobody waits for; does nothing if it has ended already."""
+        """Aborts a request; does nothing if it has already ended."""
         state = self._requests.request_states.get(request_id)
         if state is not None:
             self._requests.end_request(state, FinishReason.ABORT, now)
 
     def fail(self, message: str, now: float) -> None:
-        """Ends every request that a plan in flight names, and forgets those plans: the step could not be done."""
+        """Ends every request that a plan in flight names, and drops those plans, after a failed step."""
         steps, self._steps = list(self._steps), deque()
         for step in steps:
             self._land(step)
@@ -224,10 +242,10 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult, stops: Mapping[int, Stop], now: float) -> list[Event]:
-        """Takes in what the oldest plan in flight brought, and returns every event since the last call.
+        """Commits the result of the oldest plan in flight, and returns every event since the last call.
 
         Args:
-            stops: by seq_id, where output processing found the end of an answer in this result.
+            stops: by seq_id, where output processing found the end of an answer.
         """
         step = self._steps.popleft()
         if step.plan.plan_id != result.plan_id:
@@ -246,6 +264,9 @@ class Scheduler:
                     self._requests.renew(sequence, now)
                     if self._has_windows:
                         table_of(sequence).pass_positions(end)
+        for sequence in step.forked:
+            if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
+                self._requests.share_known(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         for seq_id, message in result.failures.items():
@@ -254,9 +275,11 @@ class Scheduler:
             if sequence.status is not Status.RUNNING or not sequence.max_output:
                 self._after_step(sequence, now)
         for sequence in step.forked:
+            if self._has_windows and sequence.status is Status.RUNNING:  # it forked with all that its parent held in this step
+                table_of(sequence).pass_positions(sequence.num_committed)
             self._requests.release_blocks(sequence)
         if step.parts:
-            elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
+            elapsed_s = result.elapsed_s - result.encode_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
             if self._draft_allocator is not None:
                 self._draft_allocator.learn(step, size, result, elapsed_s)
@@ -274,7 +297,7 @@ class Scheduler:
     # Filling a step
 
     def _fill(self, step: Step) -> None:
-        """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in what time they leave."""
+        """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in the remaining time."""
         step.may_admit = self._policy.may_admit(len(self._requests.running))
         by_level: dict[int, tuple[list[SequenceRecord], list[SequenceRecord]]] = {}
         level_of = self._policy.level
@@ -295,16 +318,16 @@ class Scheduler:
         self._admit(step, before=None)
 
     def _fill_decodes(self, step: Step, decodes: list[SequenceRecord], prefills: list[SequenceRecord]) -> None:
-        """Plans one position for each sequence, and lets them bound the time of what follows.
+        """Plans one position for each sequence, which then limits the time of the rest of the step.
 
         Args:
-            prefills: what follows in this level, beside what waits.
+            prefills: prefills that follow in this level, besides waiting sequences.
         """
         if len(decodes) > step.budget.num_left:
             decodes = sorted(decodes, key=self._policy.rank)
         choices: list[DraftDecision] = []
         if not step.yields_to_prefill:
-            decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been displaced
+            decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been preempted
             plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
             is_burst = bool(prefills or self._requests.num_waiting) and self._are_of_burst(step, prefills)
             step.budget.bound_by_decodes(plain, BURST_FLOOR_S if is_burst else 0.0)
@@ -316,9 +339,10 @@ class Scheduler:
             self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
 
     def _are_of_burst(self, step: Step, prefills: list[SequenceRecord]) -> bool:
-        """True if all that decode, of any level, have just begun and came together with prompts that are not computed yet.
+        """True if all decoding sequences, of any level, have just begun and arrived in one burst with prompts that are not
+        computed yet.
 
-        Nobody has read along for long then, and the prompts of one burst are computed in a few large chunks.
+        No stream has been read for long then, so the prompts of the burst are computed in a few large chunks.
         """
         pending = [sequence.request_state.arrival_s for sequence in prefills]
         if (first := self._policy.peek()) is not None:
@@ -334,15 +358,18 @@ class Scheduler:
 
     def _extend_chunk(self, step: Step, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
-        num_tokens = step.budget.fit(sequence.num_planned, sequence.max_chunk, strict=step.prefill_level is not None)
+        num_most = sequence.max_chunk
+        if sequence.request_state.request.images:
+            num_most = step.fit_images(sequence, num_most, self.config.max_images_per_step)
+        num_tokens = step.budget.fit(sequence.num_planned, num_most, strict=step.prefill_level is not None)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 
     def _admit(self, step: Step, before: int | None) -> None:
-        """Lets waiting sequences join while there is room for them.
+        """Admits waiting sequences while there is capacity for them.
 
         Args:
-            before: only those of a more urgent level than this one.
+            before: only those of a more urgent level than this.
         """
         while step.may_admit and step.budget.num_left > 0:
             sequence = self._policy.peek()
@@ -366,7 +393,7 @@ class Scheduler:
             self._extend_chunk(step, sequence)
 
     def _make_room(self, step: Step, sequence: SequenceRecord) -> bool:
-        """Frees running slots for a waiting sequence, by displacing others if the policy says so."""
+        """Frees slots for a waiting sequence, by preempting others if the policy permits it."""
         num_taken = sum(s.num_slots for s in self._requests.running.values())
         while num_taken + sequence.num_slots > self.config.max_num_seqs:
             victim = self._choose_victim(step, behind=sequence)
@@ -377,21 +404,29 @@ class Scheduler:
         return True
 
     def _reserve(self, step: Step, sequence: SequenceRecord) -> bool:
-        """True if the pool can hold all that is known of the sequence, beside what running prompts still need."""
-        num_most = count_positions(sequence.request_state.num_prompt_tokens, sequence.max_output)
-        needed = table_of(sequence).num_missing(min(len(sequence.token_ids) + 1, num_most))
-        if sequence.request_state.beams is not None:
-            needed = self._searches.count_blocks(sequence.request_state)
+        """True if the pool can hold all known tokens of the sequence, in addition to what running prompts still need."""
+        needed = self._count_needed(sequence)
         while self._requests.running:
             missing = [table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values()]
-            headroom = len(missing)  # an entry each, so that admission does not preempt a step later
-            if self.pool.has_room([needed, *missing], self._searches.count_promised() + headroom):
+            headroom = len(missing)  # one entry each, so that admission does not cause a preemption one step later
+            promised = [sum(counts) for counts in zip(needed, self._searches.count_promised(), strict=True)]
+            if self.pool.has_room(missing, headroom, promised):
                 return True
             victim = self._choose_victim(step, behind=sequence)
             if victim is None:
                 return False
             self._requests.preempt(victim, step.now)
-        return self.pool.has_room([needed], 0)
+        return self.pool.has_room([], 0, needed)
+
+    def _count_needed(self, sequence: SequenceRecord) -> list[int]:
+        """Returns the blocks of each group that a waiting sequence needs beside those of the prefix that it found."""
+        state, table = sequence.request_state, table_of(sequence)
+        if state.beams is not None:
+            return self._searches.count_blocks(state)
+        num_most = count_positions(state.num_prompt_tokens, sequence.max_output)
+        num_entries = -(-min(len(sequence.token_ids) + 1, num_most) // self.pool.block_size)
+        groups = range(self.pool.num_groups)
+        return [max(0, self.pool.count_most(group, num_entries) - table.count_held(group)) for group in groups]
 
     def _start(self, step: Step, sequence: SequenceRecord, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
@@ -400,6 +435,7 @@ class Scheduler:
         sequence.num_planned = sequence.num_committed = num_hit
         self._requests.run(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
+        sequence.snapshots = self._requests.choose_snapshots(sequence)
         state = sequence.request_state
         self._requests.renew(sequence, step.now)
         resumed = state.scheduled_s is not None
@@ -420,8 +456,8 @@ class Scheduler:
         step.plan.arrivals.append(introduce(sequence))
 
     def _extend(self, step: Step, sequence: SequenceRecord, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
-        """Puts the next `num_tokens` positions of a running sequence into the plan, and those of drafts behind them, preempting
-        others for blocks."""
+        """Puts the next `num_tokens` positions of a running sequence into the plan, followed by its drafts, and preempts others
+        for blocks if needed."""
         num_left = step.budget.num_left - num_tokens
         if sequence.status is not Status.RUNNING or num_left < 0:
             return False
@@ -469,21 +505,35 @@ class Scheduler:
         return True
 
     def _grow(self, step: Step, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
-        """Makes positions [start, end) writable; False if the blocks for it cannot be had in this step."""
+        """Makes positions [start, end) writable; returns False if the blocks are not available in this step."""
+        snapshots = [] if self.pool.state_group is None else self._snapshots_within(sequence, start, end)
         while True:
             try:
-                step.plan.copies.extend(table.grow(start, end))
+                step.plan.copies.extend(table.grow(start, end, snapshots))
                 return True
             except OutOfBlocksError:
+                if snapshots:
+                    snapshots = []
+                    continue
                 victim = self._choose_victim(step, behind=None)
                 if victim is None:
                     return False
                 self._requests.preempt(victim, step.now)
                 if victim is sequence or victim.num_in_flight:
-                    return False  # its blocks come back when the plans that name it are committed
+                    return False  # its blocks are released when the plans that name it are committed
+
+    def _snapshots_within(self, sequence: SequenceRecord, start: int, end: int) -> list[int]:
+        """Returns the entries inside of positions [start, end) that shall get a block for the state at their end.
+
+        They take blocks that nobody needs: a running sequence needs two at most.
+        """
+        size, group = self.pool.block_size, self.pool.state_group
+        if group is None or self.pool.count_available(group) <= 2 * len(self._requests.running):
+            return []
+        return [number - 1 for number in sequence.snapshots if start < number * size < end]
 
     def _fork(self, step: Step, parent: SequenceRecord) -> None:
-        """Makes the request's other sequences from the one that has just computed the prompt."""
+        """Forks the request's other sequences from the one that has just computed the prompt."""
         state = parent.request_state
         for index in range(len(state.sequences), state.request.sampling.n):
             child = self._requests.make_sequence(state, index, list(parent.token_ids), parent.max_output)
@@ -501,7 +551,7 @@ class Scheduler:
         """Returns the least urgent running sequence that is not in this step.
 
         Args:
-            behind: only one that the policy lets this waiting sequence displace.
+            behind: only a sequence that the policy allows this waiting one to preempt.
         """
         planned = step.planned()
         choices = [
@@ -513,7 +563,7 @@ class Scheduler:
         ]
         return max(choices, key=lambda s: (self._policy.level(s), self._policy.rank(s)), default=None)
 
-    # What a step brought
+    # Committing a step
 
     def _take_sample(self, sample: Sample, stop: Stop | None, now: float) -> None:
         sequence = self._requests.sequences.get(sample.seq_id)
@@ -528,7 +578,7 @@ class Scheduler:
         token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
         sequence.token_ids += token_ids
         if sample.accepted and sequence.status is Status.RUNNING:
-            self._requests.keep_blocks(sequence)  # their tokens were not known when its positions were committed
+            self._requests.keep_blocks(sequence)  # their tokens were unknown when the positions were committed
         first = state.first_token_s is None
         if first:
             state.first_token_s = now
@@ -541,10 +591,11 @@ class Scheduler:
             self._requests.end(sequence, FinishReason.LENGTH, now)
 
     def _after_step(self, sequence: SequenceRecord, now: float) -> None:
-        """Ends a request that needs only its prompt computed; releases blocks of a sequence that left while the step ran."""
+        """Ends a request that needs only its prompt computed, or releases the blocks of a sequence that left while the step
+        ran."""
         is_done = not sequence.max_output and sequence.num_committed >= len(sequence.token_ids)
         if sequence.status is Status.RUNNING and is_done:
-            is_whole = sequence.request_state.request.pooling is not None  # its vector is the answer
+            is_whole = sequence.request_state.request.pooling is not None  # the pooled vector is the answer
             self._requests.end_request(sequence.request_state, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
         self._requests.release_blocks(sequence)
 

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request and of each of its sequences. Pure: no I/O, no clock."""
+"""The scheduler's state of a request and of each of its sequences. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a sequence is. Only WAITING ones are in a queue, only RUNNING ones are planned."""
+    """The state of a sequence. Only WAITING ones are in a queue, only RUNNING ones are planned."""
 
     NEW = "new"
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTING = "preempting"
-    """Gives its blocks back and waits again as soon as no plan in flight names it."""
+    """Releases its blocks and waits again once no plan in flight names it."""
     ENDED = "ended"
 
 
 class RequestState:
-    """One request from arrival to its last sequence's end: all that the engine's side knows of it (`decisions/0016`).
+    """One request from arrival to its last sequence's end: the engine's only record of it (`decisions/0016`).
 
     Attributes:
         arrival_s, deadline_s: on the engine's clock.
-        grammar_deadline_s: of one in `Scheduler.waiting_for_grammar`: when the engine looks at its grammar again at the latest.
+        grammar_deadline_s: for a request in `Scheduler.waiting_for_grammar`: latest time at which the engine checks its grammar
+            again.
         num_prompt_tokens: length of its prompt.
-        order: rank of arrival, for first come first served.
-        seed: of the sampling noise, the client's or a drawn one.
-        root: start of its prefix-key chain.
-        owner: whose share of the prefix cache its blocks come from; None for nobody's.
+        order: arrival rank, for first come first served.
+        seed: seed of the sampling noise, from the client or drawn.
+        root: root of its prefix-key chain.
+        owner: owner whose share of the prefix cache is charged for its blocks; None for none.
         num_open: sequences that have not ended.
-        beams: the search that its sequences are part of; None where they are answers themselves.
+        beams: the beam search that its sequences belong to; None if they are answers themselves.
     """
 
     __slots__ = (
@@ -80,7 +81,7 @@ class RequestState:
 
     @property
     def num_unforked(self) -> int:
-        """Sequences that do not exist yet: they fork when the prompt is computed."""
+        """Number of sequences that will fork when the prompt is computed."""
         num_sequences = self.request.sampling.n if self.beams is None else self.beams.search.width
         return num_sequences - len(self.sequences)
 
@@ -90,15 +91,17 @@ class SequenceRecord:
 
     Attributes:
         token_ids: prompt and committed output.
-        num_planned: positions that plans so far compute, those in flight included.
-        num_committed: positions whose KV is known to be there.
-        num_pending: tokens that plans in flight will sample.
-        num_in_flight: plans in flight that name it.
-        num_drafts: positions that a plan in flight computes for drafts: nobody knows yet how many of them count.
-        drafting: what `scheduler.speculation` keeps of it.
-        keys: prefix keys of its full blocks, as far as they were needed.
-        num_kept: leading blocks that the prefix cache was offered.
-        is_unknown: it runs, and no plan introduced it to the runner yet.
+        num_planned: positions planned so far, including those in flight.
+        num_committed: positions whose KV was computed.
+        num_pending: number of tokens that plans in flight will sample.
+        num_in_flight: number of plans in flight that name it.
+        num_drafts: draft positions in a plan in flight; how many will be accepted is unknown.
+        drafting: its statistics for `scheduler.speculation`.
+        keys: prefix keys of its full blocks, computed as needed.
+        num_kept: number of leading blocks offered to the prefix cache.
+        snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
+        last_snapshot: the same of the latest state that was kept beside those; 0 for none.
+        is_unknown: it runs, but no plan has introduced it to the runner yet.
     """
 
     __slots__ = (
@@ -106,6 +109,7 @@ class SequenceRecord:
         "index",
         "is_unknown",
         "keys",
+        "last_snapshot",
         "max_output",
         "num_committed",
         "num_drafts",
@@ -115,6 +119,7 @@ class SequenceRecord:
         "num_planned",
         "request_state",
         "seq_id",
+        "snapshots",
         "status",
         "table",
         "token_ids",
@@ -132,6 +137,8 @@ class SequenceRecord:
         self.num_pending = 0
         self.num_in_flight = 0
         self.num_kept = 0
+        self.snapshots: tuple[int, ...] = ()
+        self.last_snapshot = 0
         self.num_drafts = 0
         self.drafting: object | None = None
         self.is_unknown = False
@@ -145,11 +152,11 @@ class SequenceRecord:
 
     @property
     def num_wanted(self) -> int:
-        """Positions to compute until everything known, and everything that plans in flight will sample, is computed."""
+        """Positions still to plan for all known tokens and all that plans in flight will sample."""
         if self.num_drafts:
             return 0
         num_coming, state = len(self.token_ids), self.request_state
-        if state.beams is None:  # what follows beams is chosen when all of them are computed
+        if state.beams is None:  # the next tokens of beams are chosen when all of them are computed
             num_coming += self.num_pending
         if self.max_output and num_coming - state.num_prompt_tokens >= self.max_output:
             return 0  # the token that ends it is sampled or in flight; its own KV is never read
@@ -157,9 +164,9 @@ class SequenceRecord:
 
     @property
     def max_drafts(self) -> int:
-        """Drafts that may be verified in its next step: with the token behind them they end the answer at most.
+        """Maximum number of drafts in its next step: with the token after them they at most reach the end of the answer.
 
-        0 until the first token is out (with n > 1 the other sequences fork there), and while drafts are pending.
+        0 until the first token was sampled (with n > 1 the other sequences fork there), and while drafts are pending.
         """
         if self.num_pending or self.num_drafts or not self.num_output or self.request_state.beams is not None:
             return 0
@@ -167,18 +174,18 @@ class SequenceRecord:
 
     @property
     def max_chunk(self) -> int:
-        """Positions that one step may compute of it."""
+        """Positions that one step may compute for it."""
         scored = self.request_state.request.sampling.prompt_logprobs is not None
         return min(self.num_wanted, MAX_SCORED_ROWS) if scored else self.num_wanted
 
     @property
     def num_slots(self) -> int:
-        """Running slots that it takes: its own, and those of the sequences that will fork from it."""
+        """Running slots that it needs: its own, and one for each sequence that will fork from it."""
         return 1 + (self.request_state.num_unforked if self.index == 0 else 0)
 
 
 def introduce(sequence: SequenceRecord) -> NewSequence:
-    """Returns what the runner has to know of a sequence."""
+    """Returns the introduction of a sequence for the runner."""
     state = sequence.request_state
     sampling = state.request.sampling
     if state.beams is not None:
@@ -193,4 +200,5 @@ def introduce(sequence: SequenceRecord) -> NewSequence:
         stop_token_ids=state.stop_token_ids,
         adapter=state.request.adapter,
         pooling=state.request.pooling,
+        images=state.request.images,
     )

@@ -8,13 +8,24 @@ from cloister.scheduler.speculation import DraftDecision
 from cloister.types.step import StepPlan
 
 LEVEL_SLACK = 1.1
-"""Work of a less urgent level may stretch a step that prefills for a more urgent one by this ratio."""
+"""Work of a less urgent level may lengthen a step with prefill of a more urgent level by this ratio."""
 
 
 class Step:
     """A step while it is filled, and until it is committed."""
 
-    __slots__ = ("budget", "choices", "forked", "may_admit", "now", "parts", "plan", "prefill_level", "yields_to_prefill")
+    __slots__ = (
+        "budget",
+        "choices",
+        "forked",
+        "may_admit",
+        "now",
+        "num_images",
+        "parts",
+        "plan",
+        "prefill_level",
+        "yields_to_prefill",
+    )
 
     def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
         self.plan = plan
@@ -23,25 +34,43 @@ class Step:
         self.parts: list[tuple[SequenceRecord, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
         self.choices: dict[int, DraftDecision] = {}
-        """What sequences draft in this step, by id."""
+        """Draft decisions of this step, by sequence id."""
         self.forked: list[SequenceRecord] = []
         self.prefill_level: int | None = None
-        """The most urgent level that prefills in this step."""
+        """The most urgent level with prefill in this step."""
         self.yields_to_prefill = False
-        """What is planned now is less urgent than a prompt in this step, and may stretch the step by `LEVEL_SLACK` only."""
+        """Planning has reached levels less urgent than a prompt in this step, and may lengthen it by `LEVEL_SLACK` only."""
         self.may_admit = True
+        self.num_images = 0
+        """Images at whose positions parts of it begin or end."""
 
     @property
     def only_decodes(self) -> bool:
-        """No prompt is computed in it."""
+        """Whether it computes no prompt."""
         return not any(num_prefill for _, _, num_prefill in self.parts)
+
+    def fit_images(self, sequence: SequenceRecord, num_wanted: int, most: int) -> int:
+        """Returns how many of the next positions of a sequence a chunk may have: the step encodes `most` images at most.
+
+        The images are counted, whether the chunk is planned or not; one that a chunk before began with counts again.
+        """
+        start = sequence.num_planned
+        for image in sequence.request_state.request.images:
+            if image.end <= start:
+                continue
+            if image.offset >= start + num_wanted:
+                break
+            if self.num_images == most:
+                return max(0, image.offset - start)
+            self.num_images += 1
+        return num_wanted
 
     def planned(self) -> set[int]:
         """Returns the ids of the sequences that are in this step."""
         return {part[0].seq_id for part in self.parts} | {sequence.seq_id for sequence in self.forked}
 
     def enter(self, level: int) -> None:
-        """From here on sequences of `level` are planned; they must not slow down the prefill of a more urgent one."""
+        """Starts planning sequences of `level`, which must not slow down the prefill of a more urgent level."""
         if self.prefill_level is not None and level > self.prefill_level and not self.yields_to_prefill:
             self.yields_to_prefill = True
             self.budget.bound_by_slack(LEVEL_SLACK)

@@ -1,5 +1,5 @@
-"""Answers of the OpenAI API as structs, log-probabilities included. Fields that a client expects to find
-are null; the others are left out."""
+"""Responses of the OpenAI API as structs, including log-probabilities. Unset fields that clients expect are null; others are
+omitted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ToolCallAnswer(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """What was answered; reasoning has two names, since clients know it by one or the other."""
+    """The answer; reasoning is sent under the two names that clients use."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -99,7 +99,7 @@ class FunctionDelta(msgspec.Struct, frozen=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """More of a call: id, type and name come first, once, and then the arguments in pieces."""
+    """A piece of a tool call: id, type and name come first, once, followed by pieces of the arguments."""
 
     index: int
     function: FunctionDelta
@@ -123,7 +123,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One event of a chat stream; `usage` is null, or left out when the client did not ask for it."""
+    """One event of a chat stream; `usage` is null, or omitted if the client did not request it."""
 
     id: str
     created: int
@@ -181,10 +181,10 @@ class ModelList(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as its reply repeats it.
+    """A prompt that the reply repeats (`echo`).
 
     Attributes:
-        first_token: its bytes; the log-probabilities that the engine gives begin with the second token.
+        first_token: bytes of the first token; the engine's log-probabilities begin with the second token.
     """
 
     text: str
@@ -192,11 +192,11 @@ class Echo:
 
 
 LOWEST_LOGPROB: Final = -9999.0
-"""What stands for minus infinity, which JSON does not have; the OpenAI API writes the same figure."""
+"""Replacement for minus infinity, which JSON lacks; the OpenAI API uses the same value."""
 
 
 def chat_logprobs(positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Returns the format of /v1/chat/completions. A token that is no whole character shows U+FFFD beside its bytes."""
+    """Returns the format of /v1/chat/completions. A token that is not a whole character is shown as U+FFFD, with its bytes."""
     return ChatLogprobs([_chat_position(position) for position in positions])
 
 
@@ -210,7 +210,7 @@ def _chat_position(position: TokenLogprobs) -> TokenPosition:
 
 
 class LegacyLogprobs:
-    """The format of /v1/completions for one choice, chunk after chunk, so that offsets run on.
+    """The format of /v1/completions for one choice, over all chunks, so that offsets continue.
 
     Args:
         echo: the prompt, if the choice's text begins with it.
@@ -231,7 +231,7 @@ class LegacyLogprobs:
         return joined(head, _legacy(known, offsets[1:]))
 
     def add(self, positions: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Returns the part of the next tokens of the answer."""
+        """Returns the part for the next tokens of the answer."""
         return _legacy(positions, [self._advance(position.text) for position in positions])
 
     def _advance(self, text: bytes) -> int:
@@ -241,7 +241,7 @@ class LegacyLogprobs:
 
 
 def _prompt_offsets(echo: Echo, positions: Sequence[TokenLogprobs]) -> list[int]:
-    """Where the prompt's tokens begin in its text. One that the text does not show, such as BOS, has no width."""
+    """Offsets of the prompt's tokens in its text. A token without text, such as BOS, has no width."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, here = [], 0
     for text in (echo.first_token, *(position.text for position in positions)):
@@ -263,7 +263,7 @@ def _legacy(positions: Sequence[TokenLogprobs], offsets: list[int]) -> Completio
 
 
 def joined(*parts: CompletionLogprobs) -> CompletionLogprobs:
-    """Returns the parts of one choice as one."""
+    """Joins the parts of one choice."""
     return CompletionLogprobs(
         tokens=[token for part in parts for token in part.tokens],
         token_logprobs=[logprob for part in parts for logprob in part.token_logprobs],
@@ -273,7 +273,7 @@ def joined(*parts: CompletionLogprobs) -> CompletionLogprobs:
 
 
 def _top_by_name(position: TokenLogprobs) -> dict[str, float]:
-    """The most likely tokens and the chosen one, as the older API has it: up to one more than was asked for."""
+    """The most likely tokens and the chosen one, as in the older API: up to one more than requested."""
     texts = zip(position.top, position.top_texts, strict=True)
     top = {_token_name(text): _finite(logprob) for (_, logprob), text in texts}
     top.setdefault(_token_name(position.text), _finite(position.logprob))
@@ -281,7 +281,7 @@ def _top_by_name(position: TokenLogprobs) -> dict[str, float]:
 
 
 def _token_name(text: bytes) -> str:
-    """A token's text; one that is no whole character is spelled byte by byte, so that no two tokens share a name."""
+    """A token's text; one that is not a whole character is spelled byte by byte, so that names are unique."""
     try:
         return text.decode()
     except UnicodeDecodeError:

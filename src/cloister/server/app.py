@@ -1,11 +1,12 @@
 """The ASGI application: the routes, wrapped in the middleware that every request passes.
 
-From the outside in: failures (and counting), other origins, host, authentication, limits, body, disconnect, routes.
+From outermost to innermost: failures (and counting), CORS, Host check, authentication, limits, body, disconnect, routes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
@@ -21,6 +22,7 @@ from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
 from cloister.server.files.service import FileService
+from cloister.server.images import ImageReader
 from cloister.server.logs import RequestLog
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
@@ -80,7 +82,7 @@ _ROUTERS: Final = (
 PLAIN_PATHS: Final = frozenset(
     route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route) and "{" not in route.path
 )
-"""Paths that are their own template: a request that is refused before its route is found still counts for it."""
+"""Paths without parameters: a request that is refused before routing is still counted for its route."""
 
 
 def create_app(
@@ -99,17 +101,17 @@ def create_app(
     write_timeout_s: float = WRITE_TIMEOUT_S,
     num_threads: int | None = None,
 ) -> ASGIApp:
-    """Puts a server together.
+    """Builds a server.
 
     Args:
-        listeners: each is called with every request that is over; a tracer is one.
-        stored: files and batches of users; None keeps none.
-        responses_kept: responses that others may go on from; None keeps none.
+        listeners: each is called with every finished call, such as a tracer.
+        stored: store of users' files and batches; None for none.
+        responses_kept: store of responses to continue; None for none.
         request_timeout_s: deadline of a request in the engine.
-        body_timeout_s: how long a body may take to arrive.
-        prepare_timeout_s: how long a prompt may take to become tokens.
-        write_timeout_s: how long a client may leave a reply unread.
-        num_threads: of the kernels; text work gets as many, but 2 to 8.
+        body_timeout_s: timeout for receiving a body.
+        prepare_timeout_s: timeout for templating and tokenizing a prompt.
+        write_timeout_s: write timeout: how long a client may leave a reply unread.
+        num_threads: threads of the kernels; text work gets as many, but at least 2 and at most 8.
     """
     exposition = make_exposition(engine, gate, config.served_names)
     calls = HttpCalls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
@@ -132,7 +134,7 @@ def create_app(
 
 
 def make_exposition(engine: EngineClient, gate: Gate, names: Sequence[str]) -> Exposition:
-    """Returns the figures of one engine, as far as the profile lets them out."""
+    """Returns the metrics of one engine that the profile permits."""
     if gate.policy.counts_only:
         return ReleasedCounts(CountRelease())
     metrics = Metrics(EngineGauges(engine, next(iter(names), engine.model.name)))
@@ -155,18 +157,21 @@ def create_routes(
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
     num_threads: int | None = None,
 ) -> FastAPI:
-    """Puts the routes of one model together; `surround` puts around them what every request passes.
+    """Builds the routes of one model; `surround` adds the common middleware.
 
     Args:
-        names: that clients use; none is the model's own.
-        num_threads: of the kernels; text work gets as many, but 2 to 8.
+        names: model names for clients; empty for the model's own.
+        num_threads: threads of the kernels; text work gets as many, but at least 2 and at most 8.
     """
     model_name, *other_names = names or (engine.model.name,)
+    images = None  # a sealed node takes none: the shape of its requests does not cover them
+    if not config.sealed and engine.model.path:
+        images = ImageReader.open(Path(engine.model.path), tokenizer, gate.policy, config.max_images)
     reader = PromptReader(
         model=engine.model,
         model_name=model_name,
         tokenizer=tokenizer,
-        chat_format=ChatFormat.of(tokenizer, template, config),
+        chat_format=ChatFormat.of(tokenizer, template, config, images),
         max_n=config.max_n,
         request_timeout_s=request_timeout_s,
         gate=gate,
@@ -191,12 +196,12 @@ def surround(
     body_timeout_s: float = BODY_TIMEOUT_S,
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> ASGIApp:
-    """Puts around routes what every request passes, and begins with the batches in `stored`."""
+    """Wraps routes in the common middleware, and starts the batches in `stored`."""
     if stored is not None:
         inner = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
         stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS))
     app = DisconnectMiddleware(app, write_timeout_s)
-    # around the task of the route, so that tokens do not pass through it
+    # outside of the route's task, so that tokens do not pass through it
     app = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
     origins = parse_origins(config.allowed_origins or "")
     app = BodyMiddleware(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
@@ -211,7 +216,7 @@ def surround(
 
 
 def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
-    """Returns what writes a line per request, if the settings want it and the profile lets it."""
+    """Returns the request log, if the settings enable it and the profile permits it."""
     if not (config.log_requests and gate.policy.allows("request-log")):
         return []
     return [RequestLog(shows_clients=config.log_clients).write]
@@ -248,13 +253,13 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _methods(request: Request) -> set[str]:
-    """Returns every method that the path takes: each is a route of its own, and the first one answers with its own only."""
+    """Returns all methods of a path: each is a separate route, and the first one reports only its own."""
     found = (route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE)
     return {method for route in found for method in route.methods or ()}
 
 
 async def _answer_mistake(_: Request, __: Exception) -> Response:
-    # `ErrorMiddleware`, to which the exception goes on, logs it.
+    # the exception propagates to `ErrorMiddleware`, which logs it.
     return _reply(INTERNAL)
 
 

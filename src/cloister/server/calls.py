@@ -1,4 +1,4 @@
-"""One HTTP request from its head to its last byte, and what the engine did for it, for limits, request lines and traces.
+"""One HTTP request from its head to its last byte, with the engine's work for it: for limits, the request log and traces.
 
 Counts and times come from the engine's events. Nothing here is content: a route is its template, a model its
 served name.
@@ -26,9 +26,9 @@ from cloister.types.logs import describe
 from cloister.types.request import Request, SequenceOutput
 
 OUTPUT_BUDGET: Final = "output_budget"
-"""Where a request's state says how many output tokens were paid for; a sealed node sets it."""
+"""State key for the number of output tokens that were paid for; set by a sealed node."""
 LEFT: Final = 499
-"""Stands for the status of a client that left before its reply began; no client ever sees it."""
+"""Status recorded if the client disconnected before its reply began; never sent."""
 
 _logger = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ class HttpCall:
     """One HTTP request.
 
     Attributes:
-        call_id: random; the client finds it in the header `x-request-id`.
-        began_s, ended_s: of the monotonic clock; the last byte of the reply.
-        traceparent: the client's header of that name (W3C Trace Context), as it came.
+        call_id: random; sent in the header `x-request-id`.
+        began_s, ended_s: start, and time of the reply's last byte, on the monotonic clock.
+        traceparent: the client's header of that name (W3C Trace Context), as received.
         client: address of the client.
         account: limits of its API key.
-        charge: what its key was charged.
-        output_budget: output tokens that it may still ask for, from the token that paid for it; None without a bound.
-        route: template of its route, `none` when there is no such route.
+        charge: charge to its key.
+        output_budget: output tokens that it may still request, from the blind token that paid for it; None for no limit.
+        route: template of its route, `none` for an unknown route.
         engine_stats: by id of the engine's request.
     """
 
@@ -69,21 +69,21 @@ class HttpCall:
 
 
 CallListener = Callable[[HttpCall], None]
-"""Told of a call once, when its reply has ended and the engine has nothing left to do for it."""
+"""Called with each finished call, once its reply has ended and the engine has finished its work."""
 ReplyCounter = Callable[[str, int], None]
-"""Told of every reply, just before its end is sent: (template of the route, status)."""
+"""Called with (route template, status) of every reply, just before its end is sent."""
 
 
 class HttpCalls:
     """The calls that are open. Used from one event loop.
 
     Args:
-        count_reply: told of every reply.
-        listeners: told of every call that is over.
-        tenants: figures of each tenant; None where nobody may see them.
+        count_reply: called with every reply.
+        listeners: called with each finished call.
+        tenants: metrics of each tenant; None if they may not be shown.
 
     Attributes:
-        num_at_work: requests that the engine has.
+        num_at_work: number of requests in the engine.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HttpCalls:
         self.num_at_work = 0
 
     def open(self, scope: Scope) -> HttpCall:
-        """Begins a call, which goes into the request's state."""
+        """Begins a call and stores it in the request's state."""
         client = scope.get("client")
         traceparents = [value for name, value in scope["headers"] if name == b"traceparent"]
         call = HttpCall(
@@ -110,7 +110,7 @@ class HttpCalls:
         return call
 
     def close(self, call: HttpCall, route: str, status: int | None) -> None:
-        """Ends the HTTP part of a call; None is the status of a reply that never began."""
+        """Ends the HTTP part of a call; status None means that no reply began."""
         if call.ended_s is not None:
             return
         call.ended_s, call.route = time.monotonic(), route
@@ -122,20 +122,20 @@ class HttpCalls:
         self._end_if_over(call)
 
     def generate(self, engine: EngineClient, call: HttpCall, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        """As `EngineClient.generate`, on the account of a call; to be iterated at once, as the account is charged here.
+        """Like `EngineClient.generate`, charged to a call. Iterate it immediately, because the charge is made here.
 
         Raises:
-            RateLimitError: the call's key may not use so much.
-            InvalidRequestError: more answers than the call's token pays for.
+            RateLimitError: the call exceeds the limits of its key.
+            InvalidRequestError: the call's blind token does not pay for its answers.
         """
         request = fit_budget(request, call)
         return engine.generate(request, self.begin(call, request, engine.model.max_model_len))
 
     def begin(self, call: HttpCall, request: Request, max_model_len: int) -> PromptOfCall:
-        """Notes that the engine is about to get a request, charges what it can need, and returns what observes it.
+        """Registers a request before it is sent to the engine, charges its maximum cost, and returns its observer.
 
         Raises:
-            RateLimitError: the call's key may not use so much.
+            RateLimitError: the call exceeds the limits of its key.
         """
         if call.charge is not None:
             call.charge.reserve(request.request_id, most_tokens(request, max_model_len), time.time())
@@ -147,7 +147,7 @@ class HttpCalls:
         return PromptOfCall(self, call, request.request_id, stats)
 
     def finish_prompt(self, prompt: PromptOfCall, num_tokens: int) -> None:
-        """Notes that the engine is done with a request, for which it handled `num_tokens`."""
+        """Records that the engine has finished a request, with `num_tokens` processed."""
         if prompt.is_finished:
             return
         prompt.is_finished = True
@@ -166,13 +166,13 @@ class HttpCalls:
         for listener in self._listeners:
             try:
                 listener(call)
-            except Exception as error:  # who writes things down must not keep a reply back
+            except Exception as error:  # a failing listener must not block a reply
                 _logger.error("a listener to calls failed: %s", describe(error))
 
 
 @dataclass(slots=True, eq=False)
 class PromptOfCall:
-    """One prompt of a call while the engine has it: a `RequestObserver`."""
+    """One prompt of a call in the engine: a `RequestObserver`."""
 
     calls: HttpCalls
     call: HttpCall
@@ -181,11 +181,11 @@ class PromptOfCall:
     is_finished: bool = False
 
     def refuse(self) -> None:
-        """The engine did not take the request: no event will say that it ended."""
+        """Called if the engine did not accept the request, so that no `Ended` event will come."""
         self.calls.finish_prompt(self, 0)
 
     def observe(self, event: Event) -> None:
-        """Takes one event of the request."""
+        """Processes one event of the request."""
         if isinstance(event, Progressed | Stepped):
             return
         if self.calls.tenants is not None:
@@ -195,12 +195,12 @@ class PromptOfCall:
 
 
 def fit_budget(request: Request, call: HttpCall) -> Request:
-    """Returns a request that asks for no more output than is left of its call's budget, which it takes all it asks for from.
+    """Returns the request limited to the rest of its call's budget, and deducts its maximum output from that.
 
-    Answers that were to be longer end with the reason `length`, as they would at the end of the context window.
+    Longer answers end with the reason `length`, as at the end of the context window.
 
     Raises:
-        InvalidRequestError: nothing is left for each of its answers, or less than it wants at least.
+        InvalidRequestError: the budget does not suffice for its answers, or for their `min_tokens`.
     """
     sampling = request.sampling
     if call.output_budget is None or sampling.max_tokens == 0:
@@ -219,7 +219,7 @@ def fit_budget(request: Request, call: HttpCall) -> Request:
 
 
 def call_of(scope: Scope) -> HttpCall | None:
-    """Returns the call of a request, None where nobody watches."""
+    """Returns the call of a request; None if calls are not tracked."""
     call = scope.get("state", {}).get("call")
     return call if isinstance(call, HttpCall) else None
 

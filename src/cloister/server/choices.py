@@ -1,5 +1,5 @@
-"""The sequences of a job as answers: what each step adds (text, reasoning, calls), and whole ones for replies that are not
-streamed."""
+"""Converts the sequences of a job to answers: the delta of each step (text, reasoning, calls), and whole answers for unstreamed
+replies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOL_CALLS: Final = "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one step added to one answer.
+    """The delta of one step to one answer.
 
     Attributes:
         finish_reason: "stop", "length" or "tool_calls" at the answer's end.
@@ -32,19 +32,19 @@ class Turn:
 
     @property
     def index(self) -> int:
-        """Which of the request's answers."""
+        """Index of the answer in the request."""
         return self.output.index
 
     @property
     def only_text(self) -> str | None:
-        """The text of a step that added nothing else, as most do."""
+        """The text of a step that added only text, as most do."""
         if self.finish_reason is not None or len(self.parts) != 1 or not isinstance(self.parts[0], Text):
             return None
         return self.parts[0].text
 
 
 async def read_turns(job: GenerationJob, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> AsyncGenerator[Turn, None]:
-    """Yields what every step adds to a job of one conversation, and counts it."""
+    """Yields and counts the deltas of every step of a job with one conversation."""
     readers: dict[int, _Reader] = {}
     async with aclosing(outputs):
         async for number, output in outputs:
@@ -83,17 +83,17 @@ class _Reader:
 
 
 def make_call_id() -> str:
-    """Returns an id for a call, with nothing in it."""
+    """Returns a random id for a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence as it grows.
+    """One growing sequence.
 
     Attributes:
-        logprobs: None unless the request asked for them.
-        prompt_logprobs: on the first sequence of a prompt, if they were asked for.
+        logprobs: None unless requested.
+        prompt_logprobs: on the first sequence of a prompt, if requested.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -103,11 +103,11 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """How likely its tokens are, on average."""
+        """Mean log-probability of its tokens."""
         return sum(entry.logprob for entry in self.logprobs or ()) / max(1, len(self.logprobs or ()))
 
     def add(self, output: SequenceOutput) -> None:
-        """Takes what one step added."""
+        """Adds the output of one step."""
         self.texts.append(output.text)
         if self.logprobs is not None:
             self.logprobs.extend(output.logprobs or ())
@@ -130,7 +130,7 @@ async def collect(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -
 
 
 def choose_best(job: GenerationJob, choices: Sequence[Choice]) -> list[int]:
-    """Returns the places of the answers that the reply has, prompt by prompt: all, or the likeliest ones, the best first."""
+    """Returns the indices of the answers in the reply, prompt by prompt: all, or the most likely ones, best first."""
     if job.num_kept is None:
         return list(range(len(choices)))
     kept: list[int] = []

@@ -20,26 +20,26 @@ from cloister.server.tls import HandshakeQueue, is_hello_whole
 from cloister.types.errors import CloisterError
 
 REQUEST_TIMEOUT_S: Final = 20.0
-"""How long a connection may go without a whole request head, or with the rest of a body that nobody reads any more."""
+"""Timeout for a whole request head, or for the rest of a body that is no longer read."""
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""How long a TLS handshake may take, from the connection's first moment on."""
+"""Timeout of a TLS handshake, from the start of the connection."""
 LINGER_S: Final = 2.0
-"""How long a refused client may go on sending: closing at once would take back the reply before it was read."""
+"""How long a refused client may continue to send: closing immediately could discard the reply before it was read."""
 TLS_BUFFER_BYTES: Final = 16 * 1024
-"""What asyncio reads into, for each connection: one record of TLS (RFC 8446, section 5.1). It takes 256 KiB by itself."""
+"""asyncio's read buffer for each connection: one TLS record (RFC 8446, section 5.1). Its default is 256 KiB."""
 MAX_LINGERING: Final = 128
-"""Refused connections that may linger at once; further ones are closed without a word."""
+"""Maximum number of lingering refused connections; further ones are closed without a reply."""
 
 asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
 
 
 class Connection(H11Protocol):
-    """Closes a connection that has had no request in work for `request_timeout_s`, whatever trickles in meanwhile.
+    """Closes a connection without a complete request for `request_timeout_s`, however slowly bytes arrive.
 
     Attributes:
-        table: of all connections of the server; who finds no room in it gets 503. None is no bound.
-        handshakes: of all connections of the server; None speaks plain HTTP. They are made here, since one that asyncio makes
-            is in no table until it is over.
+        table: table of the server's connections; a connection that does not fit gets 503. None is no limit.
+        handshakes: TLS handshakes of the server; None for plain HTTP. They are done here, because a connection with asyncio's
+            TLS is in no table until its handshake has ended.
     """
 
     request_timeout_s = REQUEST_TIMEOUT_S
@@ -66,10 +66,10 @@ class Connection(H11Protocol):
             self._network = network_of(host)
             self._patience = self.loop.call_later(self.handshake_timeout_s, transport.abort)
         else:
-            transport.abort()  # an answer would cost a handshake
+            transport.abort()  # a reply would need a handshake
 
     def shed(self) -> None:
-        """Closes the connection at once; another one takes its place."""
+        """Closes the connection immediately to make room for another one."""
         self._socket.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
             if self.handshakes is not None and self._handshake is None:
                 self._take_hello(data, self.handshakes)
             else:
-                self._early += data  # it came with the end of the handshake
+                self._early += data  # data that arrived with the end of the handshake
             return
         super().data_received(data)
         if self._is_working():
@@ -104,7 +104,7 @@ class Connection(H11Protocol):
             super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP. `msg` is uvicorn's; it says less than what is needed to find the mistake."""
+        """Replies to invalid HTTP. uvicorn's `msg` is not specific enough to find the mistake."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
@@ -132,11 +132,11 @@ class Connection(H11Protocol):
                 transport, self, handshakes.tls, server_side=True, ssl_handshake_timeout=self.handshake_timeout_s
             )
         )
-        await asyncio.sleep(0)  # it sets its protocol, and has it told of the transport in the turn that follows
+        await asyncio.sleep(0)  # it sets its protocol, and calls `connection_made` in the next iteration of the loop
         self.loop.call_soon(self._replay_hello, handshakes)
         try:
             secured = await securing
-        except OSError:  # ssl.SSLError and TimeoutError are some
+        except OSError:  # includes ssl.SSLError and TimeoutError
             secured = None
         if secured is None or secured.is_closing() or transport.is_closing():
             self._stop_waiting()
@@ -150,7 +150,7 @@ class Connection(H11Protocol):
             self.data_received(early)
 
     def _replay_hello(self, handshakes: HandshakeQueue) -> None:
-        """Gives the bytes that came before asyncio's TLS was there to it, as its transport would."""
+        """Passes the bytes that arrived before asyncio's TLS was set up to it, as its transport would."""
         protocol = self._socket.get_protocol()
         if self._socket.is_closing() or not isinstance(protocol, asyncio.BufferedProtocol):
             return
@@ -173,7 +173,7 @@ class Connection(H11Protocol):
             self._turn_away()
 
     def _turn_away(self) -> None:
-        """Answers who comes while there are as many connections as there may be."""
+        """Replies to a connection above the limit."""
         self.connections.discard(self)
         if type(self)._num_lingering >= MAX_LINGERING:
             self.transport.abort()
@@ -182,7 +182,7 @@ class Connection(H11Protocol):
         self._refuse(error, b"Service Unavailable")
 
     def _refuse(self, error: CloisterError, reason: bytes) -> None:
-        """Answers without a request, and closes once the client had time to read it."""
+        """Replies without a request, and closes once the client had time to read it."""
         body = error_body(error)
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         headers |= error_headers(error)
@@ -221,20 +221,19 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-# A listener that accepts a few connections per turn of the event loop.
+# A listener that accepts a few connections per iteration of the event loop.
 #
-# asyncio accepts as many as its backlog in one go, a tenth of a millisecond each, and serves nobody who has a connection
-# meanwhile.
+# asyncio accepts as many as its backlog at once, a tenth of a millisecond each, and serves no other connection meanwhile.
 
 
 BACKLOG: Final = 2048
-"""Connections that the kernel holds until they are accepted."""
+"""Connections that the kernel queues until they are accepted."""
 ACCEPTS_AT_ONCE: Final = 8
-"""In each turn of the event loop; also uvicorn's `backlog`, which it hands to asyncio."""
+"""Accepts per iteration of the event loop; also uvicorn's `backlog`, which it passes to asyncio."""
 
 
 class PacedServer(uvicorn.Server):
-    """uvicorn whose sockets have the kernel's backlog and not that of asyncio; its config needs `backlog=ACCEPTS_AT_ONCE`."""
+    """uvicorn whose sockets have the kernel's backlog instead of asyncio's; its config needs `backlog=ACCEPTS_AT_ONCE`."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to accept."""
@@ -243,7 +242,7 @@ class PacedServer(uvicorn.Server):
             listener.listen(BACKLOG)  # asyncio has just set it to its own; a second call changes nothing else (listen(2))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops accepting, waits for requests that run, and drops what is left: handshakes, of which uvicorn does not know."""
+        """Stops accepting, waits for running requests, and closes the rest: handshakes, which uvicorn does not track."""
         await super().shutdown(sockets)
         protocol = self.config.http_protocol_class
         if issubclass(protocol, Connection) and protocol.table is not None:

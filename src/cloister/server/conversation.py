@@ -1,6 +1,6 @@
-"""How a model converses: messages to the prompt it was tuned on, and what its answer may hold beside text.
+"""Chat format of a model: renders messages as its prompt, and defines what its answers may contain besides text.
 
-Chat completions, responses and messages all come here as a `ChatBody`.
+Chat completions, responses and messages are all converted to a `ChatBody` first.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import Any, Final
 import msgspec
 
 from cloister.server.errors import invalid
+from cloister.server.images import CutImage, ImageReader
 from cloister.server.parse import ignored_fields
-from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, Message, NamedChoice
+from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, ImagePart, Message, NamedChoice, TextPart
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import grammar as grammars
-from cloister.text.answer_parser import REASONINGS, AnswerForm, Marks, detect_reasoning
+from cloister.text.answer_parser import REASONINGS, AnswerForm, ChannelMarks, Marks, detect_reasoning
+from cloister.text.harmony import FINAL
 from cloister.text.tools import FAMILIES, Tool, ToolCallFormat, detect_family
 from cloister.text.tools.base import json_value, literal
 from cloister.types.config import ServerConfig
 from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.images import ImageTile
 from cloister.types.request import SamplingParams
 
-# The tools of a request: which there are, which may be called, and whether one must be.
+# The tools of a request: the offered ones, those that may be called, and whether a call is required.
 
 
 _NO_PARAMETERS: Final = {"properties": {}, "additionalProperties": False}
@@ -32,14 +35,14 @@ _NO_PARAMETERS: Final = {"properties": {}, "additionalProperties": False}
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says of tools.
+    """The tools of a request.
 
     Attributes:
-        offered: what the model is told of.
-        callable: those of them that it may call, by name; none if it may not call.
-        is_forced: it must call.
-        is_one: it may call once only.
-        places: where each tool's parameters stand in the request, for errors.
+        offered: tools in the prompt.
+        callable: tools that the model may call, by name; empty if it may not call.
+        is_forced: a call is required.
+        is_one: at most one call.
+        places: path of each tool's parameters in the request, for errors.
     """
 
     offered: tuple[Tool, ...] = ()
@@ -49,18 +52,18 @@ class ToolUse:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def to_template(self) -> list[dict[str, Any]] | None:
-        """Returns the tools as chat templates take them."""
+        """Returns the tools in the format of chat templates."""
         return [tool.to_template() for tool in self.offered] or None
 
     def grammar(self, family: ToolCallFormat, spell: Callable[[str], str], answer: Grammar | None) -> Grammar | None:
-        """Returns the form of an answer that must call, or may call and has a form otherwise; else what is asked for.
+        """Returns the grammar of an answer that must call, or that may call or else has a form; otherwise the requested one.
 
         Args:
-            spell: writes a mark in Lark's notation.
-            answer: the form that the client asks for.
+            spell: writes a marker in Lark's notation.
+            answer: the form that the client requests.
 
         Raises:
-            InvalidRequestError: the answer's form is one that calls cannot stand beside.
+            InvalidRequestError: the answer's form cannot be combined with calls.
         """
         if not self.callable or (answer is None and not self.is_forced):
             return answer
@@ -75,7 +78,7 @@ def read_tools(body: ChatBody) -> ToolUse:
     """Reads `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
-        InvalidRequestError: they contradict each other, or a tool's parameters are no schema of an object.
+        InvalidRequestError: they contradict each other, or a tool's parameters are not the schema of an object.
     """
     choice = body.tool_choice
     if not body.tools:
@@ -113,7 +116,7 @@ def _json_rule(answer: Grammar) -> str:
 
 
 def _checked(tool: Tool, param: str) -> Tool:
-    """Returns a tool whose parameters can be followed by a grammar."""
+    """Returns a tool whose parameters a grammar can enforce."""
     schema = grammars.check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(tool.parameters)), param)
     return replace(tool, parameters=json.loads(schema.source))
 
@@ -126,64 +129,76 @@ def _some(tools: Mapping[str, Tool], choices: Sequence[NamedChoice]) -> dict[str
 
 
 FALLBACK_FAMILY: Final = "hermes"
-"""How a model is asked to write calls whose template shows no way of its own."""
+"""Instruction for the call format if the model's template defines none."""
 NO_REASONING: Final = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A conversation made ready.
+    """A prepared conversation.
 
     Attributes:
         token_ids: the prompt.
-        form: what the answer may hold beside text; None if nothing.
-        grammar: the form of the answer, with that of calls where there may be some.
-        shown_token_ids: control tokens that the parser of the answer has to see.
+        form: what the answer may contain besides text; None for nothing.
+        grammar: grammar of the answer, including calls if allowed.
+        shown_token_ids: control tokens that the answer's parser needs.
+        images: images of the prompt.
     """
 
     token_ids: list[int]
     form: AnswerForm | None
     grammar: Grammar | None
     shown_token_ids: tuple[int, ...]
+    images: tuple[ImageTile, ...] = ()
 
     def shape(self, sampling: SamplingParams) -> SamplingParams:
-        """Returns the sampling parameters with what the conversation asks of them."""
+        """Returns the sampling parameters with those that the conversation requires."""
         return msgspec.structs.replace(sampling, grammar=self.grammar, shown_token_ids=self.shown_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The way of one model.
+    """The chat format of one model.
 
     Attributes:
-        family: how it calls tools.
-        marks: around its reasoning, if it reasons.
+        family: family of its tool-call format.
+        marks: markers around its reasoning, if it reasons.
+        images: reads the images of a conversation; None if the model takes none.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate
     family: ToolCallFormat
     marks: Marks | None
+    images: ImageReader | None = None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, template: ChatTemplate, config: ServerConfig) -> ChatFormat:
-        """Reads it from the settings, else from the chat template."""
+    def of(
+        cls, tokenizer: Tokenizer, template: ChatTemplate, config: ServerConfig, images: ImageReader | None = None
+    ) -> ChatFormat:
+        """Determines it from the settings, else from the chat template."""
         family = config.tool_parser or detect_family(template.source) or FALLBACK_FAMILY
         reasoning = config.reasoning_parser or detect_reasoning(template.source) or NO_REASONING
         marks = None if reasoning == NO_REASONING else REASONINGS.get(reasoning)
-        return cls(tokenizer, template, FAMILIES.get(family), marks)
+        return cls(tokenizer, template, FAMILIES.get(family), marks, images)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a conversation may have images."""
+        return self.images is not None and self.images.is_allowed
 
     def open(self, body: ChatBody, grammar: Grammar | None = None) -> Opening:
         """Renders a conversation and tokenizes it.
 
         Args:
-            grammar: the form that the client wants the answer in.
+            grammar: grammar that the client requests for the answer.
 
         Raises:
-            InvalidRequestError: the model cannot take it; the message says why.
+            InvalidRequestError: the model does not support it; the message says why.
         """
         tools = read_tools(body)
         messages = template_messages(body.messages)
+        images = self._read_images(body.messages)
         prompt = self.template.render(
             messages,
             tools.to_template(),
@@ -192,15 +207,43 @@ class ChatFormat:
             call_example=self.family.example,
             **self._thinking(body),
         )
+        if grammar is not None and not tools.callable and isinstance(self.marks, ChannelMarks):
+            prompt += FINAL
         grammar = tools.grammar(self.family, self._spell, grammar)
-        # A grammar holds from the first token on, so that there is no reasoning for which the prompt may have opened a mark.
+        # A grammar applies from the first token on, so there is no reasoning, for which the prompt may have opened a marker.
         form = self._form(tools, prompt, self.marks if grammar is None else None)
+        token_ids = self.tokenizer.encode(prompt)
+        tiles: tuple[ImageTile, ...] = ()
+        if self.images is not None and images:
+            token_ids, tiles = self.images.place(token_ids, images)
         return Opening(
-            token_ids=self.tokenizer.encode(prompt),
+            token_ids=token_ids,
             form=form,
             grammar=grammar,
             shown_token_ids=self._shown(form),
+            images=tiles,
         )
+
+    def _read_images(self, messages: Sequence[Message]) -> list[CutImage]:
+        """Decodes the images of a conversation.
+
+        Raises:
+            InvalidRequestError: there are some, and none are taken, or one cannot be used.
+        """
+        urls = [
+            part.image_url.url
+            for message in messages
+            if message.has_images
+            for part in message.content or ()
+            if isinstance(part, ImagePart)
+        ]
+        if not urls:
+            return []
+        if self.images is None:
+            raise invalid(
+                "`messages` has an image, and what is served here reads text only.", "messages", "unsupported_parameter"
+            )
+        return self.images.read(urls)
 
     def _form(self, tools: ToolUse, prompt: str, marks: Marks | None) -> AnswerForm | None:
         if marks is None and not tools.callable:
@@ -214,7 +257,7 @@ class ChatFormat:
         )
 
     def _thinking(self, body: ChatBody) -> dict[str, Any]:
-        """Returns what the template is told of reasoning. A wish that it cannot hear is ignored, or refused."""
+        """Returns the template's variables for reasoning. Options that it does not support are ignored, or refused."""
         told: dict[str, Any] = {}
         asked = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs is not None else {}
         for name, value in asked.items():
@@ -236,7 +279,7 @@ class ChatFormat:
     def _shown(self, form: AnswerForm | None) -> tuple[int, ...]:
         if form is None:
             return ()
-        marks: tuple[str, ...] = () if form.marks is None else (form.marks.begin, form.marks.end)
+        marks: tuple[str, ...] = () if form.marks is None else form.marks.all
         if form.family is not None:
             marks += (*form.family.marks, *form.family.inner_marks)
         return tuple(token_id for mark in marks if (token_id := self._control_id(mark)) is not None)
@@ -263,10 +306,10 @@ def _continues(body: ChatBody) -> bool:
 
 
 def _ignore(param: str) -> None:
-    """Notes a wish for which the model's template has no switch.
+    """Records an option that the model's template does not support.
 
     Raises:
-        InvalidRequestError: nothing may be ignored.
+        InvalidRequestError: no field may be ignored.
     """
     fields = ignored_fields()
     if fields.is_strict:
@@ -275,11 +318,21 @@ def _ignore(param: str) -> None:
     fields.add(param)
 
 
+def _with_images(message: Message, path: str) -> list[dict[str, Any]]:
+    """Returns the parts of a content that has images; a template writes the model's placeholder for each of them."""
+    if message.role != "user":
+        raise invalid(f"`{path}.content` has an image; these belong to the role user.", f"{path}.content")
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+        for part in message.content or ()
+    ]
+
+
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates take them.
+    """Returns messages in the format of chat templates.
 
     Raises:
-        InvalidRequestError: a message lacks what its role needs, or has what it must not have.
+        InvalidRequestError: a message lacks a field that its role requires, or has one that is not allowed.
     """
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -291,9 +344,9 @@ def _template_message(message: Message, path: str) -> dict[str, Any]:
         raise invalid(f"`{path}.tool_calls` is only for the role assistant.", f"{path}.tool_calls")
     if (message.tool_call_id is None) == (message.role == "tool"):
         raise invalid(f"`{path}.tool_call_id` is required for the role tool, and only there.", f"{path}.tool_call_id")
-    # Templates know the role by its older name.
+    # Templates use the role's older name.
     rendered: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    rendered["content"] = message.text
+    rendered["content"] = _with_images(message, path) if message.has_images else message.text
     if message.name is not None:
         rendered["name"] = message.name
     if message.tool_calls:

@@ -23,8 +23,9 @@ from cloister.types.errors import ContextLengthError, EngineError
 from cloister.types.request import Embedding, PoolingParams, SamplingParams
 
 MAX_INPUTS: Final = 2048
-"""Texts in one request, as the OpenAI API has it."""
+"""Maximum texts in one request, as in the OpenAI API."""
 NOTHING: Final = SamplingParams(max_tokens=0)
+NO_VECTORS: Final = "This model classifies texts and makes no vectors; ask /classify, or /v1/rerank if it has one class."
 
 Text = str | list[int]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -35,10 +36,10 @@ TextInput = Words | Tokens | Annotated[list[Words], _Several] | Annotated[list[T
 
 
 def text_list(field: str) -> Callable[[object], list[Text]]:
-    """Returns a validator of the four forms (text, texts, token ids, lists of token ids), which makes a list of any.
+    """Returns a validator of the four forms (text, texts, token ids, lists of token ids), which converts any to a list.
 
     Args:
-        field: its name, for the message of the InvalidRequestError that it raises for anything else.
+        field: name of the field, for the InvalidRequestError about anything else.
     """
 
     def check(value: object) -> list[Text]:
@@ -65,7 +66,7 @@ def _is_token_list(value: object) -> bool:
 
 
 class PooledBody(Strict):
-    """What all requests for vectors have in common."""
+    """Common fields of all requests for vectors."""
 
     model: str | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
@@ -73,7 +74,7 @@ class PooledBody(Strict):
 
 
 class EmbeddingBody(PooledBody):
-    """Body of /v1/embeddings. `normalize` is an extension: None does what the model's files say."""
+    """Body of /v1/embeddings. `normalize` is an extension: None uses the default in the model's files."""
 
     input: Annotated[list[Text], PlainValidator(text_list("input"), json_schema_input_type=TextInput)]
     encoding_format: Literal["float", "base64"] | None = None
@@ -82,7 +83,7 @@ class EmbeddingBody(PooledBody):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
-    """Token counts of a reply that has no answer."""
+    """Token counts of a reply without an answer."""
 
     prompt_tokens: int
     total_tokens: int
@@ -107,7 +108,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingJob:
-    """What one call of /v1/embeddings asks for."""
+    """A parsed request of /v1/embeddings."""
 
     job: GenerationJob
     is_base64: bool
@@ -117,8 +118,8 @@ def read_embeddings(reader: PromptReader, raw: bytes, admission: Admission) -> E
     """Reads a body of /v1/embeddings.
 
     Raises:
-        InvalidRequestError, ContextLengthError, NotFoundError: it cannot be answered; the message says why.
-        PolicyError: the profile refuses what it asks for.
+        InvalidRequestError, ContextLengthError, NotFoundError: the request cannot be answered; the message says why.
+        PolicyError: the profile refuses a requested feature.
     """
     body = parse_body(raw, EmbeddingBody)
     size, own = reader.model.hidden_size, reader.model.pooling
@@ -140,9 +141,26 @@ def pooled_job(
     prefix: str,
 ) -> GenerationJob:
     """Returns a job with a pooled request for each (name of its field, text); errors as in `read_embeddings`."""
+    encoder = reader.model.encoder
+    if encoder is not None and encoder.labels and pooling.kind != "classify":
+        raise invalid(NO_VECTORS, "model", "no_embeddings")
+    prompts = [_tokenize(reader, text, field) for field, text in texts]
+    return make_pooled_job(reader, body, prompts, pooling, admission, prefix=prefix)
+
+
+def make_pooled_job(
+    reader: PromptReader,
+    body: PooledBody,
+    prompts: Sequence[list[int]],
+    pooling: PoolingParams | Sequence[PoolingParams],
+    admission: Admission,
+    *,
+    prefix: str,
+) -> GenerationJob:
+    """Like `pooled_job`, for tokenized prompts that fit into the context window."""
     adapter = reader.find_adapter(body.model)
     return make_job(
-        [_tokenize(reader, text, field) for field, text in texts],
+        prompts,
         NOTHING,
         reader.gate.with_request_options(admission, priority=body.priority),
         reader.model,
@@ -157,19 +175,23 @@ def pooled_job(
 
 
 def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
-    """Returns the tokens of a text, those included that the tokenizer puts around it."""
+    """Returns the tokens of a text, including those that the tokenizer adds."""
     token_ids = reader.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else text
     if not all(0 <= token_id < reader.vocab_size for token_id in token_ids):
         raise invalid(f"`{field}` has a token id that is not in [0, {reader.vocab_size}).", field, "token_id_out_of_range")
     if not token_ids:
         raise invalid(f"`{field}` has an empty text; send at least one token.", field, "empty_prompt")
-    window = reader.model.max_model_len
-    if len(token_ids) > window:
-        raise ContextLengthError(
-            f"The context window holds {window} tokens; a text of `{field}` has {len(token_ids)}. Cut it in pieces.",
-            param=field,
-        )
+    check_fits(reader, len(token_ids), field)
     return token_ids
+
+
+def check_fits(reader: PromptReader, num_tokens: int, field: str) -> None:
+    """Raises ContextLengthError for a text of a field that the context window does not hold."""
+    window = reader.model.max_model_len
+    if num_tokens > window:
+        raise ContextLengthError(
+            f"The context window holds {window} tokens; a text of `{field}` has {num_tokens}. Cut it in pieces.", param=field
+        )
 
 
 async def run_pooled(generate: Generate, job: GenerationJob) -> list[Embedding]:
@@ -190,12 +212,12 @@ def vector_of(embedding: Embedding) -> npt.NDArray[np.float32]:
 
 
 def usage_of(job: GenerationJob) -> EmbeddingUsage:
-    """Returns the counts of a job that makes no tokens."""
+    """Returns the counts of a job without output tokens."""
     return EmbeddingUsage(job.num_prompt_tokens, job.num_prompt_tokens)
 
 
 def write_embeddings(asked: EmbeddingJob, embeddings: Sequence[Embedding]) -> bytes:
-    """Returns the reply as JSON; with many vectors this takes a while."""
+    """Returns the reply as JSON; slow for many vectors."""
     write = _as_base64 if asked.is_base64 else _as_numbers
     data = [EmbeddingItem(index, write(embedding)) for index, embedding in enumerate(embeddings)]
     return msgspec.json.encode(EmbeddingList(asked.job.model_name, data, usage_of(asked.job)))

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, {"error": {message, type, code, param}}, with a status and no word of the request."""
+"""Errors in OpenAI's format, {"error": {message, type, code, param}}, with a status and no text of the request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cloister.types.errors import (
 from cloister.types.request import FinishReason, SequenceOutput
 
 ENGINE_RETRY_S: Final = 2.0
-"""What a client is told to wait for an engine that is down; a restart of the embedded model takes about as long."""
+"""Retry delay for an engine that is down; a restart of the embedded model takes about as long."""
 
 
 class MethodError(CloisterError):
@@ -47,14 +47,14 @@ class BodyTimeoutError(CloisterError):
 
 
 class HostError(CloisterError):
-    """A browser was led here under a foreign name (DNS rebinding)."""
+    """A browser sent a request with a foreign host name (DNS rebinding)."""
 
     code = "host_not_allowed"
     status = 403
 
 
 class OriginError(CloisterError):
-    """A page of an origin that the operator did not name."""
+    """A request from a web page whose origin the operator did not allow."""
 
     code = "origin_not_allowed"
     status = 403
@@ -104,7 +104,7 @@ def error_headers(error: CloisterError) -> dict[str, str]:
 
 
 def failure_of(output: SequenceOutput) -> CloisterError | None:
-    """Returns the error that a sequence ended with, or None if it goes on or ended with an answer."""
+    """Returns the error of a sequence; None if it continues or ended with an answer."""
     match output.finish_reason:
         case None | FinishReason.STOP | FinishReason.LENGTH:
             return None
@@ -137,18 +137,17 @@ ABSENT: Final[Mapping[str, str]] = {
     "/v1/vector_stores": "There are no vector stores here: /v1/embeddings makes the vectors.",
     "/v1/fim": "There is no such route: /v1/completions takes `suffix`, /infill and /api/generate fill in too.",
     "/v1/uploads": "There are no uploads in parts here: send the whole file to /v1/files.",
-    "/classify": "There is no classifier here: models of this server have no classification head.",
-    "/slots": "There are no slots to look into: what others ask is nobody's business. /metrics has counts.",
+    "/slots": "There are no slots to inspect: requests of others are private. /metrics has counts.",
     "/api/create": f"This server makes no models: {_OWN}.",
     "/api/copy": f"This server copies no models: {_OWN}.",
     "/api/delete": f"This server deletes no models: {_OWN}.",
     "/api/push": f"This server publishes no models: {_OWN}.",
     "/api/blobs": f"This server takes no files of models: {_OWN}.",
 }
-"""What clients of other servers ask for and this one does not have: folder of the paths -> why."""
+"""APIs of other servers that this one lacks: path prefix -> explanation."""
 
 
 def explain_absence(path: str) -> str:
-    """Returns what to say of a path that leads nowhere."""
+    """Returns the message for an unknown path."""
     found = next((why for folder, why in ABSENT.items() if f"{path}/".startswith(f"{folder}/")), None)
     return found or "There is no such route; the API begins with /v1."

@@ -1,5 +1,5 @@
-"""Jobs on the engine: one HTTP request as a request per prompt, run side by side, whose outputs come as one stream;
-what they count and how long they take, by the engine's events (one source for every figure)."""
+"""Jobs on the engine: one HTTP request as one engine request per prompt, run concurrently, with one output stream; token counts
+and times come from the engine's events (the source of all metrics)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from cloister.server.calls import HttpCall
 from cloister.server.errors import TOO_LATE, failure_of
 from cloister.text.answer_parser import AnswerForm
 from cloister.types.errors import DeadlineError
+from cloister.types.images import ImageTile
 from cloister.types.request import FinishReason, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
 
-# A generation job: one HTTP request as engine requests, one per prompt, with what the reply needs.
+# A generation job: one HTTP request as engine requests, one per prompt, with the data for the reply.
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """What one call of a completion route asks for.
+    """The parsed request of a completion route.
 
     Attributes:
-        job_id: random; also the start of the ids of its requests.
+        job_id: random; also the prefix of its requests' ids.
         requests: one per prompt; sequence `index` of prompt `i` is choice `i * n + index`.
-        model_name: as the client knows it.
+        model_name: the model's name for clients.
         fingerprint: `system_fingerprint` of the reply.
-        echoes: one per prompt when the reply has to repeat it, else none.
-        answerless: the answer is only computed for the prompt's log-probabilities (`max_tokens` 0 with `echo`).
-        form: what an answer may hold beside text; None if nothing.
-        continuous_usage: every chunk of a stream has the counts so far, not only the last one.
-        num_kept: answers of each prompt that the reply has, the likeliest by mean log-probability; None for all of them.
-        shows_logprobs: the client asked for log-probabilities itself.
+        echoes: one per prompt if the reply repeats it, else none.
+        answerless: only the prompt's log-probabilities are needed (`max_tokens` 0 with `echo`).
+        form: what an answer may contain besides text; None for nothing.
+        continuous_usage: every chunk of a stream has the counts so far.
+        num_kept: number of answers of each prompt in the reply, the most likely ones by mean log-probability; None for all.
+        shows_logprobs: the client requested log-probabilities.
     """
 
     job_id: str
@@ -86,18 +87,21 @@ def make_job(
     continuous_usage: bool = False,
     num_kept: int | None = None,
     shows_logprobs: bool = True,
-    pooling: PoolingParams | None = None,
+    pooling: PoolingParams | Sequence[PoolingParams] | None = None,
     adapter: str | None = None,
+    images: tuple[ImageTile, ...] = (),
 ) -> GenerationJob:
     """Returns a job for tokenized prompts.
 
     Args:
-        prefix: of the id, such as "chatcmpl".
+        prefix: prefix of the id, such as "chatcmpl".
         timeout_s: deadline of every request of the job, in the engine.
-        pooling: the prompts become vectors.
-        adapter: digest of the adapter that the prompts are for.
+        pooling: pooling of the prompts to vectors: one for all, or one each.
+        adapter: digest of the adapter to use.
+        images: images of the only prompt.
     """
     job_id = f"{prefix}-{secrets.token_hex(12)}"
+    ways = pooling if isinstance(pooling, Sequence) else [pooling] * len(prompts)
     requests = tuple(
         Request(
             request_id=f"{job_id}-{i}",
@@ -107,10 +111,11 @@ def make_job(
             tenant=admission.tenant,
             priority=admission.priority,
             timeout_s=timeout_s,
-            pooling=pooling,
+            pooling=way,
             adapter=adapter,
+            images=images,
         )
-        for i, prompt in enumerate(prompts)
+        for i, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
     )
     return GenerationJob(
         job_id=job_id,
@@ -129,18 +134,18 @@ def make_job(
 
 
 MAX_SIDE_BY_SIDE: Final = 64
-"""Requests of one job that the engine holds at once; thousands of texts to be pooled must not fill its queue."""
+"""Maximum concurrent requests of one job; thousands of texts for pooling must not fill the engine's queue."""
 
 Generate = Callable[[Request], AsyncGenerator[SequenceOutput, None]]
-"""Has the engine do one request (`ServerState.generate`)."""
+"""Submits one request to the engine (`ServerState.generate`)."""
 Numbered = tuple[int, SequenceOutput]
-"""(number of the prompt in its job, output)"""
+"""(index of the prompt in its job, output)"""
 
 
 async def run_job(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numbered, None]:
-    """Yields what the job's sequences gain. Closing it early aborts every request of the job.
+    """Yields the outputs of the job's sequences. Closing it early aborts every request of the job.
 
-    Each request has what is left of the job's time when it is submitted; the engine ends it then.
+    Each request gets the job's remaining time as its timeout, which the engine enforces.
 
     Raises:
         CloisterError: a request was refused, or a sequence ended without an answer; the others are aborted.
@@ -209,7 +214,7 @@ def _without_answer(output: SequenceOutput) -> SequenceOutput:
 
 
 class Tally:
-    """Counts the tokens of a job as its outputs pass."""
+    """Counts the tokens of a job from its outputs."""
 
     def __init__(self, job: GenerationJob) -> None:
         self._num_prompt_tokens = job.num_prompt_tokens
@@ -223,11 +228,11 @@ class Tally:
         self._num_output_tokens += len(output.token_ids)
 
     def add_reasoning(self, num_tokens: int) -> None:
-        """Counts tokens, counted already, that were reasoning."""
+        """Counts already counted tokens as reasoning."""
         self._num_reasoning_tokens += num_tokens
 
     def usage(self) -> Usage:
-        """The counts so far, as the API shows them."""
+        """The counts so far, in the format of the API."""
         return Usage(
             self._num_prompt_tokens,
             self._num_output_tokens,
@@ -239,11 +244,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times in seconds, None where they are not known. What is left of `total_s` was waited.
+    """Times in seconds, None if unknown. The rest of `total_s` was spent waiting.
 
     Attributes:
         total_s: since the request's head arrived.
-        load_s: from there until the engine had the prompt: body, model (where others had its place), template, tokens.
+        load_s: from there until the engine had the prompt: body, model switch, template, tokens.
         prompt_s: from the first slot to the first token.
         answer_s: from the first token to the end.
     """
@@ -255,7 +260,7 @@ class Timings:
 
 
 def read_timings(call: HttpCall | None, job: GenerationJob) -> Timings:
-    """Returns the times of a job whose outputs have all come; of several prompts, only the first two."""
+    """Returns the times of a finished job; for several prompts, only the first two fields."""
     if call is None:
         return Timings()
     engine_stats = [stats for request in job.requests if (stats := call.engine_stats.get(request.request_id)) is not None]

@@ -43,7 +43,7 @@ from cloister.types.request import SamplingParams, SequenceOutput, TokenLogprobs
 
 
 MAX_GRAMMAR_CHARS: Final = 8192
-"""Reading a grammar takes a time that grows with the square of its rules: this much takes a tenth of a second."""
+"""Size limit of a grammar. Parsing time grows with the square of its rules: this much takes a tenth of a second."""
 _SAMPLER: Final = "this sampler is not available"
 
 REFUSED: Final[Mapping[str, Refused]] = {
@@ -96,7 +96,7 @@ LlamaPrompt = Annotated[
 
 
 class _Sampling(Strict):
-    """How to sample. What a client leaves open is taken from the model's own generation_config.json."""
+    """Sampling parameters. Unset ones are taken from the model's generation_config.json."""
 
     model: str | None = None
     stream: bool | None = None
@@ -119,7 +119,7 @@ class _Sampling(Strict):
     n_probs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_tokens: bool | None = None
 
-    # What belongs to llama.cpp's slots and caches: checked for their type and forgotten.
+    # Fields for llama.cpp's slots and caches: type-checked and ignored.
     cache_prompt: bool | None = None
     id_slot: int | None = None
     n_keep: int | None = None
@@ -143,7 +143,7 @@ class LlamaCompletionBody(_Sampling):
 
 
 class ExtraInput(Strict):
-    """A file that stands before what is to be filled in."""
+    """A file that precedes the text to fill in."""
 
     text: str
     filename: str | None = None
@@ -182,10 +182,10 @@ NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LlamaJob:
-    """What one call asks for.
+    """A parsed request.
 
     Attributes:
-        prompt: as the reply repeats it.
+        prompt: the prompt in the reply.
         returns_tokens: the reply has the ids of its tokens.
         shows_probs: the reply has log-probabilities.
     """
@@ -221,7 +221,7 @@ def apply_template(reader: PromptReader, raw: bytes) -> str:
     """Reads a body of /apply-template and returns the text that the model would read.
 
     Raises:
-        InvalidRequestError: the model cannot take it; the message says why.
+        InvalidRequestError: the model does not support it; the message says why.
     """
     body = parse_body(raw, ApplyTemplateBody, {})
     reader.find_adapter(body.model)
@@ -283,7 +283,7 @@ def _to_lark(grammar: str) -> str:
 
     try:
         return str(gbnf_to_lark(grammar)).removeprefix("%llguidance {}")
-    except Exception:  # what the library says may repeat the grammar
+    except Exception:  # the library's message may repeat the grammar
         raise invalid("`grammar` is no grammar in GBNF; check it against llama.cpp's documentation.", "grammar") from None
 
 
@@ -303,7 +303,7 @@ class CompletionWriter:
         self._finish_reason = ""
 
     def add(self, output: SequenceOutput) -> dict[str, Any] | None:
-        """Takes what one step added; returns its event, if it has something to tell."""
+        """Adds the delta of one step; returns its event, if there is one."""
         probs = [_position(entry) for entry in output.logprobs or ()] if self._asked.shows_probs else []
         self._texts.append(output.text)
         self._tokens += output.token_ids
@@ -359,7 +359,7 @@ class CompletionWriter:
 
 
 def describe_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Returns how an answer is sampled, in llama.cpp's words."""
+    """Returns the sampling parameters in llama.cpp's format."""
     return {
         "seed": -1 if sampling.seed is None else sampling.seed,
         "temperature": sampling.temperature,

@@ -12,12 +12,10 @@ from starlette.types import Message, Receive, Scope
 
 # The network of an address: the range that one peer can be expected to control.
 #
-# A host with one address of a network often has all of it, so counting by address would be no bound: IPv6 tunnels and hosting
-# companies give a /48 to whoever asks, and a /24 is the smallest block of IPv4 that is routed by itself, as a /48 is of IPv6.
-# Narrower prefixes would let one rented block pass for hundreds of peers. Wider ones would join strangers, and these do
-# already, behind carrier-grade NAT. So a network is no quota anywhere: it only says who gives way first when there is no
-# room.
-
+# A host with one address of a network often has all of it, so limits per address are ineffective: IPv6 tunnels and hosting
+# companies give a /48 to any customer, and a /24 is the smallest block of IPv4 that is routed separately, as a /48 is of IPv6.
+# With narrower prefixes one rented block would count as hundreds of peers. Wider ones would combine unrelated users, as
+# carrier-grade NAT already does. So there is no quota per network: it only decides what is shed first under load.
 
 IPV4_PREFIX: Final = 24
 IPV6_PREFIX: Final = 48
@@ -25,7 +23,7 @@ IPV6_PREFIX: Final = 48
 
 @functools.lru_cache(maxsize=4096)
 def network_of(host: str | None) -> str:
-    """Returns the /24 (IPv4, mapped addresses too) or /48 (IPv6) of an address; empty for a peer without one."""
+    """Returns the /24 (IPv4, mapped addresses too) or /48 (IPv6) of an address; "" for a peer without one."""
     try:
         address = ipaddress.ip_address((host or "").partition("%")[0])
     except ValueError:
@@ -37,7 +35,7 @@ def network_of(host: str | None) -> str:
 
 
 def client_network(scope: Scope) -> str:
-    """Returns the network of whoever sent a request."""
+    """Returns the network of a request's client."""
     client = scope.get("client")
     return network_of(client[0] if client else None)
 
@@ -46,19 +44,18 @@ class Sheddable(Protocol):
     """A connection that can be closed at any moment."""
 
     def shed(self) -> None:
-        """Closes it at once, without a word."""
+        """Closes it immediately, without a reply."""
 
 
 class ConnectionTable:
-    """Bounds connections, and knows which of them wait for a client.
+    """Limits connections, and tracks which of them wait for a client.
 
     As in nginx, where a full worker closes idle connections rather than refusing new ones. The victim is the oldest connection
-    that waits for the rest of a request, in the network that has most of these. A request that has arrived whole is never given
-    up. So sockets that send nothing, or little by little, keep nobody out: each new one takes the place of another of its own
-    kind.
+    that waits for the rest of a request, in the network that has most of these. A complete request is never dropped. So sockets
+    that send nothing or very slowly cannot block others: each new one replaces another of its kind.
 
     Args:
-        limit: connections at once.
+        limit: maximum number of connections.
     """
 
     def __init__(self, limit: int) -> None:
@@ -67,7 +64,7 @@ class ConnectionTable:
         self._waiting: dict[str, dict[Sheddable, None]] = {}  # of each network the oldest first
 
     def enter(self, connection: Sheddable, host: str | None) -> bool:
-        """Takes in a connection, which waits at first. False if there is no room: requests are in work on all others."""
+        """Adds a connection, which waits at first. Returns False if it is full: all others have requests in progress."""
         if len(self._networks) >= self._limit and not self._shed_one():
             return False
         self._networks[connection] = network_of(host)
@@ -75,13 +72,13 @@ class ConnectionTable:
         return True
 
     def wait(self, connection: Sheddable) -> None:
-        """Notes that a connection has no whole request; one that waits already keeps its place in the order."""
+        """Marks a connection as waiting for a request; one that already waits keeps its position."""
         network = self._networks.get(connection)
         if network is not None:
             self._waiting.setdefault(network, {}).setdefault(connection)
 
     def work(self, connection: Sheddable) -> None:
-        """Notes that a whole request has arrived, or that its reply has begun; the connection stays until `wait`."""
+        """Marks a connection as busy: a whole request has arrived, or its reply has begun. It cannot be shed until `wait`."""
         network = self._networks.get(connection, "")
         waiting = self._waiting.get(network, {})
         waiting.pop(connection, None)
@@ -89,12 +86,12 @@ class ConnectionTable:
             self._waiting.pop(network, None)
 
     def leave(self, connection: Sheddable) -> None:
-        """Forgets a connection; one that is not there is no mistake."""
+        """Removes a connection; unknown ones are ignored."""
         self.work(connection)
         self._networks.pop(connection, None)
 
     def close(self) -> None:
-        """Sheds all that are there."""
+        """Sheds all connections."""
         for connection in list(self._networks):
             self.leave(connection)
             connection.shed()
@@ -110,22 +107,22 @@ class ConnectionTable:
 
 
 BODY_CEILING_BYTES: Final = 64 * 2**20
-"""For bodies of all requests of one process at once."""
+"""Default ceiling for all request bodies of one process."""
 SMALL_BODY_BYTES: Final = 8 * 2**10
-"""What a small body has at most; the smallest bucket, sealed twice with X-Wing and with its token, is shorter."""
+"""Maximum size of a small body; the smallest bucket, sealed twice with X-Wing and with its token, is shorter."""
 SMALL_RESERVE_BYTES: Final = 8 * 2**20
-"""Above the ceiling, for small bodies only."""
+"""Reserve above the ceiling, for small bodies only."""
 
 
 class BodyCharge:
-    """What one body holds of a budget.
+    """One body's charge to a budget.
 
     Attributes:
-        network: of who sends it.
-        num_bytes: held now.
-        is_whole: set by the reader with its last piece; once that is charged the body is not shed any more.
-        is_shed: it gave way, and its reader has to let go of it.
-        on_shed: called when it gives way.
+        network: network of its client.
+        num_bytes: current charge.
+        is_whole: set by the reader with the last piece; once that is charged the body is never shed.
+        is_shed: it was shed, and its reader must release it.
+        on_shed: called when it is shed.
     """
 
     def __init__(self, budget: BodyBudget, network: str) -> None:
@@ -143,13 +140,13 @@ class BodyCharge:
         self._budget.make_room(self)
 
     def give_back(self, num_bytes: int) -> None:
-        """Takes bytes back that were handed on; those of a body that gave way are back already."""
+        """Releases bytes that were passed on; those of a shed body are already released."""
         num_bytes = min(num_bytes, self.num_bytes)
         self.num_bytes -= num_bytes
         self._budget.num_bytes -= num_bytes
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Releases the whole charge."""
         self.give_back(self.num_bytes)
         self._budget.forget(self)
 
@@ -157,17 +154,17 @@ class BodyCharge:
 class BodyBudget:
     """One memory ceiling for the request bodies of one process, charged as bytes arrive; what a head declares is not charged.
 
-    At the ceiling the largest body that is still on its way gives way, in the network that holds most; bodies that are whole
-    stay until their readers are done with them. A flood of large bodies therefore drops its own. Where whole bodies alone reach
-    the ceiling, small ones still get in, up to a second bound.
+    At the ceiling it sheds the largest incomplete body of the network with the most bytes; complete bodies stay until their
+    readers release them. A flood of large bodies therefore drops its own. If complete bodies alone reach the ceiling, small
+    ones are still accepted, up to a second limit.
 
     Args:
-        limit_bytes: of all bodies together; at least as much as one may have.
-        small_bytes: a body that has no more is small.
+        limit_bytes: ceiling of all bodies together; at least the limit of one.
+        small_bytes: maximum size of a small body.
         reserve_bytes: above the limit, for small bodies only.
 
     Attributes:
-        num_bytes: held by all bodies now; kept by their charges.
+        num_bytes: current total; maintained by the charges.
     """
 
     def __init__(
@@ -194,11 +191,10 @@ class BodyBudget:
         self._charges.pop(charge, None)
 
     def make_room(self, newest: BodyCharge) -> None:
-        """Sheds bodies that are on their way, large ones first, until the rest fits.
+        """Sheds incomplete bodies, large ones first, until the rest fits.
 
         Args:
-            newest: the body that has just grown. It gives way itself where nothing else can, unless it is small and fits the
-                reserve.
+            newest: the body that has just grown. It is shed itself if no other can be, unless it is small and fits the reserve.
         """
         while self.num_bytes > self._limit_bytes:
             growing = [charge for charge in self._charges if not charge.is_whole and charge.num_bytes]
@@ -226,23 +222,23 @@ class BodyBudget:
 
 
 GRACE_S: Final = 10.0
-"""How long a client may stay away before its rate matters; short requests are there by then."""
+"""Grace period before the rate is checked; short requests are complete by then."""
 BYTES_PER_S: Final = 4096
-"""Slowest rate of a body, on average: what the slowest mobile networks carry."""
+"""Minimum average rate of a body: that of the slowest mobile networks."""
 
 
 class ShedError(Exception):
-    """The body gave way to others: there is no room for it now."""
+    """The body was shed: there is no memory for it now."""
 
 
 class BodyPace:
-    """How long the next piece of a body may take.
+    """Deadline of the next piece of a body.
 
-    Only time in which somebody waits for the client counts against its rate: a slow program behind this one is not its fault.
+    Only time spent waiting for the client counts against its rate, not that of slow programs behind this one.
 
     Args:
         now_s: when the body began, on the clock of the event loop.
-        timeout_s: for all of the body.
+        timeout_s: timeout of the whole body.
     """
 
     def __init__(self, now_s: float, timeout_s: float, *, grace_s: float = GRACE_S, bytes_per_s: float = BYTES_PER_S) -> None:
@@ -251,11 +247,11 @@ class BodyPace:
         self._bytes_per_s = bytes_per_s
 
     def deadline(self, now_s: float) -> float:
-        """Returns until when the next piece has to come."""
+        """Returns the deadline of the next piece."""
         return min(self._ends_s, now_s + self._credit_s)
 
     def count(self, waited_s: float, num_bytes: int) -> None:
-        """Takes in a piece that was waited for."""
+        """Records a received piece."""
         self._credit_s += num_bytes / self._bytes_per_s - waited_s
 
 
@@ -263,8 +259,8 @@ async def receive_piece(receive: Receive, charge: BodyCharge, pace: BodyPace) ->
     """Returns the next ASGI message of a body; its bytes are not charged yet.
 
     Raises:
-        TimeoutError: it is too slow.
-        ShedError: its body gave way meanwhile.
+        TimeoutError: the client is too slow.
+        ShedError: the body was shed meanwhile.
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()

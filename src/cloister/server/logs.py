@@ -14,15 +14,15 @@ from cloister.types.logs import FIELDS
 
 REQUESTS: Final = logging.getLogger("cloister.requests")
 QUIET_ROUTES: Final = frozenset({"/health", "/ping", "/metrics", "/page/{digest}/{name}"})
-"""Asked for every few seconds by machines, or sixty at once by a browser: they leave a line only when they fail."""
+"""Routes polled by machines, or fetched in bulk by a browser: they are logged only on failure."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 class RequestLog:
-    """Writes down calls that are over.
+    """Logs finished calls.
 
     Args:
-        shows_clients: whether a line has the client's address.
+        shows_clients: whether lines include the client's address.
     """
 
     def __init__(self, *, shows_clients: bool = False) -> None:
@@ -54,7 +54,7 @@ def line_of(call: HttpCall) -> dict[str, object]:
 
 
 def method_of(call: HttpCall) -> str:
-    """Returns the method if it is a known one: it is a word of the client's choice, too."""
+    """Returns the method if it is a known one: it is client input too."""
     return call.method if call.method in _METHODS else "other"
 
 
@@ -77,21 +77,22 @@ def _work_of(call: HttpCall) -> dict[str, object]:
     return fields
 
 
-# The log of internal errors: kind and place, never an exception's text.
+# The log of internal errors: type and code location, never an exception's text.
 
 
 FAILURES: Final = logging.getLogger("cloister.server")
 
 
 def log_failure(error: BaseException) -> None:
-    """Logs the kind of an unexpected exception and the places it passed. Its text could hold what a user sent."""
+    """Logs the type and code locations of an unexpected exception. Its text could contain user content."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     FAILURES.error("unexpected %s at %s", type(error).__name__, places or "no known place")
 
 
 def public_error(error: Exception) -> CloisterError:
-    """Returns the error that a client may see: errors meant for it as they are, others as an internal error, logged."""
+    """Returns the error to show to a client: errors meant for clients unchanged, others as an internal error, which
+    is logged."""
     if isinstance(error, CloisterError) and error.status != CloisterError.status:
         return error
     log_failure(error)

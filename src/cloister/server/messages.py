@@ -32,7 +32,7 @@ REFUSED: Final[Mapping[str, Refused]] = {
 
 
 class CacheControl(Strict):
-    """Where a client would like a prefix to be cached. All prefixes are, as far as the profile allows it."""
+    """A cache breakpoint. All prefixes are cached anyway, if the profile permits it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -43,15 +43,30 @@ class _Block(Strict):
 
 
 class TextBlock(_Block):
-    """Text; the models here read nothing else."""
+    """Text."""
 
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+class ImageSource(Strict):
+    """The image itself, in base64; this server fetches none."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: str
+
+
+class ImageBlock(_Block):
+    """An image in a message of the user, for a model that sees."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
 class ToolUseBlock(_Block):
-    """A call that the model made before."""
+    """An earlier call of the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -69,7 +84,7 @@ Texts = Annotated[TextBlocks, BeforeValidator(_as_blocks, json_schema_input_type
 
 
 class ToolResultBlock(_Block):
-    """What a call brought."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -78,19 +93,19 @@ class ToolResultBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """What the model said to itself before."""
+    """Earlier reasoning of the model."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
 Blocks = Annotated[list[Block], Field(max_length=MAX_MESSAGES)]
 
 
 class MessageParam(Strict):
-    """What somebody said."""
+    """A message of the conversation."""
 
     model_config = MESSAGE_PARAM
 
@@ -118,7 +133,7 @@ class ToolChoiceParam(Strict):
 
 
 class ThinkingParam(Strict):
-    """Whether the model reasons first; how long is its own affair."""
+    """Whether the model reasons first; the token budget is ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0, lt=INT32)
@@ -126,7 +141,7 @@ class ThinkingParam(Strict):
 
 
 class OutputFormat(Strict):
-    """A JSON schema that the answer has to follow."""
+    """A JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -140,7 +155,7 @@ class OutputConfig(Strict):
 
 
 class MetadataParam(Strict):
-    """Of no effect here."""
+    """Without effect here."""
 
     user_id: str | None = None
 
@@ -197,7 +212,7 @@ def to_chat(body: CountBody) -> ChatBody:
     """Returns the request as one of /v1/chat/completions.
 
     Raises:
-        InvalidRequestError: blocks stand where they cannot, or fields contradict each other.
+        InvalidRequestError: blocks are misplaced, or fields contradict each other.
     """
     messages = _messages(body)
     fields: dict[str, Any] = {"messages": messages, "model": body.model}
@@ -259,23 +274,31 @@ def _assistant(message: MessageParam, path: str) -> dict[str, Any]:
                 made.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
                 raise invalid(f"`{path}.content` has a result of a tool; these belong to the role user.", f"{path}.content")
+            case ImageBlock():
+                raise invalid(f"`{path}.content` has an image; these belong to the role user.", f"{path}.content")
     return made if "content" in made or "tool_calls" in made else made | {"content": ""}
 
 
 def _others(message: MessageParam, path: str) -> list[dict[str, Any]]:
-    """Returns a message of a user as the results of tools and the text that it is made of."""
+    """Splits a message of a user into tool results and text."""
     made: list[dict[str, Any]] = []
     for block in message.content:
         match block:
             case ToolResultBlock() if message.role == "user":
                 made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or [])})
-            case TextBlock():
+            case TextBlock() | ImageBlock() if isinstance(block, TextBlock) or message.role == "user":
                 if not made or made[-1]["role"] != message.role:
-                    made.append({"role": message.role, "content": ""})
-                made[-1]["content"] += block.text
+                    made.append({"role": message.role, "content": []})
+                made[-1]["content"].append(_part(block))
             case _:
                 raise invalid(f"`{path}.content` has a block that does not belong to its role.", f"{path}.content")
     return made or [{"role": message.role, "content": ""}]
+
+
+def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    return {"type": "image_url", "image_url": {"url": f"data:{block.source.media_type};base64,{block.source.data}"}}
 
 
 def _text(blocks: list[TextBlock]) -> str:
@@ -303,7 +326,7 @@ _DELTAS: Final = {"text": ("text_delta", "text"), "thinking": ("thinking_delta",
 class MessageWriter:
     """Writes one message.
 
-    A call is written when it is complete: who gathers its JSON piece by piece cannot take back one that breaks.
+    A call is written once it is complete: clients that accumulate its JSON cannot discard an incomplete one.
     """
 
     def __init__(self, job: GenerationJob) -> None:
@@ -323,7 +346,7 @@ class MessageWriter:
         yield {"type": "ping"}
 
     def write(self, turn: Turn) -> bytes:
-        """Returns the events of one step. Most are nothing but more text of the block that is open."""
+        """Returns the events of one step. Most only add text to the open block."""
         template = self._template if self._is_open and self._blocks[-1]["type"] == "text" else None
         if template is not None and (text := turn.only_text) is not None:
             self._pieces.append(text)
@@ -331,7 +354,7 @@ class MessageWriter:
         return named_events(self.add(turn))
 
     def add(self, turn: Turn) -> Iterator[Event]:
-        """Yields what one step added."""
+        """Yields the events of one step's delta."""
         for part in turn.parts:
             yield from self._add(part)
         if turn.finish_reason is not None:
@@ -347,7 +370,7 @@ class MessageWriter:
         yield {"type": "message_stop"}
 
     def message(self, usage: Usage) -> dict[str, Any]:
-        """Returns the message as it stands."""
+        """Returns the current message."""
         return {
             "id": self._job.job_id,
             "type": "message",
@@ -395,7 +418,7 @@ class MessageWriter:
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
 
     def _close(self) -> Iterator[Event]:
-        """Ends the block that is open, if one is."""
+        """Ends the open block, if any."""
         if not self._is_open:
             return
         self._is_open = False
@@ -409,7 +432,7 @@ class MessageWriter:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Counts as this API has them: what was read from the cache is not among the input tokens."""
+    """Counts in this API's format: cached tokens are not included in the input tokens."""
     num_cached = usage.prompt_tokens_details.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - num_cached,
@@ -420,5 +443,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def write_failure(error: CloisterError) -> bytes:
-    """Returns the event that ends a stream that cannot go on."""
+    """Returns the event that ends a failed stream."""
     return named_events([error_object(error.status, error.message)])

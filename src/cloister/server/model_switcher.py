@@ -1,7 +1,7 @@
 """Several models behind one address, one of them in memory at a time.
 
-A request for the model in memory goes on at once, unless somebody waits for another one: then it waits too, so that nobody
-waits for ever. Once nothing runs, the model that was asked for first takes the place, and everybody who waits for it goes on.
+A request for the loaded model runs immediately, unless requests wait for another model: then it waits too, so that no request
+starves. Once nothing runs, the model that was requested first is loaded, and all requests waiting for it continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cloister.types.logs import describe
 from cloister.types.request import ModelInfo
 
 CLOSE_S: Final = 5.0
-"""How long an engine that nobody uses may take to end."""
+"""Timeout for stopping an unused engine."""
 DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
 NOT_LOADED: Final = "this model could not be loaded; the operator finds the reason in the log"
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ResidentModel(Protocol):
-    """A model in memory: the application that answers for it, and how to let it go."""
+    """A loaded model: its application, and how to unload it."""
 
     @property
     def app(self) -> ASGIApp: ...
@@ -43,12 +43,12 @@ class ResidentModel(Protocol):
     async def drain(self, timeout_s: float) -> None: ...
 
     def count_reply(self, route: str, status: int) -> None:
-        """Counts a reply among the model's figures."""
+        """Counts a reply in the model's metrics."""
         ...
 
 
 Opener = Callable[[str], Awaitable[ResidentModel]]
-"""Loads the model of that name; raises CloisterError when it cannot be."""
+"""Loads the model of that name; raises CloisterError on failure."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +58,15 @@ class _Waiter:
 
 
 class ModelSwitcher:
-    """Lends models to requests. Used from one event loop.
+    """Gives requests access to models. Used from one event loop.
 
     Args:
-        open: loads a model; called while no other one is in memory.
-        patience_s: how long a request may wait for its model.
+        open: loads a model; called while no other one is loaded.
+        patience_s: timeout of a request that waits for its model.
 
     Attributes:
-        name: of the model in memory, None while there is none.
-        shown: the place that was lent last, for questions that need no model in memory; None before the first.
+        name: name of the loaded model, None if there is none.
+        shown: the last loaded model, for requests that need none in memory; None before the first.
     """
 
     def __init__(self, open: Opener, patience_s: float) -> None:
@@ -86,16 +86,16 @@ class ModelSwitcher:
         return self._change is not None
 
     async def begin(self, name: str) -> None:
-        """Loads the first model, before there are requests; raises what the opener raises."""
+        """Loads the first model, before there are requests; exceptions of the opener propagate."""
         self._place = self.shown = await self._open(name)
         self.name = name
 
     @asynccontextmanager
     async def lend(self, name: str) -> AsyncIterator[ResidentModel]:
-        """Yields the place of model `name`, which stays in memory meanwhile.
+        """Yields model `name`, which stays loaded meanwhile.
 
         Raises:
-            OverloadedError: it was not there in time.
+            OverloadedError: it was not loaded in time.
             EngineError: it could not be loaded, or the server shuts down.
         """
         if self._is_closed:
@@ -112,7 +112,7 @@ class ModelSwitcher:
             self._advance()
 
     async def drain(self, timeout_s: float) -> None:
-        """Lends nothing any more, and lets what is in memory end what runs."""
+        """Refuses further requests, and unloads the model after running requests have ended."""
         self._is_closed = True
         self._refuse(self._queue, EngineError(DRAINING))
         if self._change is not None:
@@ -132,7 +132,7 @@ class ModelSwitcher:
             if waiter in self._queue:
                 self._queue.remove(waiter)
             elif waiter.admitted.done() and not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
-                self._num_lent -= 1  # it was let in while it gave up
+                self._num_lent -= 1  # it was admitted while it gave up
             self._advance()
             if isinstance(error, TimeoutError):
                 raise OverloadedError(
@@ -141,7 +141,7 @@ class ModelSwitcher:
             raise
 
     def _advance(self) -> None:
-        """Lets in whoever waits for the model in memory if nobody else comes first; changes models once nothing runs."""
+        """Admits requests for the loaded model if no request for another came first; switches models once nothing runs."""
         if self._change is not None or self._is_closed or not self._queue:
             return
         if self._queue[0].name == self.name:
@@ -158,7 +158,7 @@ class ModelSwitcher:
                 waiter.admitted.set_result(None)
 
     async def _swap(self, name: str) -> None:
-        """Puts another model into the place."""
+        """Loads another model."""
         try:
             await self._clear()
             self._place = self.shown = await self._open(name)
@@ -185,7 +185,7 @@ class ModelSwitcher:
 
 # Routes a request to the application of the model it names, one of several that take turns in memory.
 #
-# Questions about the server itself (health, metrics, the page) go to the model that is there, and load none.
+# Requests about the server itself (health, metrics, the page) go to the loaded model, and load none.
 
 
 HEALTH, MODELS, TAGS = "/health", "/v1/models", "/api/tags"
@@ -193,7 +193,7 @@ HEALTH, MODELS, TAGS = "/health", "/v1/models", "/api/tags"
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """Stands in a scope for a route, so that the request is counted under its template."""
+    """Placeholder for a route in a scope, so that the request is counted under its template."""
 
     path: str
 
@@ -203,7 +203,7 @@ ONE_MODEL = _Template("/v1/models/{model_id:path}")
 
 @dataclass(frozen=True, slots=True)
 class LoadedApp:
-    """A model in memory (protocol `model_switcher.ResidentModel`): its routes, its engine, and its figures."""
+    """A loaded model (protocol `model_switcher.ResidentModel`): its routes, its engine, and its figures."""
 
     app: ASGIApp
     engine: EngineClient
@@ -217,14 +217,14 @@ class LoadedApp:
 
 
 def list_entry(name: str, root: str, model: ModelInfo | None = None) -> Model:
-    """Returns a model's entry in the list; how long its context is, is not known before it was loaded once."""
+    """Returns a model's entry in the list; its context length is unknown before it was first loaded."""
     if model is None:
         return Model(name, 0, None, None, root=root)
     return Model(name, model.created_s, model.max_model_len, model.default_max_tokens, root=root)
 
 
 class _Named(msgspec.Struct):
-    """As much of a body as says which model it is for."""
+    """The part of a body that names the model."""
 
     model: str | None = None
 
@@ -255,7 +255,7 @@ class ModelSwitch:
             await send_error(send, error)
 
     def _pick(self, body: bytes) -> str:
-        """Returns the model that a body names. What cannot be read is left to the application, which says what is wrong."""
+        """Returns the model that a body names. Invalid bodies are passed to the application, which reports the error."""
         try:
             name = served_name(msgspec.json.decode(body, type=_Named).model, self._models)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -270,7 +270,7 @@ class ModelSwitch:
     async def _answer_question(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["method"] == "GET" else ""
         if path == HEALTH and self._switcher.is_changing:
-            await _send_json(send, b'{"status":"ok"}')  # loading has a deadline: it is progress
+            await _send_json(send, b'{"status":"ok"}')  # loading counts as progress: it has a deadline
         elif path == MODELS:
             await _send_json(send, msgspec.json.encode(ModelList(list(self._models.values()))))
         elif path == TAGS:
@@ -284,7 +284,7 @@ class ModelSwitch:
 
 
 def _replay(first: Message, receive: Receive) -> Receive:
-    """Returns a channel that says the first message again."""
+    """Returns a channel that replays the first message."""
     said: Sequence[Message] = [first]
 
     async def listen() -> Message:

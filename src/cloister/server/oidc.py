@@ -1,6 +1,6 @@
 """Verifies access tokens of an OpenID issuer: keys by discovery, signatures (RFC 7515, 7517, 7519, 9068).
 
-Nothing of a token is kept or logged, and no error has a word of it.
+Nothing of a token is kept, logged or included in errors.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ FETCH_TIMEOUT_S: Final = 5.0
 MAX_FETCH_BYTES: Final = 256 * 1024
 MAX_TOKEN_CHARS: Final = 16 * 1024
 REFRESH_S: Final = 900.0
-"""Keys are read again after so long: one that the issuer took back is refused by then."""
+"""Refresh interval of keys: a revoked key is refused after this time."""
 KEEP_S: Final = 6 * 3600.0
-"""How long the keys count of an issuer that does not answer."""
+"""How long keys stay valid if the issuer does not answer."""
 RETRY_S: Final = 10.0
-"""The issuer is asked no sooner again, whatever keys tokens name: strangers must not make this server flood it."""
+"""Minimum interval between requests to the issuer, whatever keys tokens name: unauthenticated clients must not make this server
+flood it."""
 STALE_RETRY_S: Final = 60.0
-"""The same while the keys that are there are old, and would do."""
+"""The same while the current keys are old, but still usable."""
 MAX_HEADER_BYTES: Final = 4096
 MIN_RSA_CHARS: Final = 342
-"""Of the modulus of 2048 bits in base64url, which has no padding there (RFC 7518, 6.3.1.1)."""
+"""Length of a 2048-bit modulus in base64url without padding (RFC 7518, 6.3.1.1)."""
 _PUBLIC: Final = frozenset({"RSA", "EC", "OKP"})
 
 _logger = logging.getLogger(__name__)
 
 
 class IssuerError(EngineError):
-    """The issuer cannot be asked for its keys; nobody can be told apart until it answers."""
+    """The issuer's keys cannot be fetched; users cannot be authenticated until it answers."""
 
     code = "issuer_unavailable"
 
@@ -63,7 +64,7 @@ class TokenVerifier:
     """Verifies access tokens of one issuer.
 
     Args:
-        people: says what the holder of a verified token may do.
+        people: returns the rights of a verified token's holder.
         now: seconds since 1970-01-01 UTC.
         monotonic: seconds of a clock that is never set back.
 
@@ -85,10 +86,10 @@ class TokenVerifier:
         self._fetching = asyncio.Lock()
 
     async def admit(self, token: str) -> Person:
-        """Returns who holds a token.
+        """Returns the holder of a token.
 
         Raises:
-            TokenError: it is no token of the issuer for this server, now.
+            TokenError: it is not a valid token of the issuer for this server.
             PolicyError: its holder may not use this server.
             IssuerError: the issuer's keys cannot be read.
         """
@@ -106,13 +107,13 @@ class TokenVerifier:
         keys = await self._current(key_id if isinstance(key_id, str) else None)
         try:
             read = jwt.decode(token, keys.keys, registry=self._registry)
-        except (JoseError, ValueError, TypeError, RecursionError):  # its text may have words of the token
+        except (JoseError, ValueError, TypeError, RecursionError):  # its text may contain parts of the token
             raise broken from None
         return self._people.admit(read.header, read.claims, self._now())
 
     async def _current(self, key_id: str | None) -> _Keys:
-        """Returns the issuer's keys: read anew when they are old, or when a token names one that is not among them."""
-        if self._lacks(key_id):  # who needs keys that are being read waits for them
+        """Returns the issuer's keys: fetched again if they are old, or if a token names an unknown one."""
+        if self._lacks(key_id):  # concurrent callers wait for keys that are being fetched
             async with self._fetching:
                 if self._lacks(key_id) and self._since(self._tried_s) >= RETRY_S:
                     await self._refresh()
@@ -157,12 +158,12 @@ class TokenVerifier:
     def _client(self) -> httpx.AsyncClient:
         import httpx
 
-        # Neither a proxy nor a password file of the environment: where keys come from is what the settings say.
+        # No proxy or netrc from the environment: only the settings define the source of keys.
         return httpx.AsyncClient(timeout=FETCH_TIMEOUT_S, trust_env=False, verify=self._tls)
 
 
 def check_extra() -> None:
-    """Raises ConfigError if what verifies tokens is not installed."""
+    """Raises ConfigError if the token verification extra is not installed."""
     try:
         import joserfc  # noqa: F401
     except ImportError:
@@ -170,7 +171,7 @@ def check_extra() -> None:
 
 
 def _registry() -> JWSRegistry:
-    """Returns what a header may hold: fields that nobody knows, unless `crit` says that they matter (RFC 7515, 4.1.11)."""
+    """Returns a checked header: unknown fields are allowed unless `crit` lists them (RFC 7515, 4.1.11)."""
     from joserfc.jws import JWSRegistry
 
     registry = JWSRegistry(algorithms=ALGORITHMS, strict_check_header=False)
@@ -206,7 +207,7 @@ async def _fetch(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
 
 def _import_keys(document: dict[str, Any]) -> KeySet:
-    """Returns the keys of a JWK set (RFC 7517) that can verify a signature; others of it are passed over."""
+    """Returns the keys of a JWK set (RFC 7517) that can verify a signature; others are skipped."""
     from joserfc.errors import JoseError
     from joserfc.jwk import JWKRegistry, KeySet
 

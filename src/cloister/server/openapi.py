@@ -14,7 +14,7 @@ from cloister.server.operations import JSON, MEANINGS, OPERATIONS, Operation
 from cloister.server.parse import Refused
 
 REF: Final = "#/components/schemas/"
-_RETRY: Final = {"Retry-After": {"description": "Seconds until a new attempt makes sense.", "schema": {"type": "integer"}}}
+_RETRY: Final = {"Retry-After": {"description": "Seconds until a retry makes sense.", "schema": {"type": "integer"}}}
 
 _BY_NAME: Final = {"x-below": ("exclusiveMaximum", 0), "x-most": ("exclusiveMaximum", 1)}
 
@@ -32,10 +32,10 @@ def describe_api(
     """Returns the document.
 
     Args:
-        model: the name that is served, for the examples.
-        asks_for_keys: operations that are not open need an API key.
-        strict_fields: a body has no fields but those described.
-        figures: of the server, by the names that schemas give bounds by (`x-below`, `x-most`): vocab_size, hidden_size,
+        model: the served model name, for the examples.
+        asks_for_keys: whether authenticated operations need an API key.
+        strict_fields: bodies allow only the described fields.
+        figures: the server's limits, by the names used in schemas (`x-below`, `x-most`): vocab_size, hidden_size,
             max_model_len, max_n.
     """
     operations = tuple(operations)
@@ -67,14 +67,14 @@ def _answers_of(op: Operation) -> Iterator[Any]:
 
 
 def _read_bodies(kinds: Iterable[type[BaseModel]]) -> tuple[Mapping[Any, Any], Schemas]:
-    """Returns the schema of each body as a reference, and every schema that they refer to."""
+    """Returns the schema of each body as a reference, and all referenced schemas."""
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     found, definitions = models_json_schema([(kind, "validation") for kind in ordered], ref_template=REF + "{model}")
     return {kind: schema for (kind, _), schema in found.items()}, definitions["$defs"]
 
 
 def _read_answers(kinds: list[Any], taken: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Schemas]:
-    """As `_read_bodies`; a name that a body has already gets another one."""
+    """Like `_read_bodies`; names already used by a body are renamed."""
     found, schemas = msgspec.json.schema_components(kinds, ref_template=REF + "{name}")
     clashes = {name for name in schemas if name in taken}
     renamed = {f"{name}Answer" if name in clashes else name: schema for name, schema in schemas.items()}
@@ -95,7 +95,7 @@ def _rename(schema: Any, clashes: set[str]) -> Any:
 
 
 def _bound(schema: Any, figures: Mapping[str, int]) -> Any:
-    """Puts the model's own figures where a schema names them."""
+    """Replaces named limits in schemas by the model's values."""
     if isinstance(schema, list):
         return [_bound(item, figures) for item in schema]
     if not isinstance(schema, dict):
@@ -108,7 +108,7 @@ def _bound(schema: Any, figures: Mapping[str, int]) -> Any:
 
 
 def _with_refused(schema: dict[str, Any], refused: Mapping[str, Refused]) -> dict[str, Any]:
-    """Adds the fields that the API has and this server does not, with the values that pass."""
+    """Adds the fields that this server does not support, with the accepted values."""
     fields = {
         name: {"enum": [None, *entry.harmless], "description": f"Refused: {entry.why}."} for name, entry in refused.items()
     }
@@ -116,7 +116,7 @@ def _with_refused(schema: dict[str, Any], refused: Mapping[str, Refused]) -> dic
 
 
 def _opened(schema: Any) -> Any:
-    """Lets objects have fields that are not described: they are ignored, and the reply names them."""
+    """Allows undescribed fields in objects: they are ignored, and listed in the reply."""
     if isinstance(schema, list):
         return [_opened(item) for item in schema]
     if not isinstance(schema, dict):
@@ -150,7 +150,7 @@ def _contents(op: Operation, answers: Mapping[Any, Any]) -> dict[str, Any]:
         return {op.media_type: {"schema": {"type": "string"}}}
     contents: dict[str, Any] = {op.media_type: {"schema": answers[op.answer]}}
     if op.event is not None:
-        # OpenAPI 3.1 has no word for the events of a stream.
+        # OpenAPI 3.1 cannot describe the events of a stream.
         contents[op.stream_type] = {
             "schema": {"description": "With `stream`: events, each with JSON.", "x-event": answers[op.event]}
         }

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel
 
 from cloister.server.answers import ChatChunk, ChatCompletion, CompletionResponse, Model, ModelList
+from cloister.server.classification import Classification, ClassifyBody
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.files.batches import BatchBody
 from cloister.server.llamacpp import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
@@ -56,7 +57,7 @@ class HealthResponse(msgspec.Struct, frozen=True):
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
-    """What went wrong: a sentence, a kind, the field at fault, a slug for programs."""
+    """An error: message, type, the field at fault, and a machine-readable code."""
 
     message: str
     type: str
@@ -96,16 +97,16 @@ class Operation:
     """One method of one path.
 
     Attributes:
-        group: heading that it stands under.
-        body: what it reads; None for nothing.
-        answer: what it replies with 200, None for a reply of another media type than JSON.
-        event: what a stream of it carries.
-        media_type: of the reply.
-        errors: statuses beside 200 that belong to it alone.
-        is_open: it asks for no API key.
-        failure: what every error replies with.
-        unavailable: what 503 replies with.
-        refused: fields that its API has and this server does not.
+        group: its heading in the reference.
+        body: request body; None for none.
+        answer: reply with status 200, None for another media type than JSON.
+        event: event of its stream.
+        media_type: media type of the reply.
+        errors: specific statuses besides 200.
+        is_open: it is unauthenticated.
+        failure: error reply.
+        unavailable: reply with status 503.
+        refused: fields of its API that this server does not support.
         stream_type: media type of a stream.
         body_type: media type of the body.
     """
@@ -134,7 +135,7 @@ class Operation:
 
     @property
     def statuses(self) -> tuple[int, ...]:
-        """Every status that it may answer with, beside 200."""
+        """Every possible status except 200."""
         always = {403, 500}
         reading = {400, 404, 408, 413, 415, 503, 504} if self.body is not None else set()
         keyed = set() if self.is_open else {401, 429}
@@ -143,17 +144,17 @@ class Operation:
 
 MEANINGS: Final = {
     200: "The answer.",
-    400: "A field is missing, unknown or has a value that is not taken; `param` names it.",
-    401: "An API key is asked for, and there is none or another one.",
-    403: "The privacy profile refuses what the request asks for, or the name of the host is not the server's.",
+    400: "A field is missing, unknown or invalid; `param` names it.",
+    401: "An API key is required, and it is missing or unknown.",
+    403: "The privacy profile refuses the request, or the Host header is not allowed.",
     404: "There is no such model, file or batch, or this server does not offer it.",
     408: "The body did not arrive in time.",
-    413: "The body is larger than the server takes.",
+    413: "The body is larger than the server accepts.",
     415: "The body is not declared as JSON.",
     429: "Too many requests wait, or the API key has used what it may; `Retry-After` says when to try again.",
     500: "The server made a mistake.",
-    503: "The engine is not there, or the server is too busy; `Retry-After` says when to try again.",
-    507: "There is no room for a file.",
+    503: "The engine is unavailable, or the server is too busy; `Retry-After` says when to try again.",
+    507: "There is no space for a file.",
     504: "The answer was not complete before its deadline.",
 }
 
@@ -162,12 +163,12 @@ _LLAMA, _VLLM = "llama.cpp", "vLLM"
 
 
 def _health(method: str, path: str, group: str) -> Operation:
-    """Returns an operation that answers 200 or 503 with one shape, and asks for no key."""
+    """Returns an unauthenticated operation that replies 200 or 503 with the same schema."""
     return Operation(
         method,
         path,
         group,
-        "Tell whether steps advance",
+        "Check that the engine makes progress",
         None,
         HealthResponse,
         errors=(503,),
@@ -185,7 +186,7 @@ def _ollama(
     line: Any = None,
     errors: tuple[int, ...] = (),
 ) -> Operation:
-    """Returns an operation of Ollama's API, whose streams are lines and whose errors are one sentence."""
+    """Returns an operation of Ollama's API, whose streams are lines and whose errors are one message."""
     return Operation(
         method,
         path,
@@ -250,27 +251,27 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         unavailable=MessageErrorResponse,
     ),
     Operation("POST", "/v1/embeddings", _VECTORS, "Make vectors of texts", EmbeddingBody, EmbeddingList),
-    Operation("POST", "/v1/score", _VECTORS, "Say how alike texts are", ScoreBody, ScoreList),
+    Operation("POST", "/v1/score", _VECTORS, "Score the similarity of texts", ScoreBody, ScoreList),
     Operation("POST", "/v1/rerank", _VECTORS, "Sort documents by relevance", RerankBody, Ranking),
     Operation("POST", "/v2/rerank", _VECTORS, "Sort documents by relevance (path of Cohere)", RerankBody, Ranking),
     Operation("POST", "/rerank", _VECTORS, "Sort documents by relevance (path of Jina)", RerankBody, Ranking),
     Operation(
-        "POST", "/v1/pdf/text", _TOKENS, "Take the text out of a PDF file", PdfForm, PdfText, errors=(404,), body_type=FORM
+        "POST", "/v1/pdf/text", _TOKENS, "Extract the text of a PDF file", PdfForm, PdfText, errors=(404,), body_type=FORM
     ),
-    Operation("POST", "/tokenize", _TOKENS, "Cut a text or a chat into tokens", TokenizeBody, Tokenized),
-    Operation("POST", "/detokenize", _TOKENS, "Join tokens to a text", DetokenizeBody, Detokenized),
-    Operation("GET", "/tokenizer_info", _TOKENS, "Tell which tokens begin and end a text", answer=TokenizerInfo),
-    Operation("GET", "/v1/models", _SERVER, "List what is served", answer=ModelList),
+    Operation("POST", "/tokenize", _TOKENS, "Tokenize a text or a chat", TokenizeBody, Tokenized),
+    Operation("POST", "/detokenize", _TOKENS, "Detokenize tokens to a text", DetokenizeBody, Detokenized),
+    Operation("GET", "/tokenizer_info", _TOKENS, "Show the tokens that begin and end a text", answer=TokenizerInfo),
+    Operation("GET", "/v1/models", _SERVER, "List the served models", answer=ModelList),
     Operation("GET", "/v1/models/{model_id}", _SERVER, "Describe one model", answer=Model, errors=(404,)),
     Operation("POST", "/v1/load_lora_adapter", _SERVER, "Load a LoRA adapter", LoadBody, Model),
     Operation("POST", "/v1/unload_lora_adapter", _SERVER, "Unload a LoRA adapter", UnloadBody, Unloaded),
-    Operation("GET", "/v1/policy", _SERVER, "Tell the privacy profile in force", answer=PolicyReport, is_open=True),
+    Operation("GET", "/v1/policy", _SERVER, "Show the active privacy profile", answer=PolicyReport, is_open=True),
     Operation("GET", "/version", _SERVER, "Tell the version", answer=Version),
     _health("GET", "/health", _SERVER),
-    Operation("GET", "/metrics", _SERVER, "Show figures for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
-    Operation("GET", "/metrics/history", _SERVER, "Show figures of the last day", answer=MetricsReport),
+    Operation("GET", "/metrics", _SERVER, "Show metrics for Prometheus", media_type=CONTENT_TYPE.partition(";")[0]),
+    Operation("GET", "/metrics/history", _SERVER, "Show metrics of the last day", answer=MetricsReport),
     Operation(
-        "GET", "/metrics/tenants", _SERVER, "Show figures of each tenant to an operator", answer=TenantsReport, errors=(404,)
+        "GET", "/metrics/tenants", _SERVER, "Show metrics of each tenant to an operator", answer=TenantsReport, errors=(404,)
     ),
     Operation("GET", "/openapi.json", _SERVER, "Describe the API", answer=JsonObject, is_open=True),
     Operation("GET", "/docs", _SERVER, "Show the reference of the API", media_type=HTML, is_open=True),
@@ -281,24 +282,25 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/v1/files/{file_id}/content", _FILES, "Read a file", media_type=BYTES, errors=(404, 503)),
     Operation("POST", "/v1/batches", _FILES, "Answer the requests in a file", BatchBody, JsonObject, errors=(507,)),
     Operation("GET", "/v1/batches", _FILES, "List batches", answer=JsonObject, errors=(400, 404)),
-    Operation("GET", "/v1/batches/{batch_id}", _FILES, "Say how far a batch is", answer=JsonObject, errors=(404,)),
+    Operation("GET", "/v1/batches/{batch_id}", _FILES, "Show the status of a batch", answer=JsonObject, errors=(404,)),
     Operation("POST", "/v1/batches/{batch_id}/cancel", _FILES, "End a batch", answer=JsonObject, errors=(404,)),
     Operation("POST", "/completion", _LLAMA, "Continue a prompt", LlamaCompletionBody, JsonObject, JsonObject),
     Operation("POST", "/infill", _LLAMA, "Fill in the middle", LlamaInfillBody, JsonObject, JsonObject),
     Operation("POST", "/apply-template", _LLAMA, "Show the text of a conversation", ApplyTemplateBody, TemplatedPrompt),
-    Operation("GET", "/props", _LLAMA, "Describe what is served", answer=JsonObject),
+    Operation("GET", "/props", _LLAMA, "Describe the served model", answer=JsonObject),
     _health("GET", "/ping", _VLLM),
     _health("POST", "/ping", _VLLM),
-    Operation("GET", "/load", _VLLM, "Count requests at work", answer=Load),
+    Operation("GET", "/load", _VLLM, "Count running requests", answer=Load),
+    Operation("POST", "/classify", _VLLM, "Classify texts", ClassifyBody, Classification),
     Operation("POST", "/pooling", _VLLM, "Make vectors of texts", EmbeddingBody, PooledList),
     _ollama("POST", "/api/chat", "Answer a conversation", OllamaChatBody, OllamaChatLine, OllamaChatLine),
     _ollama("POST", "/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGenerateLine, OllamaGenerateLine),
     _ollama("POST", "/api/embed", "Make vectors of texts", OllamaEmbedBody, OllamaEmbeddings),
     _ollama("POST", "/api/embeddings", "Make a vector of a text", OllamaEmbeddingsBody, OllamaEmbedding),
-    _ollama("GET", "/api/tags", "List what is served", answer=OllamaModels),
-    _ollama("GET", "/api/ps", "List what is in memory", answer=OllamaRunningModels),
+    _ollama("GET", "/api/tags", "List the served models", answer=OllamaModels),
+    _ollama("GET", "/api/ps", "List the loaded models", answer=OllamaRunningModels),
     _ollama("POST", "/api/show", "Describe one model", OllamaShowBody, OllamaShown),
-    _ollama("POST", "/api/pull", "Say that a model is there", OllamaPullBody, OllamaStatus, OllamaStatus),
+    _ollama("POST", "/api/pull", "Check that a model is available", OllamaPullBody, OllamaStatus, OllamaStatus),
     _ollama("GET", "/api/version", "Tell the version", answer=Version),
 )
 BODY_PATHS: Final = frozenset(op.path for op in OPERATIONS if op.body is not None)

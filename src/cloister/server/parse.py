@@ -1,5 +1,4 @@
-"""From bytes to a checked request object: what is wrong is said without repeating what was sent; fields without effect are
-refused."""
+"""Parses and validates request objects: errors never repeat user input; fields without effect are refused."""
 
 from __future__ import annotations
 
@@ -20,34 +19,34 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloister.server.errors import invalid
 from cloister.types.errors import InvalidRequestError
 
-# Request fields without effect: refused with `--strict-fields`, else dropped and named in the reply.
+# Request fields without effect: refused with `--strict-fields`, else dropped and listed in the reply.
 #
-# Generic clients send every setting that some server somewhere has (`typical_p`, `cache_salt`, `enable_thinking`). A request
-# that carries one is answered without it, and the header `cloister-ignored-fields` says so.
+# Generic clients send settings of other servers (`typical_p`, `cache_salt`, `enable_thinking`). Requests with one are answered
+# without it, and the header `cloister-ignored-fields` lists it.
 
 
 IGNORED_HEADER: Final = "cloister-ignored-fields"
 MAX_NAMED: Final = 16
-"""Fields that a header names; of further ones it has the number."""
+"""Maximum number of fields listed in the header; further ones are counted."""
 UNPRINTABLE: Final = "(unprintable)"
-"""Stands for a name that a header does not repeat: it is long, or has characters that names of fields do not have."""
+"""Placeholder for a name that the header does not repeat, because it is long or has unusual characters."""
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(slots=True)
 class IgnoredFields:
-    """What one request asks for and does not get.
+    """The ignored fields of one request.
 
     Attributes:
-        is_strict: nothing may be ignored.
-        paths: of the fields that were, such as `messages[].cache_control`, each once, in the order of their coming.
+        is_strict: no field may be ignored.
+        paths: paths of ignored fields, such as `messages[].cache_control`, each once, in order.
     """
 
     is_strict: bool = True
     paths: dict[str, None] = field(default_factory=dict)
 
     def add(self, path: str) -> None:
-        """Notes a field."""
+        """Records a field."""
         self.paths[path] = None
 
     def header(self) -> str:
@@ -61,13 +60,13 @@ _current: ContextVar[IgnoredFields] = ContextVar("ignored_fields")
 
 
 def ignored_fields() -> IgnoredFields:
-    """Returns those of the request that is being read; outside of one nothing may be ignored."""
+    """Returns the ignored fields of the current request; without one, no field may be ignored."""
     return _current.get(None) or IgnoredFields()
 
 
 @contextmanager
 def noting(fields: IgnoredFields) -> Iterator[None]:
-    """Notes in `fields` what is ignored while the block runs, in threads that it waits for as well."""
+    """Records ignored fields in `fields` while the block runs, also in threads that it waits for."""
     token = _current.set(fields)
     try:
         yield
@@ -77,7 +76,7 @@ def noting(fields: IgnoredFields) -> Iterator[None]:
 
 @contextmanager
 def renamed_fields(rename: Callable[[str], str]) -> Iterator[None]:
-    """Changes the paths of fields that are noted while the block runs."""
+    """Rewrites the paths of fields that are recorded while the block runs."""
     fields = ignored_fields()
     before = set(fields.paths)
     try:
@@ -87,15 +86,15 @@ def renamed_fields(rename: Callable[[str], str]) -> Iterator[None]:
 
 
 def shown_name(name: str) -> str:
-    """Returns a field's name as replies repeat it: it is a name and no content, so it is short and of plain letters."""
+    """Returns a field's name as shown in replies: only short names of plain letters, so that it is no content."""
     return name if _NAME.fullmatch(name) else UNPRINTABLE
 
 
 class IgnoredFieldsMiddleware:
-    """Puts the header `cloister-ignored-fields` on replies to requests of which something was ignored.
+    """Adds the header `cloister-ignored-fields` to replies to requests with ignored fields.
 
     Args:
-        strict: nothing is ignored; a request with an unknown field is refused.
+        strict: refuse requests with unknown fields instead.
     """
 
     def __init__(self, app: ASGIApp, *, strict: bool) -> None:
@@ -115,13 +114,13 @@ class IgnoredFieldsMiddleware:
             await self._app(scope, receive, send_with_fields)
 
 
-# Request fields of the OpenAI API without effect here: refused unless they ask for nothing. And what other servers have and
-# this one has not.
+# Request fields of the OpenAI API without effect here: refused unless they have a neutral value. Includes fields of other
+# servers.
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a field is refused, and the values that ask for nothing and pass (null always does).
+    """Why a field is refused, and its neutral values, which are accepted (null always is).
 
     Attributes:
         why: half a sentence, after "is refused: ".
@@ -153,7 +152,7 @@ def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Refused] =
     """Returns the body without the fields of `refused`.
 
     Raises:
-        InvalidRequestError: one of them asks for something.
+        InvalidRequestError: one of them has another value than a neutral one.
     """
     for name, value in body.items():
         entry = refused.get(name)
@@ -170,11 +169,13 @@ Body = TypeVar("Body", bound=BaseModel)
 
 MAX_MISTAKES: Final = 1000
 MAX_EXACT: Final = 2**53
-"""Up to it every whole number is a float of its own."""
+"""Up to it every integer is exactly representable as a float."""
 UNKNOWN: Final = "extra_forbidden"
 NEAR: Final = 0.7
-"""How alike a known name has to be to be suggested; 1 is equal."""
+"""Minimum similarity of a suggested name; 1 is equal."""
 _INDEX: Final = re.compile(r"\[\d+\]")
+_TAGS: Final = frozenset({"text", "image_url", "thinking"})
+"""Types of entries that are names of fields too."""
 
 _TYPES: Final[Mapping[str, str]] = {
     "string_type": "a string",
@@ -204,7 +205,7 @@ _BOUNDS: Final[Mapping[str, str]] = {
     "union_tag_not_found": "an object with a `type`",
 }
 _KINDS: Final = frozenset({"union_tag_invalid", "literal_error"})
-"""Problems of a `type` that the API may well know and this server does not take, such as an image."""
+"""Errors about a `type` that the API may define but this server does not support, such as an image."""
 
 
 def parse_body(raw: bytes, kind: type[Body], refused: Mapping[str, Refused] = REFUSED) -> Body:
@@ -212,11 +213,11 @@ def parse_body(raw: bytes, kind: type[Body], refused: Mapping[str, Refused] = RE
 
     Args:
         raw: UTF-8 JSON.
-        kind: the request object that it has to be.
-        refused: fields that the API has and this server does not.
+        kind: type of the request object.
+        refused: fields of the API that this server does not support.
 
     Raises:
-        InvalidRequestError: it is no JSON, no such object, or asks for something that this server does not have.
+        InvalidRequestError: it is not JSON, not a valid object, or requests something unsupported.
     """
     body = parse_json(raw)
     if not isinstance(body, dict):
@@ -225,10 +226,10 @@ def parse_body(raw: bytes, kind: type[Body], refused: Mapping[str, Refused] = RE
 
 
 def check_fields(body: Mapping[str, Any], kind: type[Body]) -> Body:
-    """Returns the fields of a body as a request object; notes unknown ones, unless they are refused.
+    """Converts the fields of a body to a request object; records unknown ones, unless they are refused.
 
     Raises:
-        InvalidRequestError: they are no such object.
+        InvalidRequestError: they are not a valid object.
     """
     try:
         return _read(body, kind)
@@ -240,7 +241,7 @@ def check_fields(body: Mapping[str, Any], kind: type[Body]) -> Body:
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """Returns a JSON value with 1 for 1.0, which are one number (JSON Schema 2020-12 core, 6.3); itself if it has none."""
+    """Returns a JSON value with integral floats as integers (equal in JSON Schema 2020-12 core, 6.3); itself if it has none."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) <= MAX_EXACT else value
     if isinstance(value, list):
@@ -258,7 +259,7 @@ def _read(body: Mapping[str, Any], kind: type[Body]) -> Body:
         try:
             read = kind.model_validate(body, extra=extra)
         except ValidationError as error:
-            if error.error_count() > MAX_MISTAKES:  # all are written out to see the first
+            if error.error_count() > MAX_MISTAKES:  # computes all errors to get the first
                 raise invalid("The body has too many mistakes to name one; check it against the documentation.") from None
             problems = error.errors(include_url=False, include_input=False)
         except UnicodeError:
@@ -274,7 +275,7 @@ def _read(body: Mapping[str, Any], kind: type[Body]) -> Body:
 def _note(problems: Iterable[ErrorDetails], kind: type[BaseModel]) -> None:
     known = set(_field_names(kind))
     for problem in problems:
-        *parents, name = problem["loc"]
+        *parents, name = _without_tags(problem["loc"])
         parent = _path(tuple(parents), known) if parents else ""
         path = f"{parent}.{shown_name(str(name))}" if parent else shown_name(str(name))
         ignored_fields().add(_INDEX.sub("[]", path))
@@ -284,12 +285,12 @@ def parse_json(raw: bytes) -> object:
     """Reads JSON (RFC 8259): UTF-8, no NaN, no lone surrogates, at most 200 levels deep.
 
     Raises:
-        InvalidRequestError: it is not; the message says where.
+        InvalidRequestError: it is invalid; the message says where.
     """
     if not raw.strip():
         raise invalid("The body is empty; send a JSON object.", code="invalid_json")
     try:
-        # The library would keep short strings for the next body: nothing of a request outlives it.
+        # The library would cache short strings for the next body: nothing of a request may outlive it.
         return from_json(raw, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from None
@@ -297,7 +298,7 @@ def parse_json(raw: bytes) -> object:
 
 def _explain(details: ErrorDetails, kind: type[BaseModel]) -> InvalidRequestError:
     known = set(_field_names(kind))
-    location, problem, context = details["loc"], details["type"], details.get("ctx", {})
+    location, problem, context = _without_tags(details["loc"]), details["type"], details.get("ctx", {})
     if problem == UNKNOWN:
         return _unknown_field(location, kind, known)
     path = _path(location, known)
@@ -315,7 +316,7 @@ def _explain(details: ErrorDetails, kind: type[BaseModel]) -> InvalidRequestErro
 
 
 def _unknown_field(location: tuple[int | str, ...], kind: type[BaseModel], known: set[str]) -> InvalidRequestError:
-    """Names the field, and what it may have meant to be among the fields of the object that it stands in."""
+    """Reports an unknown field, and suggests a similar field of its object."""
     name = shown_name(str(location[-1]))
     parent = f"`{_path(location[:-1], known)}`" if len(location) > 1 else "the body"
     near = difflib.get_close_matches(name, sorted(_fields_at(location[:-1], kind)), n=1, cutoff=NEAR)
@@ -324,7 +325,7 @@ def _unknown_field(location: tuple[int | str, ...], kind: type[BaseModel], known
 
 
 def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[str]:
-    """Returns the names of the fields that the object at a location may have."""
+    """Returns the valid field names of the object at a location."""
     kinds = {kind}
     for part in location:
         inner = {
@@ -339,15 +340,23 @@ def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[st
 
 
 def _tagged(kinds: set[type[BaseModel]], tag: int | str) -> set[type[BaseModel]]:
-    """Returns those of several kinds whose `type` is the one that a location names; all where it names none."""
+    """Returns those of several types whose `type` is the one in a location; all if it has none."""
     tagged = {
         kind for kind in kinds if (info := kind.model_fields.get("type")) is not None and tag in get_args(info.annotation)
     }
     return tagged or kinds
 
 
+def _without_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Returns a location without the `type` of entries of a list, where it is called as a field of theirs is."""
+    last = len(location) - 1
+    return tuple(
+        part for i, part in enumerate(location) if not (part in _TAGS and 0 < i < last and isinstance(location[i - 1], int))
+    )
+
+
 def _path(location: tuple[int | str, ...], known: set[str]) -> str:
-    """Returns a location such as `messages[0].content`, without the keys that the client chose."""
+    """Returns a location such as `messages[0].content`, without client-chosen keys."""
     path = ""
     for part in location:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""From a checked body to a job: template, tokens, limits, fill-in-the-middle; errors name fields as the API in use does.
+"""From a checked body to a job: template, tokens, limits, fill-in-the-middle; errors use the field names of the client's API.
 
 Runs in a worker thread, off the event loop.
 """
@@ -32,12 +32,16 @@ from cloister.text.infill import Infill
 from cloister.types.errors import InvalidRequestError, NotFoundError
 from cloister.types.request import AdapterInfo, ModelInfo
 
+NO_TEXT: Final = (
+    "This model is an encoder, which generates no text; ask it at /v1/embeddings, /v1/rerank or /classify, or serve another."
+)
+
 
 def require_infill(tokenizer: Tokenizer, param: str | None = None) -> Infill:
     """Returns how the model fills in the middle.
 
     Args:
-        param: the field that asks for it; None where the whole request does.
+        param: the field that requests it; None if the whole request does.
 
     Raises:
         InvalidRequestError: the model was not trained to.
@@ -53,10 +57,10 @@ def require_infill(tokenizer: Tokenizer, param: str | None = None) -> Infill:
 
 
 def read_suffix(body: CompletionBody, tokenizer: Tokenizer) -> CompletionBody:
-    """Returns a body whose prompts have its `suffix` in them, between the model's own tokens.
+    """Returns a body whose prompts include its `suffix`, with the model's fill-in-the-middle tokens.
 
     Raises:
-        InvalidRequestError: the model, or another field, does not go with a suffix.
+        InvalidRequestError: the model, or another field, does not support a suffix.
     """
     if not body.suffix:
         return body
@@ -95,10 +99,10 @@ _QUOTED: Final = re.compile(r"`([^`]*)`")
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Names fields in errors that pass through as the client knows them.
+    """Translates field names in errors to those of the client's API.
 
     Args:
-        names: a pattern of the whole name in /v1/chat/completions -> the name here.
+        names: regular expression for a full field name of /v1/chat/completions -> name in this API.
     """
     try:
         with renamed_fields(lambda path: _rename(path, names)):
@@ -121,13 +125,13 @@ class PromptReader:
     """Reads the bodies of one server.
 
     Attributes:
-        model_name: as clients know the model.
-        chat_format: how the model converses.
-        max_n: most sequences of one request.
+        model_name: the model's name for clients.
+        chat_format: the model's chat format.
+        max_n: maximum number of sequences of one request.
         request_timeout_s: deadline of a request in the engine.
-        adapters: name -> adapter, of those that a request may ask for as a model.
-        other_names: further ones of the model.
-        responses: those that others may go on from; None where none are kept.
+        adapters: name -> adapter, for adapters that a request may name as a model.
+        other_names: further names of the model.
+        responses: stored responses; None if none are stored.
     """
 
     gate: Gate
@@ -150,17 +154,17 @@ class PromptReader:
         """Reads a body of /v1/chat/completions.
 
         Raises:
-            InvalidRequestError, ContextLengthError, NotFoundError: it cannot be answered; the message says why.
-            PolicyError: the profile refuses what it asks for.
+            InvalidRequestError, ContextLengthError, NotFoundError: the request cannot be answered; the message says why.
+            PolicyError: the profile refuses a requested feature.
         """
         return self.converse(parse_body(raw, ChatBody), admission, prefix="chatcmpl")
 
     def converse(self, body: ChatBody, admission: Admission, *, prefix: str, fits: bool = False) -> GenerationJob:
-        """Makes a conversation ready, whichever route it came by; errors as in `read_chat`.
+        """Prepares a conversation from any route; errors as in `read_chat`.
 
         Args:
-            prefix: of the job's id.
-            fits: an answer that may be longer than the window has room for ends with the window.
+            prefix: prefix of the job's id.
+            fits: limit the answer to the rest of the context window instead of refusing the request.
         """
         admission = self._check(body, admission)
         max_tokens = _chat_max_tokens(body)
@@ -177,7 +181,16 @@ class PromptReader:
         sampling = self.model.bound(sampling, len(opening.token_ids))
         sampling = opening.shape(sampling)
         fields = self._reply_fields(body)
-        return make_job([opening.token_ids], sampling, admission, self.model, prefix=prefix, form=opening.form, **fields)
+        return make_job(
+            [opening.token_ids],
+            sampling,
+            admission,
+            self.model,
+            prefix=prefix,
+            form=opening.form,
+            images=opening.images,
+            **fields,
+        )
 
     def read_response(self, raw: bytes, admission: Admission) -> tuple[GenerationJob, ResponsesBody]:
         """Reads a body of /v1/responses; errors as in `read_chat`."""
@@ -192,7 +205,7 @@ class PromptReader:
             return self.converse(message_to_chat(body), admission, prefix="msg", fits=True)
 
     def count_message(self, raw: bytes) -> int:
-        """Reads a body of /v1/messages/count_tokens and returns how many tokens its prompt has; errors as in `read_chat`."""
+        """Reads a body of /v1/messages/count_tokens and returns its number of prompt tokens; errors as in `read_chat`."""
         body = parse_body(raw, CountBody, MESSAGES_REFUSED)
         self.find_adapter(body.model)
         with renamed(MESSAGES):
@@ -204,7 +217,7 @@ class PromptReader:
         return self.complete(body, admission, prefix="cmpl")
 
     def complete(self, body: CompletionBody, admission: Admission, *, prefix: str, fits: bool = False) -> GenerationJob:
-        """Makes prompts ready that are gone on with as they stand, whichever route they came by; arguments as in `converse`."""
+        """Prepares raw prompts from any route; arguments as in `converse`."""
         admission = self._check(body, admission)
         echo, max_tokens = bool(body.echo), body.max_tokens
         answerless = max_tokens == 0
@@ -214,7 +227,7 @@ class PromptReader:
         sampling = sampling_params(
             body,
             self.model,
-            max_tokens=1 if answerless else max_tokens,  # an engine makes at least one token; an answerless job drops it
+            max_tokens=1 if answerless else max_tokens,  # an engine generates at least one token; an answerless job drops it
             vocab_size=self.vocab_size,
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if echo else None,
@@ -257,10 +270,12 @@ class PromptReader:
 
     def _check(self, body: GenerationBody, admission: Admission) -> Admission:
         self.find_adapter(body.model)
+        if self.model.encoder is not None:
+            raise invalid(NO_TEXT, "model", "no_generation")
         return self.gate.with_request_options(admission, stream=bool(body.stream), priority=body.priority)
 
     def find_adapter(self, name: str | None) -> str | None:
-        """Returns the digest of the adapter that a request asks for as its model; None for the model itself.
+        """Returns the digest of the adapter that a request names as its model; None for the model itself.
 
         Raises:
             NotFoundError: there is no model of that name.
@@ -271,7 +286,7 @@ class PromptReader:
         return None if adapter is None else adapter.digest
 
     def check_model(self, name: str | None) -> None:
-        """Raises NotFoundError for a name that is not served; a request that names none gets the model that is."""
+        """Raises NotFoundError for a name that is not served; a request without a name gets the served model."""
         if name is not None and name != self.model_name and name not in self.other_names:
             raise unknown_model(self.model_name)
 
@@ -289,7 +304,7 @@ class PromptReader:
 
 
 def _count_kept(body: CompletionBody) -> int | None:
-    """Returns how many answers of each prompt are kept of those that are drawn for it; None where they are all kept."""
+    """Returns how many of the sampled answers of each prompt are returned; None for all."""
     n = body.n or 1
     if body.use_beam_search or body.best_of in (None, n):
         return None

@@ -18,11 +18,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WatchedFiles:
-    """Something that was read from files.
+    """Data that was read from files.
 
     Attributes:
         name: for the log.
-        read: reads it again; raises CloisterError and changes nothing when it cannot.
+        read: reads it again; on failure raises CloisterError and changes nothing.
     """
 
     name: str
@@ -30,12 +30,12 @@ class WatchedFiles:
     read: Callable[[], None]
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Returns what changes when a file is written or replaced; None for one that is missing."""
+        """Returns a value that changes when a file is written or replaced; None for a missing file."""
         return tuple(map(_stamp, self.paths))
 
 
 class Reloader:
-    """Keeps sources as their files are. A file that cannot be used is logged, and what was read before stays."""
+    """Reloads sources when their files change. An unusable file is logged, and the previous data stays in use."""
 
     def __init__(self, sources: Sequence[WatchedFiles]) -> None:
         self._stamps = {source: source.stamp() for source in sources}
@@ -46,7 +46,7 @@ class Reloader:
             self._read(source)
 
     async def watch(self, every_s: float = LOOK_EVERY_S) -> None:
-        """Reads again whatever changes, until it is cancelled."""
+        """Reloads changed files until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             for source, stamp in self._stamps.items():

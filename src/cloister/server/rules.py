@@ -1,6 +1,7 @@
 """Constraints between request fields, as JSON Schema (2020-12), for the API reference.
 
-Each value goes into a model's `json_schema_extra`. Programs that make requests from /openapi.json find here what is refused.
+Each value goes into a model's `json_schema_extra`. They tell programs that generate requests from /openapi.json what is
+refused.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ def where(field: str, *values: str, needs: dict[str, Schema] | None = None, take
     """Returns the schema of an object whose `field` has one of `values`.
 
     Args:
-        needs: fields that have to be there then.
-        takes: what fields may hold then, if they are there.
+        needs: fields that are then required.
+        takes: the then valid values of fields, if present.
     """
     needs = needs or {}
     return {"properties": {field: {"enum": [*values]}, **needs, **(takes or {})}, "required": [field, *needs]}
 
 
 def one_of(*schemas: Schema) -> ConfigDict:
-    """Returns the setting of a model that has to fit at least one of several schemas."""
+    """Returns the model setting for "matches at least one of several schemas"."""
     return ConfigDict(json_schema_extra={"anyOf": [*schemas]})
 
 
 def all_of(*choices: Sequence[Schema]) -> ConfigDict:
-    """Returns the setting of a model that has to fit at least one schema of each choice."""
+    """Returns the model setting for "matches at least one schema of each choice"."""
     return ConfigDict(json_schema_extra={"allOf": [{"anyOf": [*choice]} for choice in choices]})
 
 
@@ -64,7 +65,7 @@ RESPONSE_FORMAT: Final = one_of(
     where("type", "text", "json_object", takes={"json_schema": _ABSENT}),
 )
 MESSAGE_PARAM: Final = one_of(
-    where("role", "user", takes=_blocks("text", "tool_result")),
+    where("role", "user", takes=_blocks("text", "image", "tool_result")),
     where("role", "assistant", takes=_blocks("text", "thinking", "tool_use")),
     where("role", "system", takes=_blocks("text")),
 )

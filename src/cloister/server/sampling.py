@@ -1,4 +1,4 @@
-"""From a request's fields and the model's defaults to `SamplingParams`."""
+"""Converts a request's fields and the model's defaults to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cloister.types.request import BeamSearch, ModelInfo, SamplingParams
 
 
 def read_grammar(body: GenerationBody) -> Grammar | None:
-    """Returns the grammar of an answer, checked, or None if it is free. May take a few hundred milliseconds.
+    """Returns the checked grammar of an answer, or None for free text. May take a few hundred milliseconds.
 
     Raises:
-        InvalidRequestError: it cannot be followed, or two fields ask for one; names the field.
+        InvalidRequestError: it is not supported, or two fields define one; names the field.
     """
     wishes = list(_wishes(body))
     if not wishes:
@@ -35,7 +35,7 @@ def read_grammar(body: GenerationBody) -> Grammar | None:
 
 
 def _wishes(body: GenerationBody) -> Iterator[tuple[str, Grammar]]:
-    """Yields every form that is asked for, with the field that asks."""
+    """Yields every requested form, with its field."""
     yield from _response_format(body)
     guided = (body.guided_json, None, body.guided_regex, body.guided_choice, body.guided_grammar)
     yield from _extras("guided_", *guided)
@@ -93,10 +93,10 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Returns how to sample: the client's word, else the model's generation_config.json, else the OpenAI default.
+    """Returns the sampling parameters: the client's, else those of generation_config.json, else the OpenAI defaults.
 
     Args:
-        max_tokens: output tokens at most, None for as many as fit.
+        max_tokens: maximum output tokens, None for as many as fit.
         vocab_size: token ids are below it.
 
     Raises:
@@ -107,7 +107,7 @@ def sampling_params(
         raise invalid("`min_tokens` is more than the answer may have; lower it or raise `max_tokens`.", "min_tokens")
     beams = _read_beams(body)
     if beams is not None:
-        defaults = {"temperature": 0.0}  # the model's own are about drawing
+        defaults = {"temperature": 0.0}  # the model's defaults concern sampling
     return SamplingParams(
         n=body.n or 1,
         temperature=float(_first(body.temperature, defaults.get("temperature"), 1.0)),
@@ -149,7 +149,7 @@ def _read_beams(body: GenerationBody) -> BeamSearch | None:
 
 
 def check_number_of_sequences(n: int, num_prompts: int, max_n: int) -> None:
-    """Raises InvalidRequestError when a request asks for more sequences of a prompt than `max_n` allows."""
+    """Raises InvalidRequestError if a request needs more sequences of a prompt than `max_n`."""
     if n > max_n:
         raise invalid(f"`n` may be at most {max_n} on this server; send several requests.", "n", "invalid_value")
     if num_prompts > 1 and n * num_prompts > max(max_n, num_prompts):
@@ -159,7 +159,7 @@ def check_number_of_sequences(n: int, num_prompts: int, max_n: int) -> None:
 
 
 def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo, param: str) -> None:
-    """Checks that a prompt is not empty and leaves room for the answer.
+    """Checks that a prompt is not empty and leaves space for the answer.
 
     Raises:
         InvalidRequestError: the prompt has no token.
@@ -180,7 +180,7 @@ def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelI
 
 
 def fit_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo) -> SamplingParams:
-    """Returns how to sample with no more output tokens than the window has room for, if it has room for one."""
+    """Limits the output tokens to the rest of the context window, if at least one fits."""
     room = max(1, model.max_model_len - num_prompt_tokens)
     if sampling.max_tokens is None or sampling.max_tokens <= room:
         return sampling

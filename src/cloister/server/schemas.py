@@ -32,13 +32,13 @@ CHOICES: Final[Extra] = {"minItems": 1, "maxItems": MAX_CHOICES, "items": {"type
 
 
 class Strict(BaseModel):
-    """Base of every request object: types are not converted, unknown fields are refused, inputs are never shown."""
+    """Base of every request object: no type conversion, unknown fields are refused, inputs never appear in errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, frozen=True)
 
 
 class StreamOptions(Strict):
-    """What a stream carries beside the answer."""
+    """Additional content of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -66,7 +66,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class JsonSchemaSpec(Strict):
-    """A schema that the answer must fit. It always has to, whatever `strict` says."""
+    """A schema that the answer must match, regardless of `strict`."""
 
     name: FunctionName | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -75,7 +75,7 @@ class JsonSchemaSpec(Strict):
 
 
 class ResponseFormat(Strict):
-    """The form of an answer, as OpenAI has it."""
+    """The form of an answer, in OpenAI's format."""
 
     model_config = RESPONSE_FORMAT
 
@@ -84,7 +84,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """The form of an answer, as newer versions of vLLM have it."""
+    """The form of an answer, in the format of newer versions of vLLM."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -94,7 +94,7 @@ class StructuredOutputs(Strict):
 
 
 class GenerationBody(Strict):
-    """What chat and text completions have in common. None means that the client did not say."""
+    """Common fields of chat and text completions. None means unset."""
 
     model: str | None = None
     stream: bool | None = None
@@ -130,7 +130,7 @@ class GenerationBody(Strict):
     guided_grammar: str | None = None
     grammar: str | None = None
 
-    # Known fields without effect here: checked for their type and forgotten.
+    # Known fields without effect here: type-checked and ignored.
     user: str | None = None
     metadata: Annotated[dict[str, MetadataText], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
@@ -149,14 +149,28 @@ class GenerationBody(Strict):
 
 
 class TextPart(Strict):
-    """A part of a message's content; the models here read text only."""
+    """A part of a message's content that is text."""
 
     type: Literal["text"]
     text: str
 
 
+class ImageUrl(Strict):
+    """Where an image is: in a data URL. `detail` is of no effect: the model's own processor decides."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(Strict):
+    """A part of a user's message that is an image, for a model that sees."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class FunctionCall(Strict):
-    """Which function an assistant called before, with which arguments (JSON as a string)."""
+    """An earlier function call, with its arguments (JSON as a string)."""
 
     name: str
     arguments: str
@@ -175,12 +189,13 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
 Content = Annotated[Parts, BeforeValidator(_as_parts, json_schema_input_type=str | Parts)]
 
 
 class Message(Strict):
-    """One message of a conversation, of any role. The last six fields are what a client sends back of an answer."""
+    """One message of a conversation, of any role. The last six fields occur in answers that are sent back."""
 
     model_config = CHAT_MESSAGE
 
@@ -198,12 +213,17 @@ class Message(Strict):
 
     @property
     def text(self) -> str | None:
-        """The content's parts, joined as they stand."""
-        return None if self.content is None else "".join(part.text for part in self.content)
+        """The content's text parts, joined."""
+        return None if self.content is None else "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a part of the content is an image."""
+        return self.content is not None and any(isinstance(part, ImagePart) for part in self.content)
 
     @property
     def reasoned(self) -> str | None:
-        """The reasoning that came with an answer, under either of its names."""
+        """The reasoning of an answer, under either of its names."""
         return self.reasoning_content or self.reasoning
 
 
@@ -230,7 +250,7 @@ class FunctionChoice(Strict):
 
 
 class PlainChoice(Strict):
-    """Whether the model may or must call, as a client writes it in one word."""
+    """Whether the model may or must call, as a single word."""
 
     type: Literal["none", "auto", "required"]
 
@@ -274,7 +294,7 @@ class TemplateSettings(Strict):
 
 
 class ChatBody(GenerationBody):
-    """Body of /v1/chat/completions, and what the other routes for conversations make of theirs."""
+    """Body of /v1/chat/completions, to which the other conversation routes convert theirs."""
 
     model_config = CHAT
 

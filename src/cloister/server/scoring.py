@@ -1,6 +1,7 @@
 """/v1/score and /v1/rerank: request bodies and replies.
 
-A score is the cosine of the angle between two texts' vectors, from -1 to 1: what the model's own embeddings say, no judgement.
+A score of a cross-encoder (Nogueira and Cho 2019) is the model's own for the two texts together. With any other model it is the
+cosine of the angle between the two texts' vectors, from -1 to 1, computed from the model's embeddings.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from cloister.server.embeddings import (
     Text,
     TextInput,
     Words,
+    check_fits,
+    make_pooled_job,
     pooled_job,
     text_list,
     usage_of,
@@ -31,7 +34,7 @@ from cloister.server.jobs import GenerationJob
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
 from cloister.server.schemas import INT32, Strict
-from cloister.types.request import Embedding, PoolingParams
+from cloister.types.request import Embedding, EncoderInfo, PoolingParams
 
 
 class ScoreBody(PooledBody):
@@ -81,7 +84,7 @@ class RerankBody(PooledBody):
 
 
 class RankedDocument(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One document's place; `document` is left out where the request does not want it."""
+    """One ranked document; `document` is omitted unless requested."""
 
     index: int
     relevance_score: float
@@ -99,24 +102,32 @@ class Ranking(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """What one call of /v1/score asks for.
+    """A parsed request of /v1/score.
 
     Attributes:
-        pairs: places of two texts among the job's requests, one pair for each score.
+        pairs: indices of two texts in the job's requests, one pair for each score.
+        judge: the cross-encoder whose requests are the pairs themselves; None for cosines.
     """
 
     job: GenerationJob
     pairs: tuple[tuple[int, int], ...]
+    judge: EncoderInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RerankJob:
-    """What one call of /v1/rerank asks for; the query is the job's first request, the documents follow."""
+    """A parsed request of /v1/rerank; the query is the job's first request, the documents follow.
+
+
+    Attributes:
+        judge: the cross-encoder; each request has the query and a document; None for cosines.
+    """
 
     job: GenerationJob
     documents: tuple[str, ...]
     top_n: int
     returns_documents: bool
+    judge: EncoderInfo | None = None
 
 
 def read_score(reader: PromptReader, raw: bytes, admission: Admission) -> ScoreJob:
@@ -128,6 +139,10 @@ def read_score(reader: PromptReader, raw: bytes, admission: Admission) -> ScoreJ
             f"`text_1` has {len(first)} texts and `text_2` has {len(second)}; send one text first, or two lists of one length.",
             "text_1",
         )
+    if (judge := _judge(reader)) is not None:
+        couples = [(first[i if len(first) > 1 else 0], second[i]) for i in range(len(second))]
+        job = _judged_job(reader, body, couples, ("text_1", "text_2"), admission, prefix="score")
+        return ScoreJob(job, (), judge)
     texts = [*(("text_1", text) for text in first), *(("text_2", text) for text in second)]
     job = pooled_job(reader, body, texts, _pooling(reader), admission, prefix="score")
     pairs = tuple((i if len(first) > 1 else 0, len(first) + i) for i in range(len(second)))
@@ -138,9 +153,58 @@ def read_rerank(reader: PromptReader, raw: bytes, admission: Admission) -> Reran
     """Reads a body of /v1/rerank; errors as in `read_embeddings`."""
     body = parse_body(raw, RerankBody)
     documents = tuple(document.text for document in body.documents)
+    top_n, returns_documents = body.top_n or len(documents), body.return_documents is not False
+    if (judge := _judge(reader)) is not None:
+        couples = [(body.query, text) for text in documents]
+        job = _judged_job(reader, body, couples, ("query", "documents"), admission, prefix="rerank")
+        return RerankJob(job, documents, top_n, returns_documents, judge)
     texts = [("query", body.query), *(("documents", text) for text in documents)]
     job = pooled_job(reader, body, texts, _pooling(reader), admission, prefix="rerank")
-    return RerankJob(job, documents, body.top_n or len(documents), body.return_documents is not False)
+    return RerankJob(job, documents, top_n, returns_documents)
+
+
+def _judge(reader: PromptReader) -> EncoderInfo | None:
+    """Returns the model where it scores pairs of texts; None where it makes vectors.
+
+    Raises:
+        InvalidRequestError: it does neither.
+    """
+    encoder = reader.model.encoder
+    if encoder is None or not encoder.labels:
+        return None
+    if not encoder.is_cross_encoder:
+        raise invalid(
+            f"This model tells {len(encoder.labels)} classes of texts apart and scores no pairs; ask /classify.",
+            "model",
+            "no_scores",
+        )
+    return encoder
+
+
+def _judged_job(
+    reader: PromptReader,
+    body: PooledBody,
+    couples: Sequence[tuple[Text, Text]],
+    fields: tuple[str, str],
+    admission: Admission,
+    *,
+    prefix: str,
+) -> GenerationJob:
+    """Returns a job with a request for each pair of texts."""
+    prompts, ways = [], []
+    for first, second in couples:
+        if not (isinstance(first, str) and isinstance(second, str)):
+            field = fields[isinstance(first, str)]
+            raise invalid(f"`{field}` must be text with this model, which reads both texts together.", field, "invalid_type")
+        token_ids, second_start = reader.tokenizer.encode_pair(first, second)
+        check_fits(reader, len(token_ids), fields[1])
+        prompts.append(token_ids)
+        ways.append(PoolingParams(kind="classify", normalize=False, second_start=second_start))
+    return make_pooled_job(reader, body, prompts, ways, admission, prefix=prefix)
+
+
+def _read_judgements(judge: EncoderInfo, scores: Sequence[Embedding]) -> list[float]:
+    return [judge.probabilities(vector_of(score).tolist())[0] for score in scores]
 
 
 def _pooling(reader: PromptReader) -> PoolingParams:
@@ -149,15 +213,21 @@ def _pooling(reader: PromptReader) -> PoolingParams:
 
 def score_pairs(asked: ScoreJob, embeddings: Sequence[Embedding]) -> ScoreList:
     """Returns the reply of /v1/score."""
-    data = [Score(i, cosine(embeddings[a], embeddings[b])) for i, (a, b) in enumerate(asked.pairs)]
-    job = asked.job
+    if asked.judge is not None:
+        scores = _read_judgements(asked.judge, embeddings)
+    else:
+        scores = [cosine(embeddings[a], embeddings[b]) for a, b in asked.pairs]
+    data, job = [Score(i, score) for i, score in enumerate(scores)], asked.job
     return ScoreList(job.job_id, job.created_s, job.model_name, data, usage_of(job))
 
 
 def rank_documents(asked: RerankJob, embeddings: Sequence[Embedding]) -> Ranking:
     """Returns the reply of /v1/rerank; of equal documents the earlier one comes first."""
-    query, *others = embeddings
-    scores = [cosine(query, other) for other in others]
+    if asked.judge is not None:
+        scores = _read_judgements(asked.judge, embeddings)
+    else:
+        query, *others = embeddings
+        scores = [cosine(query, other) for other in others]
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n]
     results = [
         RankedDocument(index, scores[index], {"text": asked.documents[index]} if asked.returns_documents else None)

@@ -26,17 +26,17 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
 
 LAST_WORDS_S: Final = 5.0
-"""After the engine has ended every request, how long their last bytes may take to reach the clients."""
+"""Grace period for the last bytes to reach clients, after the engine has ended every request."""
 FAULT_POLL_S: Final = 0.5
 RESERVED_FILES: Final = 256
-"""File descriptors beside those of connections: the model's files, sockets to the engine, refused connections."""
+"""File descriptors in addition to those of connections: the model's files, sockets to the engine, refused connections."""
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)
 
 
 class Drained(Protocol):
-    """What is asked to end before the server does."""
+    """Something that is drained before the server ends."""
 
     async def drain(self, timeout_s: float) -> None: ...
 
@@ -46,11 +46,11 @@ class ServerApp:
     """A server that can be run.
 
     Attributes:
-        engine: behind the application, started; or several that take turns.
-        sources: what is read again while it runs.
+        engine: the started engine of the application, or several that take turns.
+        sources: files that are reloaded while it runs.
         close: called at the very end.
-        fault: says why nobody can be answered any more, for good; None while somebody can. Such a server ends, so that whoever
-            watches over it starts another.
+        fault: returns why requests can permanently no longer be answered; None while they can. Such a server exits, so that its
+            supervisor starts another.
     """
 
     app: ASGIApp
@@ -61,7 +61,7 @@ class ServerApp:
 
 
 class Server(PacedServer):
-    """uvicorn with an engine to drain. Signals are `serve`'s, so that a drained server exits with 0."""
+    """uvicorn with an engine to drain. `serve` handles signals, so that a drained server exits with 0."""
 
     def __init__(self, server_app: ServerApp, config: ServerConfig, certificate: Certificate | None = None) -> None:
         class Bounded(Connection):
@@ -92,7 +92,7 @@ class Server(PacedServer):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops accepting, and lets the engine end what runs; replies go out meanwhile."""
+        """Stops accepting, and lets the engine finish running requests; replies are sent meanwhile."""
         await asyncio.gather(super().shutdown(sockets), self._drain())
 
     async def _drain(self) -> None:
@@ -102,13 +102,13 @@ class Server(PacedServer):
 
 
 def serve(config: ServerConfig, start: Callable[[], Awaitable[ServerApp]], announce: Callable[[str], None] = print) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit code: 0 when everything ended in order.
+    """Serves until SIGTERM or SIGINT and returns the exit code: 0 after a clean shutdown.
 
-    The port is taken first, so that a port in use is said before a model is loaded.
+    The port is bound first, so that a port in use is reported before a model is loaded.
 
     Args:
         start: loads and starts everything; runs on the server's event loop.
-        announce: told one line, the address, when requests are taken.
+        announce: called with one line, the address, when requests are accepted.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -133,7 +133,7 @@ async def _serve(
 
     def ask_to_stop() -> None:
         if server is not None:
-            server.force_exit = stop.is_set()  # the second signal does not wait
+            server.force_exit = stop.is_set()  # a second signal stops immediately
             server.should_exit = True
         stop.set()
 
@@ -167,7 +167,7 @@ async def _watch_fault(server_app: ServerApp, stop: Callable[[], None]) -> None:
 
 
 async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[ServerApp]]) -> ServerApp | None:
-    """Starts the server; None when the signal to stop came first."""
+    """Starts the server; None if a stop signal came first."""
     starting = asyncio.ensure_future(start())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -183,7 +183,7 @@ async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Serve
 
 @contextlib.contextmanager
 def _on_signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterator[None]:
-    """Calls back on SIGTERM and SIGINT, and on SIGHUP; outside the main thread, where no signal arrives, does nothing."""
+    """Registers callbacks for SIGTERM and SIGINT, and for SIGHUP; does nothing outside the main thread."""
     loop = asyncio.get_running_loop()
     callbacks = {**dict.fromkeys(_STOP_SIGNALS, stop), signal.SIGHUP: reload}
     signals = callbacks if threading.current_thread() is threading.main_thread() else {}
@@ -197,7 +197,7 @@ def _on_signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterato
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that holds the address and does not listen yet.
+    """Returns a socket that is bound to the address and does not listen yet.
 
     Raises:
         ConfigError: there is no such address here, or it is in use.
@@ -225,13 +225,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def fit_connections(num_connections: int, files_each: int = 1) -> int:
-    """Makes room for so many connections among this process's files, and returns how many there is room for.
+    """Raises this process's file limit for this number of connections, and returns how many fit.
 
     Args:
-        files_each: 2 where each connection may need one to another program.
+        files_each: files per connection: 2 if each may need another connection to another program.
 
     Raises:
-        ConfigError: for none.
+        ConfigError: none fits.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections * files_each + RESERVED_FILES

@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""State shared by the routes of one server."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from cloister.types.request import Request as EngineRequest
 from cloister.types.request import SequenceOutput
 
 PREPARE_TIMEOUT_S: Final = 30.0
-"""How long parsing, templating and tokenizing may take, waiting for a free thread included."""
+"""Timeout for parsing, templating and tokenizing, including the wait for a free thread."""
 
 T = TypeVar("T")
 
 
 def limit_text_threads(num_threads: int | None) -> anyio.CapacityLimiter:
-    """Returns how many threads may parse, template and tokenize: as many as the kernels have, but 2 to 8."""
+    """Returns the number of threads for parsing, templating and tokenizing: that of the kernels, but at least 2 and
+    at most 8."""
     return anyio.CapacityLimiter(max(2, min(8, num_threads or 2)))
 
 
@@ -40,10 +41,10 @@ class ServerState:
     """The parts of a server, put together by `create_app`.
 
     Attributes:
-        threads: for text work, beside the event loop.
-        files: what users keep here; None where nothing is kept.
+        threads: for text work outside of the event loop.
+        files: users' files; None if nothing is stored.
         pdf: reads PDF files; None on a sealed node.
-        call: the HTTP request that is served; None where nobody watches.
+        call: the current HTTP request; None if it is not tracked.
     """
 
     engine: EngineClient
@@ -57,7 +58,7 @@ class ServerState:
     call: HttpCall | None = None
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[SequenceOutput, None]:
-        """As `EngineClient.generate`, on the account of the call."""
+        """Like `EngineClient.generate`, charged to the call."""
         if self.call is None:
             return self.engine.generate(request)
         return self.calls.generate(self.engine, self.call, request)
@@ -77,7 +78,7 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """Returns the state that serves a request; what the engine does for it counts for its call."""
+    """Returns the state for a request; the engine's work is counted for its call."""
     state = request.app.state.server
     assert isinstance(state, ServerState)
     call = call_of(request.scope)
@@ -85,7 +86,7 @@ def state_of(request: Request) -> ServerState:
 
 
 def admission_of(request: Request) -> Admission:
-    """Returns what the credential of a request allows."""
+    """Returns the rights of a request's credential."""
     admission = request.scope["state"]["admission"]
     assert isinstance(admission, Admission)
     return admission

@@ -24,21 +24,21 @@ Chunks = AsyncGenerator[bytes, None]
 
 
 def events(chunks: Iterable[Any]) -> bytes:
-    """Returns chunks as events, ready to be written at once."""
+    """Returns chunks as events, joined for one write."""
     return b"".join(b"data: " + _encode(chunk) + b"\n\n" for chunk in chunks)
 
 
 def named_events(chunks: Iterable[Mapping[str, Any]]) -> bytes:
-    """Returns chunks as events, each under the name that is its `type`."""
+    """Returns chunks as events, each named by its `type`."""
     return b"".join(b"event: %s\ndata: %s\n\n" % (chunk["type"].encode(), _encode(chunk)) for chunk in chunks)
 
 
 class EventTemplate:
-    """An event of which one text changes: encoded once, and cut where the text goes. Most tokens need no more than this.
+    """An event in which one text varies: encoded once, and split at the text. Most tokens need nothing else.
 
     Args:
-        make: returns the chunk for a text, which must stand in it once, as a whole string.
-        encode: makes events of chunks.
+        make: returns the chunk for a text, which must occur in it once, as a whole string.
+        encode: encodes chunks as events.
     """
 
     __slots__ = ("_head", "_tail")
@@ -57,8 +57,8 @@ class Ending:
     """How a stream ends.
 
     Attributes:
-        done: what follows the last chunk.
-        tell: makes an event of an error.
+        done: bytes after the last chunk.
+        tell: converts an error to an event.
     """
 
     done: bytes
@@ -82,13 +82,13 @@ async def open_stream(chunks: Chunks, ending: Ending = OPENAI, media_type: str =
 
 
 class EventStream(Response):
-    """A response that streams. What goes wrong on the way is its last event, before the end."""
+    """A streaming response. An error during the stream becomes its last event."""
 
     def __init__(self, first: bytes, rest: Chunks, ending: Ending, media_type: str) -> None:
         self.status_code = 200
         self.media_type = media_type
         self.background = None
-        self.init_headers({"x-accel-buffering": "no"})  # a proxy that buffers would undo the streaming
+        self.init_headers({"x-accel-buffering": "no"})  # a buffering proxy would defeat streaming
         self._first = first
         self._rest = rest
         self._ending = ending

@@ -17,10 +17,10 @@ class Certificate:
     """A certificate and its key, read from files. TLS 1.2 at least; no client certificates.
 
     Attributes:
-        context: what connections are made with.
+        context: SSL context of connections.
 
     Raises:
-        ConfigError: a file is missing or of another kind, or they do not belong together.
+        ConfigError: a file is missing or invalid, or they do not match.
     """
 
     def __init__(self, certfile: Path, keyfile: Path | None = None) -> None:
@@ -30,7 +30,7 @@ class Certificate:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Certificate | None:
-        """Returns the certificate that the settings name, None for plain HTTP.
+        """Returns the certificate from the settings, None for plain HTTP.
 
         Raises:
             ConfigError: it cannot be used, or there is a key without a certificate.
@@ -42,7 +42,7 @@ class Certificate:
         return cls(Path(config.certfile), Path(config.keyfile) if config.keyfile is not None else None)
 
     def source(self) -> WatchedFiles:
-        """Returns it as something to read again."""
+        """Returns it as a reloadable source."""
         paths = (self._certfile,) if self._keyfile is None else (self._certfile, self._keyfile)
         return WatchedFiles("certificate and its key", paths, self.renew)
 
@@ -50,9 +50,9 @@ class Certificate:
         """Reads the files again, for connections from now on.
 
         Raises:
-            ConfigError: they cannot be used; the former certificate stays.
+            ConfigError: they cannot be used; the previous certificate stays in use.
         """
-        self._load()  # tried apart, so that a broken file leaves the context as it was
+        self._load()  # loaded into a separate context first, so that a bad file leaves the current one unchanged
         self._read_into(self.context)
 
     def _load(self) -> ssl.SSLContext:
@@ -65,7 +65,7 @@ class Certificate:
         _check_readable(self._certfile, "certfile")
         if self._keyfile is not None:
             _check_readable(self._keyfile, "keyfile")
-        # The function keeps OpenSSL from asking for a passphrase on a terminal that nobody watches.
+        # The function keeps OpenSSL from asking for a passphrase on an unattended terminal.
         try:
             context.load_cert_chain(self._certfile, self._keyfile, password=lambda: b"")
         except ssl.SSLError as error:
@@ -106,27 +106,27 @@ def _check_readable(path: Path, setting: str) -> None:
 
 # The queue of TLS handshakes: one at a time, round-robin over networks, within a bounded share of the event loop.
 #
-# Answering a ClientHello costs a key exchange and a signature, the most that a stranger can make a server compute for one
-# packet. asyncio answers all that have arrived before it serves anybody else. Here a handshake waits until its hello is
-# there, and the only one of a network comes next, however many wait from another.
+# Answering a ClientHello costs a key exchange and a signature, the most expensive computation that an unauthenticated client
+# can cause with one packet. asyncio answers all that have arrived before it serves any other connection. Here a handshake waits
+# until its ClientHello has arrived, and networks take turns, however many handshakes wait from one of them.
 
 
 HANDSHAKE_RECORD: Final = 22
 """ContentType of a TLS record (RFC 8446, section 5.1)."""
 RECORD_HEAD_BYTES: Final = 5
 MAX_HELLO_BYTES: Final = RECORD_HEAD_BYTES + 2**14
-"""One record. A client has nothing else to say before it is answered."""
+"""Maximum bytes before the server's answer: one record. A client sends nothing else before that."""
 MAX_SHARE: Final = 0.2
-"""Of the event loop's time, for answers to hellos: with P-256 some 400 a second."""
+"""Share of the event loop's time for answers to ClientHellos: with P-256 about 400 a second."""
 COST_WEIGHT: Final = 0.1
-"""Of the newest answer in the mean that the pauses are made from."""
+"""Weight of the newest answer in the mean from which pauses are computed."""
 
 
 def is_hello_whole(data: bytes | bytearray) -> bool:
     """Whether the first record of a connection has arrived.
 
     Raises:
-        ValueError: it is no handshake, or there is more than a client may send before it is answered.
+        ValueError: it is not a handshake, or is longer than a client may send before the server's answer.
     """
     if data[:1] not in (b"", bytes((HANDSHAKE_RECORD,))):
         raise ValueError("this is no TLS handshake")
@@ -136,13 +136,13 @@ def is_hello_whole(data: bytes | bytearray) -> bool:
 
 
 class HandshakeQueue:
-    """Begins handshakes that are ready, one at a time, with pauses: answers take a fifth of the event loop's time at most.
+    """Starts ready handshakes one at a time, with pauses: answers take at most a fifth of the event loop's time.
 
-    Networks take turns. Inside one the newest comes first. If more arrive than can be answered, first come, first served would
-    answer clients that have given up; the newest is still there.
+    Networks take turns; inside one, the newest is first. Under overload, first come, first served would answer clients that
+    have given up; the newest is still waiting.
 
     Attributes:
-        tls: what handshakes are made with.
+        tls: SSL context of handshakes.
     """
 
     def __init__(self, tls: ssl.SSLContext) -> None:
@@ -153,21 +153,21 @@ class HandshakeQueue:
         self._is_running = False
 
     def enter(self, connection: Hashable, network: str, begin: Callable[[], None]) -> None:
-        """Calls `begin` when it is this connection's turn; to be called on the event loop."""
+        """Calls `begin` when it is this connection's turn. Call it on the event loop."""
         self._networks.setdefault(network, {})[connection] = begin
         if not self._is_running:
             self._is_running = True
             asyncio.get_running_loop().call_soon(self._run)
 
     def leave(self, connection: Hashable, network: str) -> None:
-        """Forgets a connection; one that is not there is no mistake."""
+        """Removes a connection; unknown ones are ignored."""
         waiting = self._networks.get(network, {})
         waiting.pop(connection, None)
         if not waiting:
             self._networks.pop(network, None)
 
     def note_cost(self, cost_s: float) -> None:
-        """Takes in how long the event loop was busy with an answer: longer with RSA, or on a machine that has other work."""
+        """Records the event loop time of an answer, which is longer with RSA or on a busy machine."""
         self._cost_s += COST_WEIGHT * (cost_s - self._cost_s)
 
     def _run(self) -> None:

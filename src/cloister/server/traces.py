@@ -1,8 +1,7 @@
 """OpenTelemetry spans of each request, exported over OTLP from a background thread.
 
-Attributes come from one list, named after OpenTelemetry's conventions for HTTP and generative AI; none of them is content. Of
-what a client sends, its trace and span ids are taken (W3C Trace Context, section 3.2) and nothing else: `tracestate` and
-`baggage` may hold anything.
+Attributes come from one list, named after OpenTelemetry's conventions for HTTP and generative AI; none of them is content. From
+the client only trace and span ids are used (W3C Trace Context, section 3.2): `tracestate` and `baggage` may contain anything.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _TRACEPARENT: Final = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The span of a client that a request belongs to."""
+    """The client's parent span of a request."""
 
     trace_id: int
     span_id: int
@@ -78,9 +77,9 @@ class Span:
     """One span; times are of the monotonic clock.
 
     Attributes:
-        is_request: it is the request as a whole, which the others are parts of.
+        is_request: it is the span of the whole request, the parent of the others.
         failed: the server is at fault.
-        moments: (name, time) of what happened on the way.
+        moments: (name, time) of its events.
     """
 
     name: str
@@ -96,7 +95,7 @@ class Span:
 
 
 def parse_traceparent(header: bytes | None) -> Parent | None:
-    """Returns the parent that a `traceparent` header names, None when there is none or it is not well-formed."""
+    """Returns the parent span from a `traceparent` header, None if it is missing or malformed."""
     found = _TRACEPARENT.fullmatch(header) if header is not None else None
     if found is None or found[1] == b"ff" or (found[1] == b"00" and found[5] is not None):
         return None
@@ -105,14 +104,14 @@ def parse_traceparent(header: bytes | None) -> Parent | None:
 
 
 def spans_of(call: HttpCall, model_name: str) -> list[Span]:
-    """Returns the spans of a call that is over, the request first; none for what machines ask every few seconds.
+    """Returns the spans of a finished call, the request first; none for polled routes.
 
     Args:
-        model_name: as clients know it.
+        model_name: the model's name for clients.
     """
     if call.ended_s is None or call.route in QUIET_ROUTES:
         return []
-    # A client that left is not waited for, but what the engine still did for it belongs to it.
+    # A call ends when its client disconnects, but the engine's remaining work belongs to it.
     end_s = max([call.ended_s, *(stats.ended_s for stats in call.engine_stats.values() if stats.ended_s is not None)])
     whole = Span(
         name=f"{method_of(call)} {call.route}",
@@ -156,7 +155,7 @@ def _attributes(call: HttpCall, model_name: str) -> dict[str, AttributeValue]:
 
 
 def _phases(stats: EngineStats) -> Iterator[Span]:
-    """Yields what a prompt went through, as far as it came."""
+    """Yields the phases of a prompt, as far as it got."""
     if stats.arrival_s is None or stats.ended_s is None:
         return
     borders = (stats.arrival_s, stats.scheduled_s, stats.first_token_s, stats.ended_s)
@@ -167,29 +166,29 @@ def _phases(stats: EngineStats) -> Iterator[Span]:
             yield Span(name, start_s, end_s, moments=moments)
 
 
-# Sends spans to an OpenTelemetry collector (OTLP over HTTP), from a thread of its own: a collector that is slow or gone costs
-# spans, never a request.
+# Sends spans to an OpenTelemetry collector (OTLP over HTTP), from a separate thread: a slow or unreachable collector loses
+# spans, but never delays a request.
 
 
 EXPORT_TIMEOUT_S: Final = 10.0
 CLOSE_S: Final = 2.0
-"""How long the last spans may take when the server stops."""
+"""Timeout for sending the last spans at shutdown."""
 DELAY_S: Final = 2.0
 MAX_WAITING: Final = 4096
-"""Spans that may wait for the collector; further ones are dropped."""
+"""Maximum number of queued spans; further ones are dropped."""
 _PATH: Final = "/v1/traces"
 
 
 class Tracer:
-    """Makes spans of calls that are over.
+    """Creates spans of finished calls.
 
     Args:
         endpoint: of the collector, such as http://localhost:4318.
-        model_name: as clients know it.
-        delay_s: how long spans are gathered before they are sent.
+        model_name: the model's name for clients.
+        delay_s: how long spans are batched before they are sent.
 
     Raises:
-        ConfigError: the endpoint is no address, or the extra `otel` is not installed.
+        ConfigError: the endpoint is not a URL, or the extra `otel` is not installed.
     """
 
     def __init__(self, endpoint: str, model_name: str, *, delay_s: float = DELAY_S) -> None:
@@ -198,13 +197,13 @@ class Tracer:
         self._tracer = self._provider.get_tracer("cloister", cloister.__version__)
 
     def write(self, call: HttpCall) -> None:
-        """Queues the spans of one call; never waits."""
+        """Queues the spans of one call; never blocks."""
         spans = spans_of(call, self._model_name)
         if spans:
             self._emit(spans, parse_traceparent(call.traceparent))
 
     def close(self) -> None:
-        """Sends what is left, as far as it goes in a moment."""
+        """Sends queued spans, within a short timeout."""
         thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
@@ -232,13 +231,13 @@ class Tracer:
 
 
 def open_tracer(config: ServerConfig, model_name: str) -> Tracer | None:
-    """Returns the tracer that the settings ask for, if they ask for one.
+    """Returns the tracer from the settings, if enabled.
 
     Args:
-        model_name: the model's own, for when clients know it under no other.
+        model_name: the model's own name, used if clients have no other.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     if config.otlp_endpoint is None:
         return None
@@ -262,7 +261,7 @@ def _provide(address: str, delay_s: float) -> TracerProvider:
         raise ConfigError(
             "otlp_endpoint needs OpenTelemetry; install it with: pip install 'cloister[otel]'", param="otlp_endpoint"
         ) from None
-    # An unreachable collector is told once per failed batch; the transport's own words would say it thrice.
+    # An unreachable collector is reported once per failed batch; the transport's own logging would repeat it.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     provider = TracerProvider(
         resource=Resource({"service.name": "cloister", "service.version": cloister.__version__}), shutdown_on_exit=False

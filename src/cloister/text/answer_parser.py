@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from cloister.text.harmony import read_channels
 from cloister.text.parts import CallBroken, Part, Reasoning, Text
+from cloister.text.tools import harmony
 from cloister.text.tools.base import THREAT, Tool, ToolCallFormat, read_calls
 from cloister.text.tools.reading import OutputBuffer, Reading
 from cloister.types.registry import Registry
@@ -25,21 +27,36 @@ class Marks:
     begin: str
     end: str
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Whatever the reader of an answer has to see."""
+        return self.begin, self.end
+
     def are_open(self, prompt: str) -> bool:
         """Whether a prompt, as its template rendered it, ends inside the reasoning."""
         return prompt.rstrip().endswith(self.begin)
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelMarks(Marks):
+    """Reasoning is a channel of harmony, among others with text and calls (`text.harmony`)."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return harmony.HarmonyCalls.marks + harmony.HarmonyCalls.inner_marks
+
+
 REASONINGS: Final[Registry[Marks]] = Registry("reasoning parser")
 REASONINGS.register("think", THREAT)(Marks("<think>", "</think>"))
 REASONINGS.register("magistral", THREAT)(Marks("[THINK]", "[/THINK]"))
+REASONINGS.register("harmony", THREAT)(ChannelMarks("<|channel|>analysis<|message|>", "<|end|>"))
 
 
 def detect_reasoning(template: str) -> str | None:
     """Returns the name of the marks that a chat template knows, or None."""
     for name in REASONINGS.names():
         marks = REASONINGS.get(name)
-        if marks.begin in template or marks.end in template:
+        if marks.begin in template or (marks.end in template and not isinstance(marks, ChannelMarks)):
             return name
     return None
 
@@ -113,8 +130,7 @@ class AnswerParser:
         for part in self._parts:
             if part is None:
                 break
-            if isinstance(part, Reasoning):
-                self.is_reasoning = True
+            self.is_reasoning = isinstance(part, Reasoning)
             if self._only is None or self._is_wanted(part):
                 parts.append(part)
         return parts
@@ -130,6 +146,9 @@ class AnswerParser:
 
     def _read(self) -> Reading[None]:
         form = self._form
+        if isinstance(form.marks, ChannelMarks):
+            yield from read_channels(self._source, form.tools, is_open=form.is_open)
+            return
         if form.marks is not None:
             yield from read_reasoning(self._source, form.marks, is_open=form.is_open)
             self.is_reasoning = False

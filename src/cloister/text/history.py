@@ -19,6 +19,8 @@ _READS_TOOLS: Final = re.compile(r"(?<![\w.'\"])tools\b(?!['\"])")
 _TOOLS_OF_MESSAGE: Final = re.compile(r"message(\[['\"]tools['\"]\]|\.tools\b)")
 _READS_NULL: Final = re.compile(r"content['\"\]]*\s+is\s+(not\s+)?none")
 _WANTS_SHORT_IDS: Final = re.compile(r"length\s*!=\s*9")
+_READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+message(\[['\"]content['\"]\]|\.content\b)")
+_READS_TEXT: Final = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?string")
 
 _RESULT: Final = "<tool_response>"
 _HOW_TO_CALL: Final = """\
@@ -43,6 +45,7 @@ class Habits:
         knows_calls: it writes calls and their results by itself.
         reads_null: it tells calls from text by content that is null.
         wants_short_ids: ids of calls have nine letters.
+        wants_parts: it reads content as a list of parts only, as those of some models that see.
     """
 
     takes_tools: bool
@@ -50,6 +53,7 @@ class Habits:
     knows_calls: bool
     reads_null: bool
     wants_short_ids: bool
+    wants_parts: bool
 
     @classmethod
     def of(cls, source: str) -> Habits:
@@ -61,6 +65,7 @@ class Habits:
             knows_calls="tool_calls" in source,
             reads_null=_READS_NULL.search(source) is not None,
             wants_short_ids=_WANTS_SHORT_IDS.search(source) is not None,
+            wants_parts=_READS_PARTS.search(source) is not None and _READS_TEXT.search(source) is None,
         )
 
     def fit(
@@ -72,6 +77,12 @@ class Habits:
             example: how a call looks, for a template without a place for tools.
             in_system: tools without a place go into the system message; else into the first of the user.
         """
+        fitted = self._fit_all(messages, tools, example, in_system=in_system)
+        return [_in_parts(message) for message in fitted] if self.wants_parts else fitted
+
+    def _fit_all(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, example: str, *, in_system: bool
+    ) -> list[Message]:
         fitted: list[Message] = [self._fit_message(message) for message in _with_names(messages)]
         if not self.knows_calls:
             fitted = _joined(_without_calls(message) for message in fitted)
@@ -91,6 +102,22 @@ class Habits:
         if self.wants_short_ids and fitted.get("tool_calls"):
             fitted["tool_calls"] = [{**call, "id": _short_id(str(call.get("id")))} for call in fitted["tool_calls"]]
         return fitted
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _merge(contents: Sequence[Any], between: str) -> Any:
+    """Returns contents, texts or lists of parts, as one."""
+    if all(isinstance(content, str) for content in contents):
+        return between.join(contents)
+    parts: list[Mapping[str, Any]] = []
+    for content in contents:
+        parts += [{"type": "text", "text": between}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def with_objects(messages: Iterable[Message]) -> list[Message]:
@@ -175,13 +202,13 @@ def _joined(messages: Iterable[Message]) -> list[Message]:
 
 
 def _join(messages: Sequence[Message]) -> Message:
-    return {**messages[0], "content": "\n".join(str(message["content"]) for message in messages)}
+    return {**messages[0], "content": _merge([message["content"] for message in messages], "\n")}
 
 
 def _with_user(messages: list[Message], text: str) -> list[Message]:
     """Puts a text before what the user says first."""
     place = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
-    told = {**messages[place], "content": f"{text}\n\n{messages[place]['content']}"}
+    told = {**messages[place], "content": _merge([text, messages[place]["content"]], "\n\n")}
     return [*messages[:place], told, *messages[place + 1 :]]
 
 

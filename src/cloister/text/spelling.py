@@ -74,6 +74,25 @@ class SentencePieceSpelling:
         return token.encode()
 
 
+@dataclass(frozen=True, slots=True)
+class WordPieceSpelling:
+    """Words in pieces (Schuster and Nakajima 2012; BERT): what does not begin a word begins with `prefix`.
+
+    Spaces are not in the vocabulary: each word gets one before it. What the normalizer took away stays away.
+    """
+
+    prefix: str
+    num_leading_spaces: int = 1
+
+    def to_bytes(self, token: str) -> bytes:
+        if token.startswith(self.prefix):
+            return token[len(self.prefix) :].encode()
+        return b" " + token.encode()
+
+    def added_bytes(self, token: str) -> bytes:
+        return b" " + token.encode()
+
+
 def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
     """Reads the `decoder` of tokenizer.json.
 
@@ -84,10 +103,13 @@ def read_spelling(decoder: Mapping[str, Any] | None) -> Spelling:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return ByteLevelSpelling()
+    if kinds == ["WordPiece"]:
+        return WordPieceSpelling(steps[0].get("prefix", "##"))
     unknown = sorted(set(kinds) - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
     if unknown or not kinds:
         named = ", ".join(unknown) or "none"
-        raise ModelError(f"tokenizer.json has a decoder that is not supported ({named}); use ByteLevel or SentencePiece")
+        known = "ByteLevel, WordPiece or SentencePiece"
+        raise ModelError(f"tokenizer.json has a decoder that is not supported ({named}); use {known}")
     return SentencePieceSpelling(
         replacements=tuple(pair for step in steps for pair in _replacement(step)),
         byte_fallback="ByteFallback" in kinds,

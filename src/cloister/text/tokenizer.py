@@ -134,6 +134,23 @@ class Tokenizer:
             ids = _encode(self._tokenizer, text, is_framed)
         return self._settle_ends(ids, is_framed) if add_special_tokens else ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Returns the token ids of two texts as the tokenizer's post-processor joins them, for a model that compares them.
+
+        No spelling of a control token in them becomes one: where the first text ends is not theirs to say.
+
+        Returns:
+            the ids, and how many of them are of type 0; those after are of type 1 (BERT; Devlin et al. 2019, section 3).
+
+        Raises:
+            InvalidRequestError: a text is not valid Unicode.
+        """
+        if not (_is_unicode(first) and _is_unicode(second)):
+            raise InvalidRequestError("text holds half of a surrogate pair; send valid Unicode")
+        encoding = self._guarded.encode_pair(first, second)
+        ids, types = encoding.ids, encoding.type_ids
+        return ids, types.index(1) if 1 in types else len(ids)
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
@@ -205,6 +222,11 @@ class _GuardedTokenizer:
     def encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
         """Takes every letter as text."""
         return _encode(self._tokenizer, text, add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> tokenizers.Encoding:
+        """Takes every letter of both texts as text."""
+        # a batch leaves the interpreter lock to others
+        return self._tokenizer.encode_batch([(first, second)], add_special_tokens=True)[0]
 
     def encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
         """Takes spellings of control tokens as such unless a mark is inside; the marks are no part of the text."""

@@ -18,19 +18,19 @@ from cloister.train.passages import check_size
 from cloister.train.session import Material, Reporter, check_place, open_session
 
 MOST_NODES: Final = 64
-"""Nodes of the tree that lies beside the heads; the scheduler asks for as many of its first ones as pay."""
+"""Number of nodes in the tree stored with the heads; the scheduler uses as many of the first ones as increase speed."""
 SHOWN_BUDGETS: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSettings:
-    """How heads look and how they learn.
+    """Shape and training of heads.
 
     Attributes:
         width: residual blocks of each Medusa head; rows of the inner layer that blockwise heads share (0: twice the
             hidden size).
         out: directory to write to; None takes `drafters/KIND` in the model's.
-        replaces: what was trained before and lies there may go.
+        replaces: overwrite an earlier result.
     """
 
     kind: str
@@ -45,11 +45,11 @@ class HeadSettings:
 
 @dataclass(frozen=True, slots=True)
 class HeadReport:
-    """What came out.
+    """The result of training.
 
     Attributes:
-        kept: drafts in a step -> how many of them are kept on average, at held-out places.
-        trained_on: tokens that were learned from, and of those the model's own.
+        kept: drafts in a step -> average number of accepted ones, at held-out positions.
+        trained_on: number of training tokens, and how many of them the model generated.
     """
 
     directory: str
@@ -62,10 +62,10 @@ class HeadReport:
 
 
 def train_heads(material: Material, settings: HeadSettings, reporter: Reporter) -> HeadReport:
-    """Trains heads for a model and writes them, with the tree that their accuracy at held-out places gave.
+    """Trains heads for a model and writes them, with a tree chosen from their accuracy at held-out positions.
 
     Raises:
-        ConfigError: the text cannot be used or is too short, or what is trained cannot be written.
+        ConfigError: the text cannot be used or is too short, or the result cannot be written.
         ModelError: the model cannot be used.
     """
     started = time.perf_counter()

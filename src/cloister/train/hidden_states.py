@@ -1,7 +1,7 @@
 """Hidden states of the served model at every position of the passages, the inputs of draft heads, and the model's own head.
 
-The states come from the model's own program, in the numbers that it serves with, are computed once and lie in a file, as
-bfloat16: training reads each of them many times.
+The states are computed once, by the model's own program in its number format, and stored in a file as bfloat16: training reads
+each of them many times.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ RowArray = npt.NDArray[np.int64]
 TargetArray = npt.NDArray[np.int64]
 _NUMBER_BYTES: Final = 2
 _SPARE_BYTES: Final = 64 << 20
-"""Of the disk that hidden states leave free."""
+"""Disk space that hidden states must leave free, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Places of all passages, one after another.
+    """Positions of all passages, concatenated.
 
     Attributes:
         hidden: [num_places, hidden] bfloat16, mapped.
         token_ids: [num_places] int32.
-        ends: [num_places] int64, where the passage of each place ends.
-        is_learned: [num_places] whether a head may start from there: not in the prompt of an answer.
-        is_held_out, is_own: [num_places], of the place's passage.
+        ends: [num_places] int64, end of each position's passage.
+        is_learned: [num_places] whether heads are trained at this position: not in the prompt of an answer.
+        is_held_out, is_own: [num_places], properties of the position's passage.
     """
 
     hidden: npt.NDArray[np.void]
@@ -53,7 +53,8 @@ class HiddenStates:
     is_own: BoolArray
 
     def having(self, ahead: int, *, held_out: bool) -> RowArray:
-        """Returns the places to learn from, or to measure at, that have `ahead` more places of their passage behind them."""
+        """Returns the positions for training, or for measuring, that are followed by at least `ahead` more positions of their
+        passage."""
         places = np.arange(len(self.token_ids), dtype=np.int64)
         wanted: RowArray = places[self.is_learned & (self.is_held_out == held_out) & (places + ahead < self.ends)]
         return wanted
@@ -68,14 +69,14 @@ def read_places(
     file: Path,
     advance: Callable[[int], object],
 ) -> HiddenStates:
-    """Runs passages through a model; a file that was begun before is gone on with.
+    """Runs passages through a model; continues an incomplete file.
 
     Args:
-        num_blocks: of the program's KV: as many passages run at once as have room.
-        advance: told how many more tokens have their hidden state.
+        num_blocks: size of the program's KV cache: as many passages run at once as fit.
+        advance: called with the number of newly computed tokens.
 
     Raises:
-        ConfigError: the program shows no hidden states, or the disk has no room for them.
+        ConfigError: the program provides no hidden states, or the disk is too small for them.
     """
     if Capability.HIDDEN not in program.capabilities:
         raise ConfigError("this back end shows no hidden states; train with the back end native or torch", param="backend")
@@ -96,12 +97,12 @@ def read_places(
 
 
 def find_targets(places: HiddenStates, choices: IntArray, rows: RowArray, num_heads: int) -> TargetArray:
-    """Returns what each head shall guess at some places, [num_heads, num_rows]: the model's choice so many places further.
+    """Returns the targets of each head at some positions, [num_heads, num_rows]: the model's choice that many positions later.
 
-    -1 where the passage ends before: behind an answer nothing comes.
+    -1 if the passage ends earlier.
 
     Args:
-        choices: [num_places], what the model would go on with behind each place.
+        choices: [num_places], the model's next token after each position.
     """
     ahead = rows + np.arange(1, num_heads + 1)[:, None]
     is_there = ahead < places.ends[rows]
@@ -117,7 +118,7 @@ def _record(
     num_blocks: int,
     advance: Callable[[int], object],
 ) -> None:
-    """Appends hidden states to a file until it has those of all passages."""
+    """Appends hidden states to a file until all passages are complete."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         num_done, num_rows = _count_done(file, passages, row_bytes)
@@ -142,7 +143,7 @@ def _record(
 
 
 def _count_done(file: Path, passages: Sequence[Passage], row_bytes: int) -> tuple[int, int]:
-    """Returns how many passages, and rows of them, a file has whole."""
+    """Returns how many complete passages, and rows of them, a file has."""
     in_file = file.stat().st_size // row_bytes if file.exists() else 0
     rows = 0
     for number, passage in enumerate(passages):
@@ -153,7 +154,7 @@ def _count_done(file: Path, passages: Sequence[Passage], row_bytes: int) -> tupl
 
 
 def _group(passages: Sequence[Passage], block_size: int, num_blocks: int) -> Iterator[list[Passage]]:
-    """Yields passages in order, as many together as the KV holds."""
+    """Yields batches of passages in order, as large as fit into the KV cache."""
     some: list[Passage] = []
     used = 0
     for passage in passages:
@@ -168,7 +169,7 @@ def _group(passages: Sequence[Passage], block_size: int, num_blocks: int) -> Ite
 
 
 def batch_passages(passages: Sequence[Passage], block_size: int) -> ForwardBatch:
-    """Returns the batch that computes whole passages, each in blocks of its own, and shows every place."""
+    """Returns the batch that computes whole passages, each in its own blocks, with outputs at every position."""
     lengths = np.array([len(passage.token_ids) for passage in passages], np.int32)
     needs = -(-lengths // block_size)
     tables = np.zeros((len(passages), int(needs.max())), np.int32)
@@ -185,16 +186,16 @@ def batch_passages(passages: Sequence[Passage], block_size: int) -> ForwardBatch
     )
 
 
-# The served model's own output head in torch, through which draft heads are trained.
+# The served model's output head in torch, for training draft heads.
 
 
 _ROWS: Final = 2048
 _ROWS_IN_CACHE: Final = 128
-"""Rows of logits that are held at once while heads learn: few enough to stay near the processor."""
+"""Rows of logits held at once during training: few enough to fit into caches."""
 
 
 class Teacher:
-    """Logits of hidden states after the final norm, as the model's head makes them."""
+    """Computes logits of hidden states after the final norm, as the model's head does."""
 
     def __init__(self, model: LoadedModel) -> None:
         spec, weights = model.spec, model.weights
@@ -215,13 +216,13 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, guesses: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-        """Returns the mean cross entropy of guessed hidden states, in nats, and its gradient.
+        """Returns the mean cross entropy of predicted hidden states, in nats, and its gradient.
 
         The head is frozen, so the gradient is known in closed form: no logits are kept for a second pass.
 
         Args:
             guesses: [num_rows, hidden].
-            targets: [num_rows], the right tokens; a negative one does not count.
+            targets: [num_rows], the right tokens; negative ones are ignored.
         """
         weight = self._rounded if guesses.dtype == torch.bfloat16 else self.weight
         gradient = torch.empty_like(guesses)
@@ -241,7 +242,7 @@ class Teacher:
 
     @torch.no_grad()
     def choose(self, places: HiddenStates, advance: Callable[[int], object]) -> IntArray:
-        """Returns the token that the model would go on with behind each place that is learned from, [num_places] int32.
+        """Returns the model's next token after each training position, [num_places] int32.
 
         -1 elsewhere.
         """
@@ -255,6 +256,6 @@ class Teacher:
 
 
 def read_rows(places: HiddenStates, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-    """Returns the hidden states of some places, [num_rows, hidden] bfloat16."""
-    bits = np.ascontiguousarray(places.hidden[rows]).view(np.int16)  # torch reads no ml_dtypes
+    """Returns the hidden states of some positions, [num_rows, hidden] bfloat16."""
+    bits = np.ascontiguousarray(places.hidden[rows]).view(np.int16)  # torch cannot read ml_dtypes
     return torch.from_numpy(bits).view(torch.bfloat16)

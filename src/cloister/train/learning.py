@@ -19,10 +19,10 @@ from cloister.backends.base import IntArray
 from cloister.train.hidden_states import HiddenStates, RowArray, TargetArray, Teacher, find_targets, read_rows
 from cloister.train.optimizer import Checkpoints, Optimizer, Schedule, step_generator
 
-# Heads as torch modules; what they save is what `executor.drafters` reads.
+# Heads as torch modules; they save the files that `executor.drafters` reads.
 #
-# Both kinds begin as nothing: added to the hidden state they came from they change it by zero, so that every head starts as
-# the model's own guess of the next token (Cai et al. 2024, section 2.1.1).
+# Both kinds are initialised to zero output: added to the hidden state they do not change it, so every head starts as the
+# model's own prediction of the next token (Cai et al. 2024, section 2.1.1).
 
 
 class MedusaHeads(nn.Module):
@@ -53,7 +53,7 @@ class MedusaHeads(nn.Module):
         return torch.stack(states)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Returns what a file of heads holds, as bfloat16."""
+        """Returns the tensors for a file of heads, as bfloat16."""
         found = {}
         for block in range(self.num_blocks):
             some = slice(block * self.num_heads, (block + 1) * self.num_heads)
@@ -101,7 +101,7 @@ MAKERS: Final[Mapping[str, Callable[[int, int, int, torch.Generator], HeadsModul
     "medusa": MedusaHeads,
     "blockwise": BlockwiseHeads,
 }
-"""By kind: number of heads, hidden size, blocks of a head or rows of the inner layer, what draws the weights."""
+"""By kind: number of heads, hidden size, blocks of a head or rows of the inner layer, generator of the weights."""
 
 
 def _init_weight(num_rows: int, num_columns: int, generator: torch.Generator) -> Tensor:
@@ -114,19 +114,19 @@ def _round(weight: Tensor) -> npt.NDArray[Any]:
 
 
 FARTHER: Final = 0.8
-"""What a head's loss counts for, of that of the head before it (Cai et al. 2024, section 2.2.1)."""
+"""Weight of a head's loss relative to the previous head's (Cai et al. 2024, section 2.2.1)."""
 OWN_SHARE: Final = 0.75
-"""Of the places in a step, where the model wrote a part of the passages itself: that is what heads will draft."""
+"""Share of positions in model-generated text per step, if there is any: that is what heads will draft."""
 CHECKPOINT_EVERY: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """How long and how quickly heads learn.
+    """Training schedule of heads.
 
     Attributes:
-        steps: of `rows` places each.
-        rate: learning rate at its peak.
+        steps: number of steps, of `rows` positions each.
+        rate: peak learning rate.
     """
 
     steps: int
@@ -145,11 +145,11 @@ def learn(
     checkpoint: Path,
     advance: Callable[[int, float], object],
 ) -> None:
-    """Trains heads on every place that is not held out; goes on from a checkpoint if there is one.
+    """Trains heads on every position that is not held out; resumes from a checkpoint if there is one.
 
     Args:
-        choices: what the model would go on with behind each place, [num_places].
-        advance: told the steps done since it was last told, and the loss in nats for each token.
+        choices: the model's next token after each position, [num_places].
+        advance: called with the number of new steps, and the loss in nats per token.
     """
     candidates = places.having(1, held_out=False)
     is_own = places.is_own[candidates]
@@ -169,7 +169,7 @@ def learn(
 
 
 def _draw(own: RowArray, others: RowArray, count: int, generator: torch.Generator) -> RowArray:
-    """Returns the places of one step."""
+    """Returns the positions of one step."""
     num_own = 0 if not len(own) else count if not len(others) else round(OWN_SHARE * count)
     parts = [
         some[torch.randint(len(some), (size,), generator=generator).numpy()]
@@ -180,7 +180,7 @@ def _draw(own: RowArray, others: RowArray, count: int, generator: torch.Generato
 
 
 def _teach(heads: HeadsModule, teacher: Teacher, hidden: Tensor, targets: TargetArray) -> float:
-    """Adds to the heads' gradients; returns the loss, in which farther heads count less."""
+    """Adds to the heads' gradients; returns the loss, weighted by head."""
     guesses = heads(hidden)
     shares = [FARTHER**head for head in range(len(targets))]
     total, gradients = 0.0, torch.empty_like(guesses)

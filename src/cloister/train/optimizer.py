@@ -1,8 +1,8 @@
 """Muon for the matrices inside the layers, AdamW for the rest, the learning-rate schedule, and resumable training.
 
-Muon: Jordan et al. 2024, with the update size matched to AdamW's (Liu et al. 2025). Schedule: warm-up, stable, linear
-decay to zero (Hägele et al. 2024). What a step sees depends on the seed and the number of the step alone, so a run that was
-interrupted and resumed ends with the same weights as one that was not.
+Muon: Jordan et al. 2024, with the update size matched to AdamW's (Liu et al. 2025). Schedule: warm-up, stable, linear decay to
+zero (Hägele et al. 2024). The data of a step depends only on the seed and the step number, so an interrupted and resumed run
+ends with the same weights as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Schedule:
-    """Peak rate, steps of warm-up, steps in all, and the share of them spent decaying."""
+    """Peak rate, steps of warm-up, total steps, and the share of them with decay."""
 
     peak: float
     warmup: int
@@ -33,7 +33,7 @@ class Schedule:
 
 
 class Optimizer:
-    """Both optimisers behind one step."""
+    """Both optimisers combined."""
 
     def __init__(self, model: nn.Module, schedule: Schedule, weight_decay: float = 0.1) -> None:
         self.schedule = schedule
@@ -62,7 +62,7 @@ class Optimizer:
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, states: Iterable[dict[str, Any]]) -> None:
-        """Take up a state that ``state_dict`` gave."""
+        """Load a state from ``state_dict``."""
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
 
@@ -75,7 +75,7 @@ class Checkpoints:
     every: int
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-        """Replace the checkpoint at once, so that a crash leaves the old one or the new one."""
+        """Replace the checkpoint atomically, so that a crash leaves the old one or the new one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, partial)

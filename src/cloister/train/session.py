@@ -28,41 +28,41 @@ _STEP_TOKENS: Final = 1024
 
 
 class Task(Protocol):
-    """One thing that takes time, shown to a person."""
+    """One long-running task with progress output."""
 
     def advance(self, count: int) -> object:
-        """That much more of it is done."""
+        """Adds to the progress."""
         ...
 
     def say(self, note: str) -> object:
-        """Shows how it goes."""
+        """Shows a message."""
         ...
 
 
 class Reporter(Protocol):
-    """Shows a person what is done."""
+    """Progress output for users."""
 
     def begin(self, what: str, total: int) -> Task:
-        """Shows one thing more."""
+        """Adds one task."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """What to learn from.
+    """Training data.
 
     Attributes:
-        model: as `serve --model` takes it.
-        text: files of text, or folders of them.
-        questions: files with a question a line, which the model answers itself.
-        num_tokens: of the text at most.
-        window: tokens of one passage at most.
-        num_answers: questions, and beginnings of passages, that the model is given at most, of each.
-        answer_tokens: what it says to each at most.
-        continues: it goes on with beginnings of the text, too.
-        temperature: of what it says; 0 takes the likeliest tokens.
-        work: where hidden states, answers and checkpoints lie, for a run that was stopped to go on; None keeps nothing.
-        num_threads: of all arithmetic; None takes the processors there are.
+        model: as in `serve --model`.
+        text: text files, or folders of them.
+        questions: files with one question per line, which the model answers.
+        num_tokens: maximum number of tokens of text.
+        window: maximum number of tokens of a passage.
+        num_answers: maximum number of questions, and of beginnings of passages, for the model.
+        answer_tokens: maximum length of each answer.
+        continues: the model also continues beginnings of the text.
+        temperature: temperature of its answers; 0 is greedy.
+        work: directory for hidden states, answers and checkpoints, from which an interrupted run resumes; None keeps nothing.
+        num_threads: number of threads; None uses all CPUs.
     """
 
     model: str
@@ -80,10 +80,10 @@ class Material:
 
 
 class TrainingSession:
-    """A model that is trained for, and what it reads.
+    """A model to train for, with its training data.
 
     Attributes:
-        model: opened, its weights on disk.
+        model: the opened model, with its weights on disk.
         work: a directory for files of this session.
     """
 
@@ -95,10 +95,10 @@ class TrainingSession:
         self.model: LoadedModel = load(locate(material.model, progress=True))
 
     def read_passages(self) -> list[Passage]:
-        """Returns passages of text, then what the model says itself.
+        """Returns passages of text, followed by the model's own answers.
 
         Raises:
-            ConfigError: a file cannot be read, or there is nothing in them.
+            ConfigError: a file cannot be read, or all are empty.
             CloisterError: the model cannot answer.
         """
         material, tokenizer = self.material, Tokenizer(self.model.path)
@@ -119,7 +119,7 @@ class TrainingSession:
         return passages
 
     def _answer(self, questions: Sequence[str], passages: Sequence[Passage]) -> list[Passage]:
-        """Returns what the model says to questions and to beginnings of passages, or said in an equal run before."""
+        """Returns the model's answers to questions and beginnings of passages, or those stored by an identical earlier run."""
         material = self.material
         beginnings = cut_beginnings(passages, material.num_answers, material.seed) if material.continues else []
         asked = repr((self.model.info.fingerprint, questions, beginnings, material.answer_tokens, material.temperature))
@@ -135,14 +135,14 @@ class TrainingSession:
         return found
 
     def name(self, passages: Sequence[Passage]) -> str:
-        """Returns what tells these passages, read by this model, from others: 16 hex digits."""
+        """Returns an identifier of these passages under this model: 16 hex digits."""
         digest = hashlib.sha256(self.model.info.fingerprint.encode())
         for passage in passages:
             digest.update(len(passage.token_ids).to_bytes(4, "little") + passage.token_ids.tobytes())
         return digest.hexdigest()[:16]
 
     def choose(self, teacher: Teacher, places: HiddenStates, passages: Sequence[Passage]) -> IntArray:
-        """Returns what the model would go on with behind each place, computed once (`Teacher.choose`)."""
+        """Returns the model's next token after each position, computed once (`Teacher.choose`)."""
         file = self.work / f"choices-{self.name(passages)}.npy"
         if file.exists():
             kept: IntArray = np.load(file)
@@ -154,7 +154,7 @@ class TrainingSession:
         return choices
 
     def read_places(self, passages: Sequence[Passage]) -> HiddenStates:
-        """Returns every place of passages with its hidden state (`train.hidden_states` says what it raises)."""
+        """Returns every position of passages with its hidden state. Raises as `train.hidden_states`."""
         block_size = self.config.block_size
         longest = max(len(passage.token_ids) for passage in passages)
         num_blocks = -(-max(_STEP_TOKENS, longest) // block_size)
@@ -165,13 +165,13 @@ class TrainingSession:
 
 
 def check_place(directory: Path, card: str, *, replaces: bool) -> None:
-    """Checks that what will be trained can be written there, before hours go into it.
+    """Checks before training that the result can be written to a directory.
 
     Args:
-        card: the file without which a directory holds nothing that was trained.
+        card: the file that marks a directory with a training result.
 
     Raises:
-        ConfigError: it cannot, or something lies there that nobody gave up.
+        ConfigError: it cannot be written, or it has an earlier result that may not be replaced.
     """
     if (directory / card).exists() and not replaces:
         raise ConfigError(
@@ -186,7 +186,7 @@ def check_place(directory: Path, card: str, *, replaces: bool) -> None:
 
 @contextmanager
 def open_session(material: Material, reporter: Reporter) -> Iterator[TrainingSession]:
-    """Opens a model to train for; what no `work` directory was named for is deleted at the end.
+    """Opens a model to train for; without a `work` directory, temporary files are deleted at the end.
 
     Raises:
         CloisterError: the model cannot be used; the message says why.

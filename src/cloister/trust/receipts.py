@@ -1,7 +1,7 @@
 """Receipts: a node's signed statement about one answer, and its later verification. Pure: no I/O, no clock.
 
-`claims` is what is signed, `transcript` the digests that both sides take of an exchange, `wish` how a client asks for a
-receipt, and `receipt` the file that it keeps.
+Contains the signed claims, the digests that both sides compute of an exchange, the client's request for a receipt, and the
+receipt file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cloister.types.errors import CloisterError
 
 # A receipt's claims as a JSON Web Signature in compact form (RFC 7515, Ed25519 by RFC 8037).
 #
-# The client knows every claim before the node has signed, so the signature alone travels; the client puts the rest around it.
+# The client knows every claim in advance, so only the signature is transmitted; the client adds the rest.
 
 
 SIGNATURE_BYTES: Final = 64
 KEY_BYTES: Final = 32
 MAX_JWS_BYTES: Final = 4096
 HEADER: Final = b'{"alg":"EdDSA","typ":"cloister-receipt+jws"}'
-"""The one protected header that is written and taken: nothing in a receipt chooses how it is checked."""
+"""The only protected header that is written and accepted: a receipt cannot choose how it is verified."""
 
 Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
@@ -39,17 +39,17 @@ Status = Annotated[int, Meta(ge=200, le=599)]
 
 
 class ReceiptError(CloisterError):
-    """A receipt that cannot be read, or that the attested key did not sign. Its text has nothing of request or answer."""
+    """A receipt that cannot be read, or that the attested key did not sign. Its text contains nothing of request or answer."""
 
     code = "broken_receipt"
     status = 502
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a node signs about one answer. Digests are SHA-256 in hex.
+    """The claims that a node signs about one answer. Digests are SHA-256 in hex.
 
     Attributes:
-        epoch: leaf hash (RFC 9162, section 2.1.1) of the epoch that the client drew the node from.
+        epoch: leaf hash (RFC 9162, section 2.1.1) of the epoch from which the client drew the node.
         evidence: digest of the node's evidence document: code, model, configuration, profile, hardening, keys.
         profile: name of the privacy profile that the node was started with.
         request: salted digest of method, target and content (`Transcript`).
@@ -75,10 +75,10 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def read_jws(jws: str) -> tuple[Claims, bytes]:
-    """Reads a compact serialisation as `Claims.to_jws` writes it; returns the claims and the signature, not yet checked.
+    """Parses a compact serialisation of `Claims.to_jws`; returns the claims and the unverified signature.
 
     Raises:
-        ReceiptError: it is another kind of object, or not in its one form.
+        ReceiptError: it is another type of object, or not in its canonical form.
     """
     try:
         _, payload, signature = (decode64(part) for part in jws.encode("ascii")[: MAX_JWS_BYTES + 1].split(b"."))
@@ -91,7 +91,7 @@ def read_jws(jws: str) -> tuple[Claims, bytes]:
 
 
 def is_signed(claims: Claims, signature: bytes, key: bytes) -> bool:
-    """Says whether `key` (Ed25519, 32 bytes) signed the claims."""
+    """Returns whether `key` (Ed25519, 32 bytes) signed the claims."""
     if len(key) != KEY_BYTES:
         return False
     try:
@@ -107,10 +107,10 @@ def encode64(data: bytes) -> bytes:
 
 
 def decode64(data: bytes) -> bytes:
-    """Reads what `encode64` writes, and nothing else.
+    """Decodes the output of `encode64`, and no other form.
 
     Raises:
-        ValueError: it is not in that form.
+        ValueError: it is in another form.
     """
     decoded = urlsafe_b64decode(data + b"=" * (-len(data) % 4))
     if encode64(decoded) != data:
@@ -128,8 +128,8 @@ _SALT_LABEL: Final = b"cloister receipt v1 salt"
 def derive_salt(exchange: OhttpContext) -> bytes:
     """Returns the salt of an exchange, 32 bytes from the exporter of its HPKE context (RFC 9180, section 5.3).
 
-    Only the two ends of the exchange know it, and no two exchanges share one: so a receipt tells nothing about the texts to who
-    is not shown the salt, and equal texts have different receipts.
+    Only the two ends of the exchange know it, and it is unique: so a receipt reveals nothing about the texts without the salt,
+    and equal texts have different receipts.
     """
     return exchange.context.export(_SALT_LABEL, SALT_BYTES)
 
@@ -148,7 +148,7 @@ def digest_pieces(salt: bytes, pieces: Iterable[bytes]) -> str:
 
 
 class Transcript:
-    """The digests of a request and of its answer as that is written or read."""
+    """The digests of a request and its answer, computed while the answer is written or read."""
 
     def __init__(self, exchange: OhttpContext, request: HttpRequest) -> None:
         self.salt = derive_salt(exchange)
@@ -156,11 +156,11 @@ class Transcript:
         self._answer = hashlib.sha256(self.salt)
 
     def add(self, content: bytes) -> None:
-        """Takes the next piece of the answer's content."""
+        """Adds the next piece of the answer's content."""
         self._answer.update(content)
 
     def claim(self, status: int, *, epoch: str, evidence: str, profile: str) -> Claims:
-        """Returns the claims about the answer, which is complete."""
+        """Returns the claims about the complete answer."""
         return Claims(
             epoch=epoch,
             evidence=evidence,
@@ -173,21 +173,21 @@ class Transcript:
 
 # The receipt file: a signed statement about one answer, and the evidence for the signing key.
 #
-# Everything in it but the salt is public. Who leaves the salt out shows the receipt without showing what it is about.
+# Everything in it but the salt is public. Without the salt, a receipt does not reveal the exchange that it covers.
 
 
 MAX_RECEIPT_BYTES: Final = 2 * (MAX_EVIDENCE_BYTES + MAX_BUNDLE_BYTES)
-"""With room for base64."""
+"""Including base64 overhead."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept of one answer.
+    """The receipt of one answer.
 
     Attributes:
-        jws: what the node signed, a JSON Web Signature in compact form.
-        salt: opens the digests of request and answer, 32 bytes; empty hides what they are about.
+        jws: the signed claims, a JSON Web Signature in compact form.
+        salt: salt of the digests of request and answer, 32 bytes; empty hides the exchange.
         evidence: the node's evidence document, which binds the key of the signature.
-        bundle: the epoch bundle that the client believed, with proofs and witnesses' signatures.
+        bundle: the epoch bundle that the client verified, with proofs and witnesses' signatures.
     """
 
     type: Annotated[str, Meta(pattern=r"^cloister receipt v1\Z")] = "cloister receipt v1"
@@ -205,7 +205,7 @@ def read_receipt(content: bytes) -> Receipt:
     """Reads the file's content.
 
     Raises:
-        ReceiptError: it is no receipt; the message never repeats the bytes.
+        ReceiptError: it is not a receipt; the message never repeats the bytes.
     """
     if len(content) > MAX_RECEIPT_BYTES:
         raise ReceiptError(f"the file has {len(content):,} bytes; a receipt has {MAX_RECEIPT_BYTES:,} at most")
@@ -218,8 +218,8 @@ def read_receipt(content: bytes) -> Receipt:
 
 # How a client requests a receipt, and how the node returns it.
 #
-# A field in the sealed request names epoch and evidence; a trailer field of the sealed answer has the signature. Where no
-# receipt is asked for, zeros stand in the place of both, so lengths do not tell.
+# A field in the sealed request names epoch and evidence; a trailer field of the sealed answer has the signature. Without a
+# receipt, zeros replace both, so lengths reveal nothing.
 
 
 FIELD: Final = b"cloister-receipt"
@@ -228,7 +228,7 @@ _DIGEST_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a client relied on when it drew the node; see `Claims`. Both are SHA-256 in hex."""
+    """The epoch and evidence that a client relied on; see `Claims`. Both are SHA-256 in hex."""
 
     epoch: str
     evidence: str
@@ -243,7 +243,8 @@ NO_WISH: Final = Wish("00" * _DIGEST_BYTES, "00" * _DIGEST_BYTES)
 
 
 def with_wish(request: HttpRequest, wish: Wish | None) -> tuple[HttpRequest, int]:
-    """Returns the request with its wish, if any, and how many bytes it takes with one: both kinds are padded from there."""
+    """Returns the request with the receipt field, if wanted, and its length with that field: both kinds are padded
+    from there."""
     head = request.head
     asking = RequestHead(head.method, head.scheme, head.authority, head.path, (*head.fields, (FIELD, (wish or NO_WISH).value)))
     with_field = len(encode_request(HttpRequest(asking, b"-"))) - len(encode_request(HttpRequest(head, b"-")))
@@ -252,7 +253,7 @@ def with_wish(request: HttpRequest, wish: Wish | None) -> tuple[HttpRequest, int
 
 
 def read_wish(fields: Fields) -> Wish | None:
-    """Returns the wish in a request's fields; None where there is none.
+    """Returns the receipt request in a request's fields; None if there is none.
 
     Raises:
         ReceiptError: it is malformed.
@@ -272,14 +273,14 @@ def read_wish(fields: Fields) -> Wish | None:
 
 
 class MalformedWishError(ReceiptError):
-    """A request whose wish for a receipt cannot be read."""
+    """A request with a malformed receipt field."""
 
     code = "malformed_receipt_field"
     status = 400
 
 
 def read_signature(trailers: Fields) -> bytes | None:
-    """Returns the signature in an answer's trailers; None where there is none that could be one."""
+    """Returns the signature in an answer's trailers; None if there is no well-formed one."""
     try:
         value = find_field(trailers, FIELD)
         signature = decode64((value or "").encode("ascii"))

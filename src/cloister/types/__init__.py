@@ -1,4 +1,4 @@
 """Shared types: requests, steps, scopes, threats, events, clocks, errors, configuration.
 
-Nothing here does I/O but `gguf` and `text_files`, which packages above share; nothing here imports another package.
+Only `gguf` and `text_files`, which higher packages share, do I/O. No module here imports another package.
 """

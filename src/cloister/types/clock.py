@@ -1,4 +1,4 @@
-"""Clocks as arguments: the wall clock, and one that tests set."""
+"""Clocks as arguments: the monotonic clock, and a manual one for tests."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock in seconds. Zero has no meaning; differences do."""
+    """A monotonic clock in seconds. Only differences are meaningful."""
 
     def now(self) -> float: ...
 
 
 class WallClock:
-    """The machine's monotonic clock; the same in every process of the machine."""
+    """The system's monotonic clock; the same in every process of the machine."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
 class Stopwatch:
-    """Times what is done one thing after the other.
+    """Measures consecutive phases.
 
     Attributes:
         laps: (what, seconds), in order.
@@ -32,14 +32,14 @@ class Stopwatch:
         self._since_s = self._clock.now()
 
     def lap(self, name: str) -> None:
-        """Ends what went on since the last lap, or since the start, and calls it `name`."""
+        """Ends the phase since the last lap or the start, and names it `name`."""
         now_s = self._clock.now()
         self.laps.append((name, now_s - self._since_s))
         self._since_s = now_s
 
 
 class VirtualClock:
-    """A clock that moves only when told to: tests and the simulator."""
+    """A clock that advances only on demand, for tests and the simulator."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -48,7 +48,7 @@ class VirtualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Moves the clock on by `seconds` >= 0."""
+        """Advances the clock by `seconds` >= 0."""
         if seconds < 0:
             raise ValueError("a clock cannot go back")
         self._now_s += seconds

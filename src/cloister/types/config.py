@@ -18,7 +18,7 @@ C = TypeVar("C")
 
 NO_DRAFTER: Final = "none"
 AUTO_DRAFTER: Final = "auto"
-"""Values of `speculate` that name no drafter."""
+"""Values of `speculate` that are not drafters."""
 DRAFTER_FILES: Final = {
     "draft_model": "draft_model", "spec_infer": "draft_model", "long_spec": "draft_model", "rest": "datastore",
 }  # fmt: skip
@@ -28,22 +28,21 @@ DRAFTER_FILES: Final = {
 def setting(
     default: Any, help: str, *, choices: Sequence[str] = (), low: float | None = None, high: float | None = None
 ) -> Any:
-    """Declares one setting: its default, one sentence for people, and what values it takes."""
+    """Declares one setting: its default, a one-sentence description, and its valid values."""
     return field(default=default, metadata={"help": help, "choices": tuple(choices), "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. None means: chosen at start from the model and the machine."""
+    """Settings of one engine. None: chosen at start from the model and the machine."""
 
     model: str = setting(
         "cloister-5m",
         "Name of an embedded, pulled or catalogue model, model directory, GGUF file, or hub name; unset, `serve`, `run` and"
-        " `chat` take smollm2-135m where the profile lets them download it, or it is here.",
+        " `chat` take smollm2-135m if it is on disk or the profile permits its download.",
     )
     backend: str | None = setting(
-        None,
-        "What computes, native or torch; unset, native on a CPU if it has kernels for the model, else torch.",
+        None, "Back end, native or torch; unset, native on a CPU if it has kernels for the model, else torch."
     )
     device: str | None = setting(None, "Where it computes.", choices=("cpu", "cuda"))
     dtype: str | None = setting(
@@ -51,38 +50,38 @@ class EngineConfig:
         "Number format of weights that are not quantised, and of activations; unset, bfloat16 (float32 on torch on a CPU).",
         choices=("float32", "bfloat16"),
     )
-    quant: str = setting("none", "Number format of matrices, made on load: none, int8, int4 or qoq.")
+    quant: str = setting("none", "Quantization of matrices on load: none, int8, int4 or qoq.")
     quant_method: str = setting(
         "auto",
-        "How `quant` finds codes: `rtn` rounds to nearest, `gptq` goes by text that is shipped, once for each model (the"
-        " weights cache keeps it); `auto` is gptq for 4 bits where the model has the shape and size for it.",
+        "How `quant` chooses codes: `rtn` rounds to nearest, `gptq` calibrates on shipped text, once for each model (the"
+        " weights cache keeps it); `auto` is gptq for 4 bits if the model has the shape and size for it.",
         choices=("auto", "rtn", "gptq"),
     )
     kv_dtype: str | None = setting(
         None,
-        "Number format of KV; unset, what `quant` goes with, else `dtype`.",
+        "Number format of KV; unset, the one that suits `quant`, else `dtype`.",
         choices=("float32", "bfloat16", "int8", "int4"),
     )
     strict_config: bool = setting(
         False,
-        "Refuse a model whose config.json has fields of which nothing is known here; else they are ignored, with a warning.",
+        "Refuse a model whose config.json has unknown fields; else they are ignored, with a warning.",
     )
     numerics: str = setting(
         "exact",
-        "`exact`: an answer has the same bits whatever the company; `fast` (CUDA): libraries that cannot promise it.",
+        "`exact`: answers do not depend on other requests in the batch; `fast` (CUDA): libraries that cannot guarantee it.",
         choices=("exact", "fast"),
     )
     weights_cache: str = setting(
-        "~/.cache/cloister", "Directory of packed weights, which make the next start quick; empty keeps none."
+        "~/.cache/cloister", "Cache directory for packed weights, which make the next start faster; empty disables it."
     )
     weights_cache_mb: float = setting(
-        65536.0, "Disk that packed weights may take, in MiB; the ones used longest ago make room for others.", low=0
+        65536.0, "Disk space for packed weights, in MiB; the least recently used ones are evicted.", low=0
     )
     num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
     max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
     default_max_tokens: int = setting(
         2048,
-        "Longest answer where a request does not say how long it may be, in tokens; 0: what the context window has room for.",
+        "Longest answer if a request sets no limit, in tokens; 0: as long as the context window permits.",
         low=0,
     )
     block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)
@@ -90,22 +89,22 @@ class EngineConfig:
     max_num_seqs: int = setting(64, "Sequences that run at once.", low=1)
     max_batched_tokens: int | None = setting(None, "Tokens in one step; unset, 1024 on a CPU and 2048 on a GPU.", low=1)
     target_step_ms: float | None = setting(
-        None, "Time that a step may take; unset, a step may take `max_stall` times its decode part.", low=0
+        None, "Time limit of a step; unset, a step may take `max_stall` times its decode part.", low=0
     )
     max_stall: float = setting(1.7, "How much prefill may stretch a step that also decodes, as a ratio.", low=1)
     stall_floor_ms: float = setting(
-        45.0, "A step of this time is short enough for any stream: up to it prefill may fill one, whatever `max_stall`.", low=0
+        45.0, "A step of this time is short enough for any stream: prefill may fill it, whatever `max_stall`.", low=0
     )
     scheduler: str = setting("fcfs", "Who goes first.")
-    prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, as the profile says.")
+    prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, the profile's default.")
     release_prefixes: str | None = setting(
         None,
-        "File of system prompts (a JSON list) that are no secret: everybody shares their KV, which stays once it is there.",
+        "File of public system prompts (a JSON list): all users share their KV, which is never evicted.",
     )
     cache_scopes: int | None = setting(
         None,
-        "Tenants or sessions that get a share of the prefix cache of their own, at most half of the KV memory between them;"
-        " 0: one cache for all, in which each can feel what the others keep; unset, one for each tenant, or 16 sessions.",
+        "Tenants or sessions with their own share of the prefix cache, together at most half of the KV memory;"
+        " 0: one shared cache, in which users can infer others' activity; unset, one for each tenant, or 16 sessions.",
         low=0,
     )
     profile: str | None = setting(
@@ -113,46 +112,46 @@ class EngineConfig:
         "Privacy profile; unset, `open` on loopback without API keys, else `team`.",
         choices=("open", "team", "private", "paranoid"),
     )
-    lora: str | None = setting(None, "LoRA adapters to load at start: NAME=DIRECTORY, with commas between several.")
+    lora: str | None = setting(None, "LoRA adapters to load at start: NAME=DIRECTORY, comma-separated.")
     max_loras: int | None = setting(None, "Adapters at once; unset, those of `lora`, and 4 with `runtime_adapters`.", low=1)
     max_lora_rank: int | None = setting(None, "Largest rank of an adapter; unset, that of `lora`'s, and at least 16.", low=1)
     runtime_adapters: bool = setting(False, "Let operators load and unload LoRA adapters while the server runs.")
     pooling: str | None = setting(
         None,
-        "How embeddings are made of a text's tokens; unset, as the model's files say, else mean.",
-        choices=("last", "mean"),
+        "Pooling of embeddings over a text's tokens; unset, as in the model's files, else mean. cls: of encoders only.",
+        choices=("last", "mean", "cls"),
     )
     speculate: str | None = setting(
         None,
-        "What drafts tokens for the model to verify, several a step: none, auto (what is at hand, wherever it pays), or"
-        " drafters by name, with commas between several; unset, auto where a setting of drafters is given, else none.",
+        "Drafters, whose tokens the model verifies, several a step: none, auto (those available, whenever faster), or"
+        " comma-separated names; unset, auto if a setting of drafters is given, else none.",
     )
     draft_model: str | None = setting(
         None,
-        "Small models that draft: an embedded model's name, a directory or a hub name, with commas between several; unset, what"
-        " lies in the model's directory under `drafters`.",
+        "Draft models: an embedded model's name, a directory or a hub name, comma-separated; unset, those"
+        " in the model's directory under `drafters`.",
     )
     draft_tokens: int | None = setting(
-        None, "Tokens to draft in a step for each sequence; unset, as many as pay, by what was accepted.", low=1, high=64
+        None, "Tokens to draft in a step for each sequence; unset, adapted to acceptance and speed.", low=1, high=64
     )
-    datastore: str | None = setting(None, "Directory of public text that drafts are looked up in (drafter rest).")
-    max_waiting: int = setting(1024, "Requests that may wait; more are answered with 429.", low=0)
+    datastore: str | None = setting(None, "Directory of the datastore of public text for the drafter `rest`.")
+    max_waiting: int = setting(1024, "Longest queue of waiting requests; further ones get 429.", low=0)
     stall_timeout_s: float = setting(
         5.0,
-        "No step for so long (and for 20 steps' time) while a request waits, and `/health` turns bad; twice as long, and the"
-        " engine is replaced.",
+        "`/health` fails after this time (at least 20 steps) without a step while a request waits; after twice as long the"
+        " engine is restarted.",
         low=0.01,
     )
     request_timeout_s: float = setting(600.0, "Deadline of a request, from arrival to its last token.", low=0.001)
 
     @property
     def speculates(self) -> bool:
-        """Whether drafts may be verified; False until a profile settled what `speculate` is where nobody said."""
+        """Whether drafts may be verified; False until a profile has set an unset `speculate`."""
         return self.speculate not in (None, NO_DRAFTER)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
-        """The drafters that `speculate` names; none where it leaves the choice to the engine."""
+        """The drafters that `speculate` names; empty if the engine chooses."""
         return _names(self.speculate) if self.speculates and self.speculate != AUTO_DRAFTER else ()
 
 
@@ -162,14 +161,14 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
-    served_model_name: str | None = setting(None, "Names that clients use, commas between; unset, the model's own.")
-    api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are asked for.")
+    served_model_name: str | None = setting(None, "Model names for clients, comma-separated; unset, the model's own.")
+    api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are required.")
     oidc: str | None = setting(
-        None, "File (TOML) of an OpenID issuer whose tokens are taken beside API keys; unset, none are. Needs the extra `oidc`."
+        None, "File (TOML) of an OpenID issuer whose tokens are accepted like API keys; unset, none. Needs the extra `oidc`."
     )
     tool_parser: str | None = setting(
         None,
-        "How the model writes calls of tools; unset, as its chat template shows.",
+        "Format of the model's tool calls; unset, detected from its chat template.",
         choices=(
             "hermes",
             "llama3",
@@ -180,49 +179,52 @@ class ServerConfig:
             "deepseek",
             "deepseek_v31",
             "qwen3_coder",
+            "kimi_k2",
+            "glm45",
+            "minimax_m2",
+            "harmony",
         ),
     )
     reasoning_parser: str | None = setting(
         None,
-        "How the model marks its reasoning; unset, as its chat template shows; none leaves it in the answer.",
-        choices=("think", "magistral", "none"),
+        "Format of the model's reasoning; unset, detected from its chat template; none leaves it in the answer.",
+        choices=("think", "magistral", "harmony", "none"),
     )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
+    max_images: int = setting(8, "Most images in one request, for a model that sees; 0 refuses them.", low=0)
     strict_fields: bool = setting(
         False,
-        "Refuse a request with a field that nothing here knows; else it is ignored, and the reply's header"
+        "Refuse a request with an unknown field; else it is ignored, and the reply's header"
         " `cloister-ignored-fields` names it.",
     )
     max_n: int = setting(64, "Most sequences (`n`) that one request may ask for.", low=1)
     page: bool = setting(True, "Serve the web page at `/`.")
-    max_connections: int = setting(
-        2048, "Connections at once; a new one replaces one that waits for its client, or gets 503.", low=1
-    )
+    max_connections: int = setting(2048, "Most connections at once; a further one replaces an idle one, or gets 503.", low=1)
     allowed_origins: str | None = setting(
-        None, "Origins of web pages elsewhere that may use the API (CORS), with commas between them, or *; unset, none."
+        None, "Origins of other web pages that may use the API (CORS), comma-separated, or *; unset, none."
     )
     certfile: str | None = setting(None, "Certificate for TLS, with its chain, in PEM; unset, plain HTTP.")
     keyfile: str | None = setting(None, "Private key of the certificate, in PEM; unset, it is in `certfile` too.")
-    log_format: str = setting("text", "How a line of the log is written.", choices=("text", "json"))
+    log_format: str = setting("text", "Format of log lines.", choices=("text", "json"))
     log_requests: bool | None = setting(
-        None, "Log a line for every request, with counts and times and no content; unset, as the profile says."
+        None, "Log a line for every request, with counts and times and no content; unset, the profile's default."
     )
-    log_clients: bool = setting(False, "Put the client's address into the line of a request.")
+    log_clients: bool = setting(False, "Include the client's address in log lines of requests.")
     otlp_endpoint: str | None = setting(None, "Address of an OpenTelemetry collector (OTLP over HTTP) that gets traces.")
     sealed: bool = setting(
         False,
-        "Start with no way in: measures before any library loads, no program executed, no calls out; the profile is then"
+        "Start as a sealed node: hardened before any library loads, no program executed, no outgoing calls; the profile is then"
         " `private` unless set.",
     )
     attester: str = setting(
         "software",
-        "Who vouches for a sealed node: the processor, or nobody (`software`, which clients refuse unless told otherwise).",
+        "Attester of a sealed node: the processor, or `software`, which proves nothing and which clients refuse by default.",
         choices=("software", "sev-snp", "tdx"),
     )
-    attest_gpus: bool = setting(False, "NVIDIA GPUs in confidential mode have to vouch for a sealed node too.")
+    attest_gpus: bool = setting(False, "Require attestation of NVIDIA GPUs in confidential mode too.")
     amd_certificates: str | None = setting(
         None,
-        "Directory with AMD's certificates of this processor (vcek and ask, or vlek and asvk; ark, crl), where the host has no"
+        "Directory with AMD's certificates of this processor (vcek and ask, or vlek and asvk; ark, crl), if the host has no"
         " table of them.",
     )
     intel_collateral: str | None = setting(
@@ -230,7 +232,7 @@ class ServerConfig:
     )
     nvidia_collateral: str | None = setting(
         None,
-        "Directory with what NVIDIA signed for the GPUs: RIM files (*.swidtag, *.xml), OCSP responses (*.ocsp) and CRLs"
+        "Directory with NVIDIA's signed files for the GPUs: RIM files (*.swidtag, *.xml), OCSP responses (*.ocsp) and CRLs"
         " (*.crl); read for each key of a sealed node.",
     )
     release: str | None = setting(
@@ -240,34 +242,33 @@ class ServerConfig:
     )
     log_checkpoint: str | None = setting(
         None,
-        "File with the log's newest witnessed checkpoint, read for each key of a sealed node: what its evidence is made for.",
+        "File with the log's newest witnessed checkpoint, which a sealed node's evidence includes; read for each key.",
     )
     gateway_secret: str | None = setting(
         None,
-        "File whose one line a gateway has to show a sealed node; unset, it answers whoever seals to its key, token or not.",
+        "File with the secret that a gateway must present to a sealed node; unset, it answers every sealed request.",
     )
     member_key: str | None = setting(
         None,
-        "File of the key by which a sealed node shows which member of the cloud it is (`cloister log key --role node`); clients"
-        " draw members only.",
+        "File of a sealed node's member key (`cloister log key --role node`); clients  draw members only.",
     )
-    node_capacity: int = setting(1, "Share of a sealed node when clients draw.", low=1, high=1_000_000)
+    node_capacity: int = setting(1, "Weight of a sealed node when clients draw.", low=1, high=1_000_000)
     keep_responses: bool | None = setting(
         None,
-        "Keep answers of `/v1/responses` in memory for an hour, to go on from; unset, as the profile says.",
+        "Keep conversations of `/v1/responses` in memory for an hour; unset, the profile's default.",
     )
     files: str | None = setting(
-        None, "Directory for files and batches of users (`/v1/files`, `/v1/batches`), sealed; unset, nothing is kept."
+        None, "Directory for users' files and batches (`/v1/files`, `/v1/batches`), encrypted; unset, nothing is kept."
     )
     files_key: str | None = setting(
-        None, "File of the key that they are sealed with, made if it is not there; unset, beside the directory."
+        None, "File of their encryption key, created if it does not exist; unset, next to the directory."
     )
-    files_mb: int = setting(1024, "Most room for files and batches, in MiB.", low=1)
-    drain_timeout_s: float = setting(30.0, "After SIGTERM, how long running requests may take to end.", low=0)
+    files_mb: int = setting(1024, "Disk limit for files and batches, in MiB.", low=1)
+    drain_timeout_s: float = setting(30.0, "Time that running requests get to finish after SIGTERM.", low=0)
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """The names of `served_model_name`; the first one is what replies say."""
+        """The names of `served_model_name`; replies use the first one."""
         return _names(self.served_model_name)
 
 
@@ -282,7 +283,7 @@ ATTESTING: Final = (
     "member_key",
     "node_capacity",
 )
-"""Settings of `ServerConfig` that only a sealed node has a use for."""
+"""Settings of `ServerConfig` that only a sealed node uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +303,21 @@ class Resolved(Generic[C]):
     reasons: tuple[SettingReason, ...]
 
     def explain(self, **changed: tuple[object, str]) -> Resolved[C]:
-        """Returns a copy in which each named setting has the value and the reason given."""
+        """Returns a copy in which each named setting has the given value and reason."""
         config = replace(self.config, **{name: value for name, (value, _) in changed.items()})  # type: ignore[type-var]
         reasons = tuple(SettingReason(r.name, *changed[r.name]) if r.name in changed else r for r in self.reasons)
         return Resolved(config, reasons)
 
 
 def resolve(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]]) -> Resolved[C]:
-    """Merges layers of settings, later ones win, and checks every value.
+    """Merges layers of settings (later ones win) and checks every value.
 
     Args:
         cls: EngineConfig or ServerConfig.
-        layers: (where it comes from, settings by name), such as ("flag", {"port": 8001}). Values of None do not count.
+        layers: (origin, settings by name), such as ("flag", {"port": 8001}). Values of None are ignored.
 
     Raises:
-        ConfigError: a value has the wrong type or range; the message says what would do.
+        ConfigError: a value has the wrong type or range; the message states valid values.
     """
     hints = get_type_hints(cls)
     values: dict[str, object] = {}
@@ -336,7 +337,7 @@ def parse_adapters(setting: str) -> list[tuple[str, str]]:
     """Returns (name, directory) of each adapter that the setting `lora` names.
 
     Raises:
-        ConfigError: an entry is not NAME=DIRECTORY, or a name stands twice.
+        ConfigError: an entry is not NAME=DIRECTORY, or a name occurs twice.
     """
     given = [entry.partition("=") for entry in setting.split(",") if entry.strip()]
     pairs = [(name.strip(), path.strip()) for name, _, path in given]
@@ -346,7 +347,7 @@ def parse_adapters(setting: str) -> list[tuple[str, str]]:
 
 
 def reject_unknown(names: Iterable[str], known: Iterable[str], source: str) -> None:
-    """Raises ConfigError for the first name that no configuration class has, with the nearest one that exists."""
+    """Raises ConfigError for the first unknown name, with the closest existing one."""
     known = tuple(known)
     for name in names:
         if name not in known:
@@ -361,10 +362,10 @@ def setting_names(*classes: type[Any]) -> tuple[str, ...]:
 
 
 def check_value(name: str, value: object, hint: Any, metadata: Mapping[str, Any]) -> object:
-    """Returns `value` as the type that the setting declares.
+    """Converts `value` to the declared type of a setting.
 
     Raises:
-        ConfigError: it cannot be, or lies outside the choices or the range.
+        ConfigError: it cannot be converted, or is not within the choices or the range.
     """
     kind = next(a for a in _alternatives(hint) if a is not type(None))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -7,7 +7,7 @@ class CloisterError(Exception):
     """Base of every error that Cloister raises on purpose.
 
     Attributes:
-        message: one or two sentences, what happened and what to do; free of user content.
+        message: one or two sentences: what happened and what to do; without user content.
         code: machine-readable slug, as in the OpenAI error object.
         param: the request field or setting at fault, if one is.
         status: the HTTP status that the server answers with.
@@ -38,7 +38,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class AuthenticationError(CloisterError):
-    """No API key, or one that is not known."""
+    """The API key is missing or unknown."""
 
     code = "invalid_api_key"
     status = 401
@@ -66,7 +66,7 @@ class RequestTooLargeError(CloisterError):
 
 
 class RetryLaterError(CloisterError):
-    """The same request may be taken a little later.
+    """The same request may be accepted later.
 
     Attributes:
         retry_after_s: when to try again, in seconds, at least 1.
@@ -80,13 +80,13 @@ class RetryLaterError(CloisterError):
 
 
 class QueueFullError(RetryLaterError):
-    """Too many requests wait already."""
+    """The queue is full."""
 
     code = "queue_full"
 
 
 class RateLimitError(RetryLaterError):
-    """An API key used what its limits let it use."""
+    """The limits of an API key are exhausted."""
 
     code = "rate_limit_exceeded"
 
@@ -112,12 +112,12 @@ class ModelError(CloisterError):
 
 
 class ConfigError(CloisterError):
-    """A setting has no meaning or contradicts another one."""
+    """A setting is invalid or contradicts another one."""
 
     code = "config_error"
 
 
 class MemoryBudgetError(ConfigError):
-    """What was asked for cannot fit into memory; the message has the figure that would."""
+    """The configuration does not fit into memory; the message states a figure that does."""
 
     code = "out_of_memory_budget"

@@ -43,7 +43,7 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progressed(msgspec.Struct, frozen=True, tag=True):
-    """A sequence gained `num_tokens` committed output tokens."""
+    """`num_tokens` output tokens of a sequence were committed."""
 
     request_id: str
     seq_id: int
@@ -72,12 +72,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drafting(msgspec.Struct, frozen=True):
-    """What one drafter did in a step, over all sequences.
+    """The counts of one drafter in a step, over all sequences.
 
     Attributes:
-        num_drafts: sequences for which it drafted something.
-        drafted, accepted: tokens by their place in the drafter's order of trust; the last places may be missing.
-        draft_s: time that it took.
+        num_drafts: number of sequences for which it drafted.
+        drafted, accepted: tokens by their position in the drafter's order of confidence; the last positions may be missing.
+        draft_s: its time in seconds.
     """
 
     drafter: str
@@ -88,7 +88,7 @@ class Drafting(msgspec.Struct, frozen=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """One step ran: what it did and how full the engine is."""
+    """One step ran: its counts, and the load of the engine."""
 
     now_s: float
     elapsed_s: float
@@ -102,24 +102,24 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     num_attended: float = 0.0
     """Keys read by attention, summed over the positions computed."""
     drafting: tuple[Drafting, ...] = ()
-    """By drafter; only those that did something."""
+    """By drafter; only active ones."""
     gained_s: float = 0.0
-    """Time that plain steps would have taken for what was accepted beyond a token each (`engine.drafting.weigh`)."""
+    """Time that steps without drafts would have taken for the accepted drafts (`engine.drafting.weigh`)."""
     spent_s: float = 0.0
-    """Time that drafting and verification added to the step; below zero where it was quicker than predicted."""
+    """Time that drafting and verification added to the step; negative if it was faster than predicted."""
 
 
 Event = Arrived | Scheduled | Preempted | Progressed | Ended | Stepped
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: take this request."""
+    """Front to engine: a new request."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: nobody waits for this request any more."""
+    """Front to engine: abort this request."""
 
     request_id: str
 
@@ -133,18 +133,18 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: take no more requests for this adapter, and forget it when those that use it have ended."""
+    """Front to engine: accept no more requests for this adapter, and unload it when those that use it have ended."""
 
     call_id: str
     name: str
 
 
 class AdapterReply(msgspec.Struct, frozen=True):
-    """Engine to front, in `Outputs`: what became of a call about an adapter.
+    """Engine to front, in `Outputs`: the result of an adapter call.
 
     Attributes:
-        adapter: what was loaded.
-        error, code: why it was not done; free of content.
+        adapter: the loaded adapter.
+        error, code: why the call failed; without user content.
     """
 
     call_id: str
@@ -154,7 +154,7 @@ class AdapterReply(msgspec.Struct, frozen=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: end what runs within `timeout_s`, then exit."""
+    """Front to engine: finish running requests within `timeout_s`, then exit."""
 
     timeout_s: float
 
@@ -167,18 +167,18 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Itemised memory budget: (what, bytes)."""
     adapters: list[AdapterInfo] = []
     startup: list[tuple[str, float]] = []
-    """How long the start took, by phase: (what, seconds)."""
+    """Startup times by phase: (what, seconds)."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: it cannot start, and why; sent once before it exits."""
+    """Engine to front: why it cannot start; sent once before it exits."""
 
     message: str
     code: str
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: what a step brought."""
+    """Engine to front: outputs and events of a step."""
 
     outputs: list[SequenceOutput]
     events: list[Event]
@@ -188,11 +188,11 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 FrontMessage = Submit | Abort | LoadAdapter | UnloadAdapter | Shutdown
 EngineMessage = Ready | Failed | Outputs
 
-ABORTED: Final = "the request was ended before its answer was complete: nobody waited for it, or the server is shutting down"
+ABORTED: Final = "the request was ended before its answer was complete: its client disconnected, or the server is shutting down"
 
 
 def end_output(ended: Ended) -> SequenceOutput:
-    """Returns the last output of a sequence that gained nothing more."""
+    """Returns the last output of a sequence without new text."""
     return SequenceOutput(
         request_id=ended.request_id,
         index=ended.index,

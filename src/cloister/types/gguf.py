@@ -1,7 +1,7 @@
-"""Reads the metadata and tensor list of a GGUF file, and trusts nothing that the file says of itself.
+"""Reads the metadata and tensor list of a GGUF file; treats the file as untrusted.
 
-Both `models` and `text` need them, so they are read below both. Format, all little-endian: the magic bytes, a version, the
-number of tensors and of metadata entries; entries (key, type, value); tensors (name, sizes, type, offset); padding; data
+It is here because both `models` and `text` need it. Format, all little-endian: the magic bytes, a version, the number of
+tensors and of metadata entries; entries (key, type, value); tensors (name, sizes, type, offset); padding; data
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 """
 
@@ -34,7 +34,7 @@ T = TypeVar("T", int, float, bool, str)
 
 @dataclass(frozen=True, slots=True)
 class GGUFArray:
-    """An array in the metadata. It is decoded when it is asked for: a vocabulary has 10^5 items.
+    """An array in the metadata. It is decoded on demand: a vocabulary has 10^5 items.
 
     Attributes:
         kind: the format's number for the type of an item.
@@ -79,7 +79,7 @@ class GGUFTensor:
     """One entry in the list of tensors.
 
     Attributes:
-        shape: outermost first, as in numpy (the file has it the other way round).
+        shape: outermost dimension first, as in numpy (the file has the reverse order).
         kind: the format's number for the type of its blocks.
         start: offset of its first byte in the file.
     """
@@ -91,11 +91,11 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """What stands before the data.
+    """The header of a GGUF file.
 
     Attributes:
         metadata: key -> value.
-        tensors: name -> where it lies; a start may still lie outside the file.
+        tensors: name -> entry; a start may still be outside the file.
         size_bytes: of the whole file.
     """
 
@@ -105,7 +105,7 @@ class GGUFFile:
     size_bytes: int
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Returns a single value, None when the file has none.
+        """Returns a single value, None if it is absent.
 
         Raises:
             ModelError: it has another type.
@@ -118,7 +118,7 @@ class GGUFFile:
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """Returns an array of strings, None when the file has none.
+        """Returns an array of strings, None if it is absent.
 
         Raises:
             ModelError: it is something else.
@@ -126,7 +126,7 @@ class GGUFFile:
         return self._array(key, GGUFArray.strings)
 
     def numbers(self, key: str) -> list[Any] | None:
-        """Returns an array of numbers, None when the file has none.
+        """Returns an array of numbers, None if it is absent.
 
         Raises:
             ModelError: it is something else.
@@ -144,7 +144,7 @@ class GGUFFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a file that begins as GGUF does."""
+    """Whether a path is a file with the GGUF magic bytes."""
     try:
         with path.open("rb") as file:
             return file.read(4) == MAGIC
@@ -169,7 +169,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Reader:
-    """Goes through a header once. Whatever reaches beyond its end is a ValueError or a struct.error."""
+    """Parses a header sequentially. Reading beyond its end raises ValueError or struct.error."""
 
     def __init__(self, header: mmap.mmap, path: Path) -> None:
         self._header, self._path = header, path
@@ -222,7 +222,7 @@ class _Reader:
         return value
 
     def _array(self, kind: int, num_items: int) -> GGUFArray:
-        """Arrays of arrays are allowed by the format, but nothing that anybody writes has one."""
+        """The format allows arrays of arrays, but no known file has one."""
         start = self._place
         if kind == _STRING:
             self._skip_strings(num_items)

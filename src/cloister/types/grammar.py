@@ -8,12 +8,12 @@ from typing import Final
 import msgspec
 
 COMPILE_TIMEOUT_S: Final = 5.0
-"""How long a grammar may take to compile. After that its requests fail with the reason, and the thread that compiles it is
-left to itself and replaced."""
+"""Timeout for compiling a grammar. After it, its requests fail with the reason, and its compiling thread is abandoned and
+replaced."""
 
 
 class GrammarKind(StrEnum):
-    """How a grammar is written."""
+    """The notation of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -23,10 +23,10 @@ class GrammarKind(StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, weakref=True):
-    """What the tokens of an answer must spell, from its first byte to its last.
+    """The grammar that the complete text of an answer must match.
 
     Attributes:
-        kind: what `source` is.
+        kind: the notation of `source`.
         source: a JSON schema as JSON; nothing, for any JSON object; a regular expression (Rust's dialect: no look-around, no
             back references) that matches the whole answer; a JSON list of the strings to choose from; or a context-free
             grammar in Lark's notation, whose rule `start` is the answer.

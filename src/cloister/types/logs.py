@@ -1,7 +1,7 @@
 """Log formatting as text or JSON, with fields from one list and no free text from elsewhere.
 
-Messages of this package hold nothing that a user sent. Other packages know no such rule, and an exception's text may hold what
-a user sent, so of their records only the template goes out, and of an exception its kind and the places that it passed.
+Messages of this package contain no user content. Messages of other packages and texts of exceptions may, so only the template
+of other packages' records is written, and of an exception only its type and its code locations.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FIELDS: Final = (
     "finish_reasons",
     "client",
 )
-"""What a record may carry beside its message; anything else is left out."""
+"""Extra fields that a record may have; all others are omitted."""
 OURS: Final = "cloister"
 _PLACES: Final = re.compile(r"%(\(\w+\))?[-#0 +]*[\d*]*(\.[\d*]+)?[a-zA-Z]")
-"""Where a template has room for words (printf-style formatting)."""
+"""Placeholders in a template (printf-style formatting)."""
 
 
 class _Formatter(logging.Formatter):
-    """Picks from a record what may be written."""
+    """Selects the fields of a record that may be written."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -76,7 +76,7 @@ FORMATS: Final = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def set_up_logging(log_format: str, stream: TextIO | None = None) -> None:
-    """Sends the records of this process to a stream (standard error): ours from INFO on, others' from WARNING on.
+    """Writes log records of this process to a stream (default: standard error): ours from INFO on, others from WARNING on.
 
     Args:
         log_format: a name in `FORMATS`.
@@ -109,11 +109,12 @@ def _as_text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-# Exceptions for operators: kind and place, never the text, which could repeat user input.
+# Exceptions for operators: type and code location, never the text, which could contain user input.
 
 
 def describe(error: BaseException) -> str:
-    """Returns such as "ValueError at inputs.py:42 in gather", and the name of a module that is missing, which is no content."""
+    """Returns text such as "ValueError at inputs.py:42 in gather"; for a missing module also its name, which is no user
+    content."""
     kind = type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name:
         kind = f"{kind} of {error.name}"

@@ -1,4 +1,4 @@
-"""Process names as `ps` shows them, and an allocator that overwrites freed memory. Linux only; elsewhere nothing."""
+"""Process names as shown by `ps`, and an allocator that overwrites freed memory. Linux only; no effect elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 _PR_SET_NAME: Final = 15
-_LONGEST: Final = 15  # the kernel cuts what is longer
+_LONGEST: Final = 15  # the kernel truncates longer names
 
 
 def name_process(name: str) -> None:
@@ -19,8 +19,8 @@ def name_process(name: str) -> None:
 
 # Environment variables for an allocator that overwrites freed memory, set before a process starts. Pure data.
 #
-# glibc fills freed chunks with a byte (`perturb`), but not those that its thread cache takes, so there is no such cache;
-# CPython's own pools would keep what was in them, so every object comes from malloc. Measured in docs/decisions/0009.
+# glibc fills freed chunks with a byte (`perturb`), but not those in its thread cache, so that is disabled; CPython's own pools
+# would keep old content, so every object comes from malloc. Measured in docs/decisions/0009.
 
 
 OVERWRITING: Final[Mapping[str, str]] = {
@@ -29,9 +29,9 @@ OVERWRITING: Final[Mapping[str, str]] = {
 }
 """Environment of a process that handles content."""
 FORGETFUL_PROFILES: Final = frozenset({"private", "paranoid"})
-"""Profiles under which nothing of a request may outlive it in memory."""
+"""Profiles under which no content of a request may remain in memory after it."""
 
 
 def overwrites(profile: str | None) -> bool:
-    """Whether processes under a profile overwrite what they free."""
+    """Whether processes under a profile overwrite freed memory."""
     return profile in FORGETFUL_PROFILES

@@ -15,7 +15,7 @@ class Registry(Generic[T]):
     """Implementations of one protocol, by name.
 
     Args:
-        kind: what the entries are, for error messages, such as "scheduling policy".
+        kind: kind of the entries for error messages, such as "scheduling policy".
     """
 
     def __init__(self, kind: str) -> None:
@@ -23,7 +23,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, tuple[T, ThreatProfile]] = {}
 
     def register(self, name: str, threat: ThreatProfile) -> Callable[[T], T]:
-        """Returns a decorator that files an implementation under `name`.
+        """Returns a decorator that registers an implementation under `name`.
 
         Raises:
             TypeError: `threat` is not a ThreatProfile.
@@ -44,14 +44,14 @@ class Registry(Generic[T]):
         """Returns the implementation called `name`.
 
         Raises:
-            ConfigError: there is none; the message lists those that exist.
+            ConfigError: the name is unknown; the message lists the existing ones.
         """
         if name not in self._entries:
             raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self.names())}")
         return self._entries[name][0]
 
     def threat(self, name: str) -> ThreatProfile:
-        """Returns the threat profile filed with `name` (ConfigError as in `get`)."""
+        """Returns the threat profile registered for `name` (ConfigError as in `get`)."""
         self.get(name)
         return self._entries[name][1]
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal
 
 import msgspec
 
 from cloister.types.grammar import Grammar
+from cloister.types.images import ImageTile
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
 
 class BeamSearch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Searches for likely answers in place of drawing one: the `width` most likely beginnings are carried on.
+    """Beam search instead of sampling: keeps the `width` most likely partial answers.
 
     Attributes:
-        width: beams; at least `n`, whose best are the answers.
+        width: number of beams; at least `n`, the best of which are the answers.
         length_penalty: an answer's score is the sum of its log-probabilities over its length to the power of this.
-        early_stopping: ends as soon as there are `width` complete answers; else when no beam can beat the worst of them.
+        early_stopping: end as soon as there are `width` complete answers; otherwise when no beam can beat the worst of them.
     """
 
     width: int
@@ -36,19 +39,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             (CTRL, Keskar et al. 2019, section 4.1).
         presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for tokens of the output.
         logit_bias: token id -> added to its logit, after penalties.
-        seed: makes the answer repeatable; None draws one.
-        stop: strings that end the answer; not part of it unless `include_stop`.
-        stop_token_ids: token ids that end the answer, beside the model's EOS ids.
-        shown_token_ids: control tokens that are text of the answer, such as those around calls of tools; the others are not.
-        min_tokens: EOS and stop tokens cannot be chosen, and stop strings do not count, before this many.
-        max_tokens: output tokens at most; None means the model's `default_max_tokens` to a front, and all that the window
-            holds to the engine.
+        seed: makes the answer reproducible; None draws one.
+        stop: strings that end the answer; excluded from it unless `include_stop`.
+        stop_token_ids: token ids that end the answer, in addition to the model's EOS ids.
+        shown_token_ids: control tokens to include in the text, such as those around tool calls; others are omitted.
+        min_tokens: EOS and stop tokens are masked, and stop strings ignored, before this many tokens.
+        max_tokens: maximum number of output tokens; None means the model's `default_max_tokens` in the front, and the rest of
+            the context window in the engine.
         ignore_eos: the model's EOS ids do not end the answer.
-        logprobs: None for none, k for the chosen token's and the k most likely ones'. They are log-probabilities of
-            the model's distribution before temperature, penalties and truncation.
-        prompt_logprobs: as `logprobs`, for every prompt token but the first; reads no prefix hits.
-        grammar: the form that the answer must have; once it is complete and nothing can follow, the answer ends.
-        beams: searches, and draws nothing; the answers come whole, the best one first.
+        logprobs: None for none; k for those of the chosen token and the k most likely ones, under the model's distribution
+            before temperature, penalties and truncation.
+        prompt_logprobs: like `logprobs`, for every prompt token but the first; disables prefix hits.
+        grammar: grammar that the answer must match; the answer ends once it is complete and nothing can follow.
+        beams: beam search instead of sampling; answers are returned complete, best first.
     """
 
     n: int = 1
@@ -75,51 +78,55 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are computed at once: its answers, or the beams of a search."""
+        """Number of concurrent sequences: its answers, or the beams of a search."""
         return self.n if self.beams is None else max(self.n, self.beams.width)
 
     def __repr__(self) -> str:
-        """Shows no content (nothing a user sent is logged): stop strings and biases are a user's words too."""
+        """Shows no content (nothing a user sent is logged): stop strings and biases are user content too."""
         return f"SamplingParams(n={self.n}, temperature={self.temperature}, max_tokens={self.max_tokens})"
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the hidden states of a prompt become one vector.
+    """How to pool the hidden states of a prompt into one vector.
 
     Attributes:
-        kind: "last" takes the last token's, "mean" the mean over all tokens.
+        kind: "last" for the last token's state, "mean" for the mean over all tokens; of encoders only, "cls" for the first
+            token's and "classify" for the scores of classes, [num_labels], before any softmax or sigmoid.
         normalize: the vector is divided by its length (L2).
-        dimensions: only the first so many numbers, for models trained so that these mean something on their own (Matryoshka
-            representation learning, Kusupati et al. 2022, section 3); None takes all.
+        dimensions: keep only this many leading components, for models trained for it (Matryoshka representation learning,
+            Kusupati et al. 2022, section 3); None keeps all.
+        second_start: where the tokens of type 1 begin, the second text of a pair (`backends.encoder_spec`); None for no pair.
     """
 
-    kind: Literal["last", "mean"] = "last"
+    kind: Literal["last", "mean", "cls", "classify"] = "last"
     normalize: bool = True
     dimensions: int | None = None
+    second_start: int | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True):
-    """A vector as float32, little-endian, number after number."""
+    """A vector as packed little-endian float32."""
 
     data: bytes
 
     def __repr__(self) -> str:
-        """Shows no content (nothing a user sent is logged): texts can be guessed from their vectors."""
+        """Shows no content (nothing a user sent is logged): texts can be inferred from their vectors."""
         return f"Embedding(num_dimensions={len(self.data) // 4})"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One admitted request, tokenized, on its way to an engine.
+    """One admitted, tokenized request for an engine.
 
     Attributes:
-        request_id: unique for the life of the engine; never derived from content.
+        request_id: unique for the lifetime of the engine; never derived from content.
         token_ids: the prompt, at least one token.
-        scope: who may share its KV.
-        tenant: whose fair share it uses; a name from the credential, never from content.
+        scope: which requests may share its KV.
+        tenant: tenant for fair scheduling; a name from the credential, never from content.
         priority: class from the credential; smaller is more urgent.
-        timeout_s: from arrival at the engine until its last token; the deadline of every state it waits in.
+        timeout_s: time limit from arrival at the engine to the last token; applies in every waiting state.
         adapter: digest of a LoRA adapter (`AdapterInfo`), or None.
-        pooling: the prompt becomes a vector and no token is sampled (`max_tokens` 0); reads no prefix hits.
+        pooling: return a vector for the prompt and sample no token (`max_tokens` 0); disables prefix hits.
+        images: images in the prompt, in its order; their positions hold the placeholder token.
     """
 
     request_id: str
@@ -131,6 +138,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     adapter: str | None = None
     pooling: PoolingParams | None = None
+    images: tuple[ImageTile, ...] = ()
+
+    @property
+    def pixels_bytes(self) -> int:
+        """Memory of its images in bytes."""
+        return sum(len(image.pixels) for image in self.images)
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""
@@ -138,7 +151,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. STOP and LENGTH are answers, the others are errors with a reply."""
+    """Why a sequence ended. STOP and LENGTH are normal ends, the others are errors with a reply."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -169,16 +182,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step added to one sequence of a request, as the front receives it.
+    """The output of one step for one sequence, as sent to the front.
 
     Attributes:
         index: which of the request's n sequences.
-        text: new text; always whole characters. Held back while it may be the start of a stop string.
-        token_ids: new tokens (those of held-back text included).
+        text: new text, always whole characters; held back while it may be the start of a stop string.
+        token_ids: new tokens, including those of held-back text.
         finish_reason: set exactly once per sequence, on its last output.
         stop_reason: the stop string or token id that matched, or None for EOS and length.
-        error: for ERROR, REJECTED and TIMEOUT: what to tell the client, free of content.
-        prompt_logprobs: on the first output of index 0, when asked for; entry 0 is None.
+        error: for ERROR, REJECTED and TIMEOUT: message for the client, without user content.
+        prompt_logprobs: on the first output of index 0, if requested; entry 0 is None.
         num_cached_tokens: prompt tokens read from the prefix cache.
         embedding: on the only output of a request with `pooling`.
     """
@@ -202,8 +215,35 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
         return f"SequenceOutput(index={self.index}, num_tokens={len(self.token_ids)}, finish_reason={self.finish_reason})"
 
 
+class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's description of an encoder model, which generates no text, for the front.
+
+    Attributes:
+        labels: names of its classes; empty for a model that makes vectors only.
+        activation: what makes probabilities of the scores of classes.
+    """
+
+    labels: tuple[str, ...] = ()
+    activation: Literal["softmax", "sigmoid", "none"] = "none"
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        """Whether it scores pairs of texts: it has one class."""
+        return len(self.labels) == 1
+
+    def probabilities(self, scores: Sequence[float]) -> list[float]:
+        """Returns what the activation makes of the scores of all classes."""
+        if self.activation == "softmax":
+            highest = max(scores)
+            powers = [math.exp(score - highest) for score in scores]
+            return [power / math.fsum(powers) for power in powers]
+        if self.activation == "sigmoid":  # in the form that cannot overflow
+            return [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in scores]
+        return list(scores)
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know of the model that the engine holds.
+    """The engine's description of its model for the front.
 
     Attributes:
         max_model_len: prompt and answer together, in tokens.
@@ -211,14 +251,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         defaults: sampling defaults of generation_config.json (temperature, top_p, top_k, repetition_penalty, ...).
         fingerprint: `system_fingerprint`: weights, format, instruction set, back end, layout.
         backend: name of what computes it.
-        hidden_size: numbers in an embedding.
-        pooling: how it makes one, unless a request says otherwise.
-        drafters: what may draft tokens for it, by name.
-        default_max_tokens: longest answer where a request does not say; None for as many tokens as the window has room for.
-        family: of its architecture.
-        num_parameters: its weights, 0 where they were not counted.
-        number_format: of its weights in memory, where the settings chose one.
-        is_on_device: its weights are not in the memory of the host.
+        hidden_size: dimensions of an embedding.
+        pooling: default pooling of embeddings.
+        drafters: names of its drafters.
+        default_max_tokens: longest answer if a request sets no limit; None: the rest of the context window.
+        family: family of its architecture.
+        num_parameters: number of weights; 0 if they were not counted.
+        number_format: quantization of its weights in memory, if the settings chose one.
+        is_on_device: its weights are in device memory, not in the host's.
+        encoder: None for a model that generates text.
     """
 
     name: str
@@ -238,9 +279,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int = 0
     number_format: str = ""
     is_on_device: bool = False
+    encoder: EncoderInfo | None = None
 
     def bound(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Returns how to sample with a `max_tokens`, where a request says none: the default, or the room after its prompt."""
+        """Returns the sampling parameters with `max_tokens` set: if unset, the default or the rest of the context window."""
         if sampling.max_tokens is not None or self.default_max_tokens is None:
             return sampling
         room = max(1, self.max_model_len - num_prompt_tokens)
@@ -249,11 +291,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know of a LoRA adapter that the engine holds.
+    """The engine's description of a LoRA adapter for the front.
 
     Attributes:
-        name: as clients know it.
-        digest: SHA-256 of its weights (hex): what requests, plans and prefix keys know it by.
+        name: its name for clients.
+        digest: SHA-256 of its weights (hex); identifies it in requests, plans and prefix keys.
         path: its directory.
     """
 

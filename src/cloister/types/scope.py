@@ -19,13 +19,13 @@ class ScopeKind(StrEnum):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """The circle inside which cached state may be reused.
+    """The scope inside which cached state may be reused.
 
     Attributes:
-        kind: how wide the circle is.
-        salt: bytes that no other scope has; for a tenant derived from its credential, for a request random.
-        lifetime_s: how long state may stay that nobody in the circle uses; None for as long as there is room.
-        owner: seed of the wider scope whose share of the cache it uses up; empty for a share of its own.
+        kind: the width of the scope.
+        salt: unique bytes; derived from the credential for a tenant, random for a request.
+        lifetime_s: lifetime of unused state; None keeps it until it is evicted.
+        owner: seed of the wider scope whose share of the cache is charged; empty for its own share.
     """
 
     kind: ScopeKind
@@ -38,13 +38,13 @@ class Scope(msgspec.Struct, frozen=True):
 
     @property
     def seed(self) -> bytes:
-        """32 bytes that start every prefix-key chain of this scope."""
+        """The 32 bytes at the root of every prefix-key chain of this scope."""
         return hashlib.sha256(b"cloister/scope/1\0" + self.kind.encode() + b"\0" + self.salt).digest()
 
 
 SESSION_LIFETIME_S = 300.0
-"""How long the state of a session may wait for its next request."""
+"""Lifetime of a session's state after its last request."""
 PUBLIC_SCOPE = Scope(ScopeKind.PUBLIC, b"")
-"""Everybody's: prefixes that the release brings, and nothing that came from a request."""
+"""The public scope: prefixes of the release only, nothing from requests."""
 LOCAL_SCOPE = Scope(ScopeKind.LOCAL, b"")
-"""The one scope of a loopback server without API keys, and of `LLM`."""
+"""The only scope of a loopback server without API keys, and of `LLM`."""

@@ -25,7 +25,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "profile", "api_keys", "oidc", "cache_scopes", "release_prefixes", "keep_responses", "files", "files_key", "files_mb",
     ),
     "network": (
-        "host", "port", "certfile", "keyfile", "allowed_origins", "page", "max_connections", "max_request_kb",
+        "host", "port", "certfile", "keyfile", "allowed_origins", "page", "max_connections", "max_request_kb", "max_images",
         "drain_timeout_s", "strict_fields",
     ),
     "observability": ("log_format", "log_requests", "log_clients", "otlp_endpoint"),
@@ -34,7 +34,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "log_checkpoint", "gateway_secret", "member_key", "node_capacity",
     ),
 }  # fmt: skip
-"""Group -> names of its settings, in the order in which they are shown."""
+"""Group -> names of its settings, in display order."""
 
 COMMON: Final = frozenset(
     {"quant", "num_threads", "max_model_len", "kv_memory_mb", "profile", "api_keys", "host", "port"}
@@ -50,15 +50,15 @@ def group_of(name: str) -> str:
 
 
 def list_groups() -> dict[str, list[str]]:
-    """Returns group -> every setting in it, in the order in which they are shown."""
+    """Returns group -> every setting in it, in display order."""
     return {group: list(names) for group, names in GROUPS.items()}
 
 
 def flatten_groups(given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Returns settings by name, of a file that has them in tables by group, plainly, or both.
+    """Returns settings by name from a config file, which may have them in group tables, at top level, or both.
 
     Raises:
-        ConfigError: a table has a setting of another group or one that is unknown, or a setting stands twice.
+        ConfigError: a table has an unknown setting or one of another group, or a setting occurs twice.
     """
     flat = {name: value for name, value in given.items() if not _is_group(name, value)}
     for group, table in given.items():
@@ -71,7 +71,7 @@ def flatten_groups(given: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _is_group(name: str, value: object) -> bool:
-    """Tells the table `[model]` from the setting `model`."""
+    """Distinguishes the table `[model]` from the setting `model`."""
     return name in GROUPS and isinstance(value, dict)
 
 

@@ -1,7 +1,7 @@
 """The interface of scheduler and executor: the plan of one step, and its result.
 
-A plan holds counts and blocks, never token ids of running sequences: the runner keeps those, so a plan can be made while
-the step before it still runs (plans hold no token ids).
+A plan holds counts and blocks, never token ids of running sequences: the runner keeps those, so a plan can be made while the
+previous step still runs.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from typing import Final
 
 import msgspec
 
+from cloister.types.images import ImageTile
 from cloister.types.request import Embedding, PoolingParams, SamplingParams, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that the runner does not hold yet: new, or resumed after preemption.
+    """A sequence that is new to the runner, or resumed after preemption.
 
     Attributes:
-        token_ids: prompt, and what was generated before a preemption.
-        num_prompt_tokens: how many of them are prompt.
+        token_ids: prompt, and output from before a preemption.
+        num_prompt_tokens: number of prompt tokens among them.
         seed: key of the sampling noise, with `index` and the position (batch invariance).
         index: which of the request's n sequences.
-        stop_token_ids: ids that end the sequence (EOS included unless ignored); barred until `min_tokens`.
+        stop_token_ids: ids that end the sequence (including EOS unless ignored); masked until `min_tokens`.
+        images: images in the prompt (`Request.images`).
     """
 
     seq_id: int
@@ -33,6 +35,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     adapter: str | None = None
     pooling: PoolingParams | None = None
+    images: tuple[ImageTile, ...] = ()
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""
@@ -44,14 +47,14 @@ class SequencePlan(msgspec.Struct, kw_only=True):
 
     Attributes:
         table_start, new_block_ids: the block table from index `table_start` on becomes `new_block_ids`.
-        num_samples: tokens to sample after the last position (0 while a prompt is incomplete, else 1); each draft that is
-            accepted is one more.
-        num_drafts: of `num_tokens` the last so many are drafted by the runner, after what is known; an upper bound.
-        drafter: who drafts them; empty where nobody does.
-        parents: for each draft the place among the drafts of the one before it, -1 for what is known; None leaves the shape
-            to the drafter.
-        is_watched: what the model says in this step is shown to the drafters, which may draft in the next one; what became of
-            drafts is shown to them anyway.
+        num_samples: tokens to sample after the last position: 0 while a prompt is incomplete, else 1. Each accepted draft adds
+            one.
+        num_drafts: how many of the last `num_tokens` the runner drafts; an upper bound.
+        drafter: name of the drafter; empty for none.
+        parents: for each draft the index of its parent draft, -1 for the last known token; None lets the drafter choose the
+            shape.
+        is_watched: drafters observe the model's output of this step, and may draft in the next one. They always observe
+            verified drafts.
     """
 
     seq_id: int
@@ -78,11 +81,11 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
-    """One step. The runner does, in this order: departures, arrivals, wipes, copies, forward, samples (forks too).
+    """One step. The runner processes, in this order: departures, arrivals, wipes, copies, forward, samples (including forks).
 
     Attributes:
-        departures: sequences that the runner forgets.
-        wipes: blocks to overwrite with zeros, before anyone may get them.
+        departures: sequences that the runner drops.
+        wipes: blocks to overwrite with zeros before they are reused.
         copies: (source block, target block), whole blocks: copy-on-write.
     """
 
@@ -106,11 +109,11 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Tokens that one sequence gained in a step: accepted drafts, then the sampled one.
+    """New tokens of one sequence in a step: accepted drafts, then the sampled one.
 
     Attributes:
-        num_drafted: drafts that were verified; the KV positions planned for others were not used.
-        accepted: places of the accepted ones among them, parents before children.
+        num_drafted: number of verified drafts; KV positions planned for further drafts were not used.
+        accepted: indices of the accepted drafts, parents before children.
     """
 
     seq_id: int
@@ -125,22 +128,22 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 MAX_SCORED_ROWS: Final = 256
-"""Prompt positions whose logits are held at once where prompts are scored; the scheduler plans no more of one sequence in a
-step."""
+"""Most prompt positions of one sequence in a step if prompts are scored, because their logits are held at once."""
 
 
 class StepResult(msgspec.Struct, kw_only=True):
-    """What came out of a plan.
+    """The result of a plan.
 
     Attributes:
-        samples: one entry per sequence (forked children too) that sampled.
+        samples: one entry per sequence that sampled, including forked children.
         prompt_logprobs: seq_id -> logprobs of the prompt tokens at the positions start + 1 .. start + num_tokens that
             are still prompt, in order.
-        embeddings: seq_id -> vector of a prompt that was to be pooled and is computed to its end.
-        failures: seq_id -> what to tell the client; such a sequence has no sample.
-        complete: sequences whose grammar lets nothing follow their sample.
-        elapsed_s: time the step took, for the budget and for every figure.
-        draft_s: drafter -> what of that time it took.
+        embeddings: seq_id -> vector of a pooled prompt that is complete.
+        failures: seq_id -> message for the client; such a sequence has no sample.
+        complete: sequences whose grammar is complete after their sample.
+        elapsed_s: duration of the step, for the budget and metrics.
+        draft_s: drafter -> its share of that time.
+        encode_s: its share for the encoding of images.
     """
 
     plan_id: int
@@ -151,13 +154,14 @@ class StepResult(msgspec.Struct, kw_only=True):
     complete: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
+    encode_s: float = 0.0
 
 
 class Stop(msgspec.Struct, frozen=True):
     """Output processing found the end of a sequence in the tokens of this step.
 
     Attributes:
-        num_tokens: how many of the step's sampled tokens belong to the answer, the stopping one included.
+        num_tokens: number of the step's sampled tokens that belong to the answer, including the stopping one.
         reason: the stop string or token id, None for EOS.
     """
 

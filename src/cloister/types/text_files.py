@@ -1,4 +1,4 @@
-"""Reads text files that a user named."""
+"""Reads text files named in settings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from cloister.types.errors import ConfigError
 
 
 def read_text_file(path: Path, *, param: str | None = None) -> str:
-    """Returns what a file of UTF-8 text holds.
+    """Returns the content of a UTF-8 text file.
 
     Args:
         param: the setting that names the file.
 
     Raises:
-        ConfigError: it cannot be read, or is not valid UTF-8; nothing of what it holds is in the message.
+        ConfigError: the file cannot be read, or is not valid UTF-8; the message contains nothing of it.
     """
     try:
         return path.expanduser().read_text(encoding="utf-8")

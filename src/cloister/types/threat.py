@@ -1,6 +1,6 @@
-"""Threat profiles: what a feature endangers, what it leaves behind, and under which conditions it is allowed.
+"""Threat profiles: the requirements that a feature endangers, its residue, and the conditions under which it is allowed.
 
-Every object that is registered under a name (`types.registry`) brings one; without it, it cannot be registered.
+An object can be registered under a name (`types.registry`) only with a threat profile.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Requirement(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ThreatProfile:
-    """What one feature endangers.
+    """The threats of one feature.
 
     Attributes:
         row: the row of the threat matrix it belongs to, such as "prefix cache".
         threats: requirements that the feature endangers; empty when none.
         residue: state that stays after a request, in words; empty when none.
         where: places that hold the residue, such as ("device memory",).
-        attack: what somebody could do with it.
-        mitigations: what must hold for the feature to be allowed.
+        attack: what an attacker could do with it.
+        mitigations: the conditions for allowing the feature.
     """
 
     row: str

@@ -35,6 +35,23 @@ TWO_CALLS = {
         f"<tool_call>\n<function=weather>\n<parameter=city>\n{COLOGNE['city']}\n</parameter>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=now>\n</function>\n</tool_call>"
     ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>"
+        f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{WRITTEN}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    ),
+    "glm45": (
+        f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{COLOGNE['city']}</arg_value>\n</tool_call>\n"
+        "<tool_call>now\n</tool_call>"
+    ),
+    "minimax_m2": (
+        f'<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">{COLOGNE["city"]}</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+    ),
+    "harmony": (
+        f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{WRITTEN}<|call|>"
+        "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    ),
 }
 BROKEN = [
     "<tool_call>",
@@ -116,6 +133,8 @@ def test_no_cut_anywhere_changes_what_is_found(data):
 
 
 WORDS = ["<tool_call>", '{"name": "now"', "}", '"', "[", "]", "x", "\\", " ", "[TOOL_CALLS]", "now[ARGS]{}", "<|tool_call|>"]
+WORDS += ["<|channel|>", "<|message|>", "commentary to=functions.now", "<|call|>", "<arg_key>", "now", "</arg_value>"]
+WORDS += ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", '<minimax:tool_call><invoke name="now">', "</invoke>"]
 WORDS += ["</tool_call>", '{"name": "now", "parameters": {}}', "<function=now>", "<｜tool▁calls▁begin｜>"]
 
 
@@ -185,7 +204,7 @@ def test_a_single_call_may_stand_without_its_list():
 
 
 def test_an_example_of_a_call_has_the_marks_of_its_family():
-    optional = {"[CALL_ID]", "<tool_call>", "functools", "<|python_tag|>"}
+    optional = {"[CALL_ID]", "<tool_call>", "functools", "<|python_tag|>", "<|start|>", "<|end|>", "<|return|>"}
     for name in FAMILIES.names():
         family = FAMILIES.get(name)
         assert all(mark in family.example for mark in {*family.marks, *family.inner_marks} - optional)
@@ -234,10 +253,16 @@ def test_reasoning_comes_as_it_is_thought_and_calls_inside_it_are_none():
 def test_reasoning_is_found_by_either_mark_in_the_template():
     assert detect_reasoning("{{ '<think>\n' }}") == detect_reasoning("{{ m.content.split('</think>')[-1] }}") == "think"
     assert detect_reasoning("[THINK]") == "magistral"
+    assert detect_reasoning("<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>") == "harmony"
+    assert detect_reasoning("<|user|>{{ m.content }}<|end|>") is None
     assert detect_reasoning("{{ messages }}") is None
 
 
 def test_every_family_is_found_by_what_its_template_writes():
     assert detect_family("{{ '<tool_call>' }}") == "hermes"
+    assert detect_family("<tool_call>{function-name}<arg_key>") == "glm45"
+    assert detect_family("<|tool_calls_section_begin|><|tool_call_begin|>") == "kimi_k2"
+    assert detect_family("{% set begin = '<minimax:tool_call>' %}<invoke name=") == "minimax_m2"
+    assert detect_family("<|start|>assistant<|channel|>final<|message|>") == "harmony"
     assert detect_family("[TOOL_CALLS] {{ name }}[ARGS]") == "mistral_args"
     assert detect_family("{{ messages }}") is None

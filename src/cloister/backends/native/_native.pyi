@@ -13,8 +13,10 @@ def kernel_names() -> list[str]: ...
 def compiled_names() -> list[str]: ...
 def runnable_names() -> list[str]: ...
 def packed_bytes(kind: int, outputs: int, inputs: int) -> int: ...
-def kv_block_bytes(kind: int, num_kv_heads: int, head_dim: int, block_size: int) -> int: ...
-def scratch_bytes(kernels: str, num_heads: int, num_kv_heads: int, head_dim: int, inputs: int, vocab_size: int) -> int: ...
+def kv_block_bytes(kind: int, num_kv_heads: int, head_dim: int, value_dim: int, block_size: int) -> int: ...
+def scratch_bytes(
+    kernels: str, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int, inputs: int, vocab_size: int
+) -> int: ...
 
 class Pool:
     def __init__(self, num_threads: int) -> None: ...
@@ -52,16 +54,41 @@ class Norm:
 class FeedForward:
     def __init__(self, *, up: Matrix, down: Matrix, activation: int, gated: bool) -> None: ...
 
+class Routing:
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        num_chosen: int,
+        renormalize: bool,
+        sigmoid: bool,
+        correction: _Floats | None,
+        groups: tuple[int, int, int],
+        scale: float,
+    ) -> None: ...
+
 class Mixture:
     def __init__(
         self,
         *,
         router: Matrix,
         experts: list[FeedForward],
-        num_chosen: int,
-        renormalize: bool,
+        routing: Routing,
         shared: FeedForward | None,
         shared_gate: bool,
+    ) -> None: ...
+
+class Latent:
+    def __init__(
+        self,
+        *,
+        queries: Matrix | None,
+        absorb: Matrix,
+        expand: Matrix,
+        query_norm: _Floats | None,
+        key_norm: _Floats,
+        eps: float,
+        sizes: tuple[int, int, int, int, int],
     ) -> None: ...
 
 class Program:
@@ -83,11 +110,12 @@ class Program:
     def add_layer(
         self,
         *,
-        shape: tuple[int, int, int, int],
+        shape: tuple[int, int, int, int, int],
         scale: float,
         softcap: float,
         rope: int,
         qkv: Matrix,
+        latent: Latent | None,
         output: Matrix,
         mlp: FeedForward | None,
         mixture: Mixture | None,

@@ -7,7 +7,8 @@ from cloister.backends.native import _native
 from cloister.backends.native.limits import check_computable
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
 from cloister.backends.native.packing import LAYOUT, PackedKind, Packer, buffer_bytes
-from cloister.backends.native.program import KV_KINDS, NativeProgram
+from cloister.backends.native.program import KV_KINDS, NativeProgram, kv_block_bytes
+from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec
 from cloister.types.errors import ConfigError
@@ -64,12 +65,8 @@ class NativeBackend:
         Raises:
             ConfigError: the kernels do not compute such a decoder.
         """
-        check_computable(spec)
-        kind = KV_KINDS[self._kv_dtype]
-        layer_bytes = tuple(
-            _native.kv_block_bytes(kind, layer.attention.num_kv_heads, layer.attention.head_dim, block_size)
-            for layer in spec.layers
-        )
+        check_computable(spec, self._kv_dtype)
+        layer_bytes = tuple(kv_block_bytes(layer.required_attention, self._kv_dtype, block_size) for layer in spec.layers)
         return MemoryNeed(
             weights_bytes=packed_model_bytes(spec, weights, self._dense),
             kv_block_bytes=sum(layer_bytes),
@@ -90,7 +87,7 @@ class NativeBackend:
         Raises:
             ConfigError: the block size is outside 1 to 256, there is no block, or the kernels do not compute such a decoder.
         """
-        check_computable(spec)
+        check_computable(spec, self._kv_dtype)
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
         model = self._pack(spec, weights, identity)
@@ -108,7 +105,7 @@ class NativeBackend:
         packer = Packer(self._pool, self._dense)
         if self._store is None or identity is None:
             return pack_model(spec, weights, packer)
-        identity = f"{identity} {self._dense.name}"
+        identity = f"{identity} {self._dense.name}{describe_orders(spec)}"
         model = self._store.load(identity)
         if model is None or not model.fits(spec):
             model = pack_model(spec, weights, packer)

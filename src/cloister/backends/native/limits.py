@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from cloister.types.errors import ConfigError
 
 
-def check_computable(spec: DecoderSpec) -> None:
+def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
     """Refuses a decoder that the kernels do not compute, before any weight is read.
 
     Raises:
@@ -21,29 +22,44 @@ def check_computable(spec: DecoderSpec) -> None:
             "torch back end (--backend torch)",
             param="backend",
         )
+    is_latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
+    if is_latent and kv_dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"the native back end keeps the latents of the family {spec.family!r} in float32 or bfloat16, not in {kv_dtype}; "
+            "leave out --kv-dtype",
+            param="kv_dtype",
+        )
 
 
 def list_missing(spec: DecoderSpec) -> list[str]:
     """Returns the names of what the kernels do not compute; empty where they compute all of a decoder."""
-    return sorted({name for layer in set(spec.layers) for name in _missing_of(layer)})
+    missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
+    if isinstance(spec, EncoderSpec):
+        missing.add("attention in both directions")
+    if spec.vision is not None:
+        missing.add("a vision tower")
+    return sorted(missing)
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, LatentAttentionSpec):
-        yield "latent attention"
-    elif attention.rope is not None and attention.rope.interleaved:
-        yield "interleaved rotation"
+    if attention is None or mlp is None or layer.state is not None:
+        yield "layers with a state, or without attention or a feed-forward"
+    elif isinstance(attention, AttentionSpec) and (
+        attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)
+    ):
+        yield "gated or scaled attention"
     if isinstance(attention, AttentionSpec):
         yield from _missing_of_heads(attention)
-    if isinstance(mlp, MoeSpec) and _chooses_otherwise(mlp):
-        yield "sigmoid, grouped or scaled routing of experts"
     if isinstance(mlp, MoeSpec) and (mlp.router_bias or mlp.expert.bias):
         yield "biases of experts"
     if isinstance(mlp, MoeSpec) and mlp.weigh_inputs:
         yield "experts with weighted inputs"
-    if (mlp.expert if isinstance(mlp, MoeSpec) else mlp).clipped is not None:
+    feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
+    if feed_forward is not None and feed_forward.clipped is not None:
         yield "clipped SwiGLU"
+    if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
+        yield "scaled feed-forwards or squared ReLU"
 
 
 def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
@@ -55,7 +71,3 @@ def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
         yield "queries that grow with their position"
     if attention.qk_norm and not attention.qk_norm_weighted:
         yield "norms of q and k without weights"
-
-
-def _chooses_otherwise(mlp: MoeSpec) -> bool:
-    return mlp.scoring != "softmax" or mlp.correction_bias or mlp.num_groups > 1 or mlp.routed_scale != 1.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 
 from cloister.backends.base import Weights
 from cloister.backends.native.packing import PANEL, PackedKind, PackedMatrix, Packer, packed_bytes
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec
+from cloister.backends.native.rotation import read_rows, row_orders
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
@@ -27,15 +29,18 @@ class MatrixParts:
             where there is one), down, router.
         sources: canonical names of the tensors, without `.weight`, one below the other.
         interleaved: two sources whose outputs stand 16 by 16 in turn.
-        biased: the sources carry biases.
+        biased: the sources carry biases, but for the one named `unbiased`.
         exact: float32, whatever the format of the others.
+        latent: where the source is `kv_b` of latent attention, of which `name` says which half of each head's rows this is.
     """
 
     name: str
     sources: tuple[str, ...]
     interleaved: bool = False
     biased: bool = False
+    unbiased: str = ""
     exact: bool = False
+    latent: LatentAttentionSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,11 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    attention, mlp = layer.grouped_attention, layer.mlp
-    yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
+    attention, mlp = layer.required_attention, layer.feed_forward
+    if isinstance(attention, LatentAttentionSpec):
+        yield from _latent_matrices(attention, prefix)
+    else:
+        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
     yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
     if isinstance(mlp, MlpSpec):
         yield from _mlp_matrices(mlp, prefix)
@@ -80,6 +88,15 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
         yield from _mlp_matrices(mlp.expert, f"{prefix}experts.{expert}.")
     if mlp.shared is not None:
         yield from _mlp_matrices(mlp.shared, f"{prefix}shared.")
+
+
+def _latent_matrices(attention: LatentAttentionSpec, prefix: str) -> Iterator[MatrixParts]:
+    queries = f"{prefix}q" if attention.q_lora_rank is None else f"{prefix}q_a"
+    yield MatrixParts(f"{prefix}qkv", (queries, f"{prefix}kv_a"), biased=attention.qkv_bias, unbiased=f"{prefix}q")
+    if attention.q_lora_rank is not None:
+        yield MatrixParts(f"{prefix}queries", (f"{prefix}q_b",))
+    for half in ("absorb", "expand"):
+        yield MatrixParts(prefix + half, (f"{prefix}kv_b",), latent=attention)
 
 
 def _mlp_matrices(mlp: MlpSpec, prefix: str) -> Iterator[MatrixParts]:
@@ -95,10 +112,13 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
     ]
     for name, size in [("norm", spec.hidden_size), *norms]:
         yield f"{name}.weight", _padded(size, _LANES)
-        if spec.norm_bias and not name.endswith(("q_norm", "k_norm")):
+        if spec.norm_bias and not name.endswith(("q_norm", "k_norm", "a_norm")):
             yield f"{name}.bias", _padded(size, _LANES)
     if spec.head_bias and spec.tied_embeddings:
         yield "head.bias", _padded(spec.vocab_size, PANEL)
+    for number, layer in enumerate(spec.layers):
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.correction_bias:
+            yield f"layers.{number}.router.e_score_correction_bias", _padded(layer.mlp.num_experts, _LANES)
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
@@ -106,8 +126,12 @@ def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
         yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
     if layer.post_norm:
         yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
-    attention = layer.grouped_attention
-    if attention.qk_norm:
+    attention = layer.required_attention
+    if isinstance(attention, LatentAttentionSpec):
+        yield "kv_a_norm", attention.kv_lora_rank
+        if attention.q_lora_rank is not None:
+            yield "q_a_norm", attention.q_lora_rank
+    elif attention.qk_norm:
         yield from (("q_norm", _qk_length(attention, attention.num_heads)),)
         yield from (("k_norm", _qk_length(attention, attention.num_kv_heads)),)
 
@@ -127,6 +151,12 @@ def packed_model_bytes(spec: DecoderSpec, weights: Weights, dense: PackedKind) -
 
 
 def _matrix_bytes(parts: MatrixParts, weights: Weights, dense: PackedKind) -> int:
+    if parts.latent is not None:
+        outputs, inputs = parts.latent.kv_lora_rank, parts.latent.qk_nope_head_dim
+        if parts.name.endswith("expand"):
+            outputs, inputs = parts.latent.v_head_dim, outputs
+        stacked = parts.latent.num_heads * _padded(outputs, PANEL)
+        return packed_bytes([np.zeros((1, inputs), np.float32)], stacked, dense, has_bias=False)
     heights = [weights.shape(f"{name}.weight")[0] for name in parts.sources]
     rows = [_form_row(weights, f"{name}.weight", parts.exact) for name in parts.sources]
     outputs = _padded(heights[0], PANEL // 2) * 2 if parts.interleaved else sum(heights)
@@ -140,20 +170,31 @@ def _form_row(weights: Weights, name: str, exact: bool) -> Tensor:
 
 def pack_model(spec: DecoderSpec, weights: Weights, packer: Packer) -> PackedModel:
     """Packs a model tensor by tensor, so that beside the packed model only one packed matrix's tensors are in memory."""
+    read = partial(read_rows, weights, orders=row_orders(spec))
     return PackedModel(
-        matrices={parts.name: _pack_matrix(parts, weights, packer) for parts in matrices_of(spec)},
-        vectors={name: _vector(weights.read(name), length) for name, length in vectors_of(spec)},
+        matrices={parts.name: _pack_matrix(parts, read, packer) for parts in matrices_of(spec)},
+        vectors={name: _vector(read(name), length) for name, length in vectors_of(spec)},
     )
 
 
-def _pack_matrix(parts: MatrixParts, weights: Weights, packer: Packer) -> PackedMatrix:
-    tensors = [weights.read(f"{name}.weight") for name in parts.sources]
-    biases = [_row(weights.read(f"{name}.bias")) if parts.biased else None for name in parts.sources]
+def _pack_matrix(parts: MatrixParts, read: Callable[[str], Tensor], packer: Packer) -> PackedMatrix:
+    tensors = [read(f"{name}.weight") for name in parts.sources]
+    if parts.latent is not None:
+        return packer.stack_heads(_take_half(parts, parts.latent, _row(tensors[0])))
+    biases = [_row(read(f"{name}.bias")) if parts.biased and name != parts.unbiased else None for name in parts.sources]
     if parts.exact:
         return packer.join_exactly([_row(tensor) for tensor in tensors])
     if parts.interleaved:
         return packer.interleave(tensors[0], tensors[1], biases)
     return packer.join(tensors, biases)
+
+
+def _take_half(parts: MatrixParts, attention: LatentAttentionSpec, kv_b: FloatArray) -> FloatArray:
+    """Returns what queries absorb, [num_heads, rank, plain part], or what expands latents, [num_heads, value, rank]."""
+    heads = kv_b.reshape(attention.num_heads, -1, attention.kv_lora_rank)
+    if parts.name.endswith("expand"):
+        return heads[:, attention.qk_nope_head_dim :]
+    return heads[:, : attention.qk_nope_head_dim].swapaxes(1, 2)
 
 
 def _row(tensor: Tensor) -> FloatArray:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
+from cloister.backends.spec import AnyAttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.tensors import (
     GroupedTensor,
     InputRounding,
@@ -117,6 +117,12 @@ class Packer:
     def join_exactly(self, tensors: Sequence[npt.NDArray[Any]]) -> PackedMatrix:
         """`join` in float32, whatever the others are."""
         return Packer(self._pool, PackedKind.F32).join(tensors, [None] * len(tensors))
+
+    def stack_heads(self, heads: npt.NDArray[np.float32]) -> PackedMatrix:
+        """Packs matrices [num_heads, outputs, inputs] one below the other, each from a whole panel on."""
+        num_heads, outputs, inputs = heads.shape
+        places = (np.arange(num_heads)[:, None] * _padded(outputs) + np.arange(outputs)).reshape(-1).astype(np.int32)
+        return self._pack([np.ascontiguousarray(heads).reshape(-1, inputs)], [places], [None])
 
     def interleave(self, gate: Tensor, up: Tensor, biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
         """Packs gate and up so that a panel holds 16 outputs of each."""
@@ -307,20 +313,39 @@ def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernel
 def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
     return 12 * spec.hidden_size + max(
-        14 * (layer.attention.num_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
-        + _branch_bytes(layer, spec.hidden_size, is_wide)
+        _attention_bytes(layer.required_attention, is_wide) + _branch_bytes(layer, spec.hidden_size, is_wide)
         for layer in spec.layers
+    )
+
+
+def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
+    if not isinstance(attention, LatentAttentionSpec):
+        return 14 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    heads, rank, width = attention.num_heads, attention.kv_lora_rank, 4 if is_wide else 2
+    queries = heads * attention.qk_head_dim
+    first = 4 * _padded((attention.q_lora_rank or queries) + attention.head_dim)
+    # absorbed queries, mixed latents; and as attention reads them
+    met = heads * (4 * _padded(rank) + width * _padded(attention.head_dim))
+    inner = heads * max(_input_bytes(attention.qk_nope_head_dim, is_wide), _input_bytes(rank, is_wide))
+    beside = max(queries if attention.q_lora_rank else 0, heads * _padded(attention.v_head_dim))
+    return (
+        first
+        + met
+        + inner
+        + 4 * _padded(beside)
+        + _input_bytes(max(heads * attention.v_head_dim, attention.q_lora_rank or 0), is_wide)
     )
 
 
 def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     """What one token takes for a layer's feed-forward or mixture, and where branches wait to be joined."""
-    mlp = layer.mlp
+    mlp = layer.feed_forward
     beside = _padded(hidden) * 4 if layer.post_norm or layer.residual_scale != 1 or _shared(mlp) else 0
     early = _input_bytes(hidden, is_wide) if layer.parallel else 0
     if isinstance(mlp, MlpSpec):
         return 6 * mlp.intermediate_size + beside + early
     routing = _input_bytes(hidden, True) + 4 * _padded(mlp.num_experts + mlp.shared_gate) + 12 * mlp.num_chosen + 4
+    routing += 4 * mlp.num_groups if mlp.num_groups > 1 else 0
     pair = _input_bytes(hidden, is_wide) + 6 * _padded(mlp.expert.intermediate_size) + 4 * _padded(hidden)
     shared = _shared(mlp)
     early += _input_bytes(hidden, is_wide) if shared else 0  # where the shared one is in another number format
@@ -344,9 +369,14 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
     """Bytes that one thread works in: gathered keys, scores, an unpacked panel, candidates of a draw; and a row of its own."""
 
     def widest(layer: LayerSpec) -> int:
-        heads, kv_heads, head_dim = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
-        inputs = max(spec.hidden_size, heads * head_dim, *(mlp.intermediate_size for mlp in _feed_forwards(layer.mlp)))
-        return _native.scratch_bytes(kernels, heads, kv_heads, head_dim, inputs, spec.vocab_size)
+        attention = layer.required_attention
+        mixed, value_dim = attention.num_heads * attention.head_dim, 0
+        if isinstance(attention, LatentAttentionSpec):
+            mixed, value_dim = attention.num_heads * attention.v_head_dim, attention.kv_lora_rank
+            mixed = max(mixed, attention.q_lora_rank or 0, value_dim)
+        inputs = max(spec.hidden_size, mixed, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
+        shape = attention.num_heads, attention.num_kv_heads, attention.head_dim, value_dim
+        return _native.scratch_bytes(kernels, *shape, inputs, spec.vocab_size)
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
     return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
@@ -360,8 +390,9 @@ def _feed_forwards(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
 
 def _num_more_buffers(layer: LayerSpec) -> int:
     """Buffers that only some layers need."""
-    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.mlp) is not None
-    return waits + layer.parallel + _NUM_MIXTURE_BUFFERS * isinstance(layer.mlp, MoeSpec)
+    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.feed_forward) is not None
+    latent = 2 * isinstance(layer.attention, LatentAttentionSpec)
+    return waits + layer.parallel + latent + _NUM_MIXTURE_BUFFERS * isinstance(layer.feed_forward, MoeSpec)
 
 
 def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
@@ -370,7 +401,7 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
         return 0
     num_splits = -(-spec.max_positions // 256)
     widest = max(
-        min(num_tokens * layer.attention.num_heads, 4 * num_threads * 256) * (layer.attention.head_dim + 48)
+        min(num_tokens * layer.any_attention.num_heads, 4 * num_threads * 256) * (layer.any_attention.head_dim + 48)
         for layer in spec.layers
     )
     return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
@@ -378,5 +409,5 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
 
 def _rotation_bytes(spec: DecoderSpec) -> int:
     """Bytes of the cosines and sines of all positions."""
-    ropes = {layer.attention.rope for layer in spec.layers}
+    ropes = {layer.any_attention.rope for layer in spec.layers}
     return sum(8 * len(rope.inv_freq) * spec.max_positions for rope in ropes if rope is not None)

@@ -28,21 +28,35 @@ from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import PackedMatrix, Packer
+from cloister.backends.native.rotation import row_orders
 from cloister.backends.recording import OperatorSpan
-from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import (
+    AnyAttentionSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from cloister.types.errors import ModelError
 
 # LoRA adapters for the native kernels, packed once when loaded, in the type of unquantized weights.
 
 
-_SITES: Final = ("q", "k", "v", "o", "gate", "up", "down")  # cpp/lora.hpp
+_SITES: Final = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")  # cpp/lora.hpp
 
 
 class NativeAdapters:
-    """The adapters of one program, by slot; the kernels hold pointers into their arrays."""
+    """The adapters of one program, by slot; the kernels hold pointers into their arrays.
 
-    def __init__(self, program: _native.Program, packer: Packer) -> None:
-        self._program, self._packer = program, packer
+    Args:
+        orders: as `rotation.row_orders` returns.
+    """
+
+    def __init__(self, program: _native.Program, packer: Packer, orders: Mapping[str, IntArray]) -> None:
+        self._program, self._packer, self._orders = program, packer, orders
         self._held: dict[int, list[PackedMatrix]] = {}
 
     def load(self, slot: int, adapter: AdapterWeights) -> None:
@@ -55,7 +69,9 @@ class NativeAdapters:
         updates = []
         for product, pair in adapter.updates.items():
             _, layer, name = product.split(".")
-            a, b = (self._packer.join([matrix], [None]) for matrix in pair)
+            order = self._orders.get(f"{product}.weight")
+            outputs = pair[1] if order is None else pair[1][order]
+            a, b = (self._packer.join([matrix], [None]) for matrix in (pair[0], outputs))
             held += (a, b)
             updates.append((int(layer), _SITES.index(name), a.bind(), b.bind()))
         self._program.load_adapter(slot, updates)
@@ -112,6 +128,17 @@ KV_KINDS: Final[Mapping[str, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "i
 _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
+def kv_block_bytes(attention: AnyAttentionSpec, kv_dtype: str, block_size: int) -> int:
+    """Returns the bytes of a block of one layer's cache."""
+    shape = attention.num_kv_heads, attention.head_dim, _value_dim(attention)
+    return _native.kv_block_bytes(KV_KINDS[kv_dtype], *shape, block_size)
+
+
+def _value_dim(attention: AnyAttentionSpec) -> int:
+    """Returns how many first numbers of a key are its value; 0 where keys and values are apart."""
+    return attention.kv_lora_rank if isinstance(attention, LatentAttentionSpec) else 0
+
+
 class NativeProgram(Program):
     """A packed model with its KV cache; has every capability but that of another device.
 
@@ -124,7 +151,7 @@ class NativeProgram(Program):
         ModelError: experts of one layer are in several number formats.
     """
 
-    capabilities = ~Capability.ASYNCHRONOUS
+    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER)
 
     def __init__(
         self,
@@ -140,7 +167,8 @@ class NativeProgram(Program):
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
-        self._adapters, self._heads = NativeAdapters(self._program, packer), DraftHeadStore(self._program, packer)
+        self._adapters = NativeAdapters(self._program, packer, row_orders(spec))
+        self._heads = DraftHeadStore(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
         self._blocks = [kv.blocks_of(number) for number in range(len(spec.layers))]
@@ -150,11 +178,11 @@ class NativeProgram(Program):
             first += group.num_blocks
         ropes: dict[RopeSpec, int] = {}
         for number, layer in enumerate(spec.layers):
-            rope = layer.attention.rope
+            rope = layer.any_attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = len(ropes)
                 self._program.add_rope(list(rope.inv_freq), rope.attention_scale)
-            self._add_layer(layer, number, -1 if rope is None else ropes[rope], kv, KV_KINDS[kv_dtype])
+            self._add_layer(layer, number, -1 if rope is None else ropes[rope], kv, kv_dtype)
 
     def _set_ends(self, spec: DecoderSpec) -> None:
         matrices, vectors = self._model.matrices, self._model.vectors
@@ -172,33 +200,40 @@ class NativeProgram(Program):
             logit_softcap=spec.logit_softcap or 0.0,
         )
 
-    def _add_layer(self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kind: int) -> None:
-        attention, matrices, vectors = layer.grouped_attention, self._model.matrices, self._model.vectors
+    def _add_layer(self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kv_dtype: str) -> None:
+        attention, matrices, vectors = layer.required_attention, self._model.matrices, self._model.vectors
         prefix, num_blocks = f"layers.{number}.", len(self._blocks[number])
         num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
-        block_bytes = _native.kv_block_bytes(kind, attention.num_kv_heads, attention.head_dim, kv.block_size)
+        block_bytes = kv_block_bytes(attention, kv_dtype, kv.block_size)
         cache = reserve(block_bytes * (num_blocks + num_empty), streamed=False)
         self._caches.append(cache.reshape(num_blocks + num_empty, block_bytes))
         self._program.add_layer(
-            shape=(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.window or 0),
+            shape=(
+                attention.num_heads,
+                attention.num_kv_heads,
+                attention.head_dim,
+                _value_dim(attention),
+                attention.window or 0,
+            ),
             scale=attention.scale,
             softcap=attention.softcap or 0.0,
             rope=rope,
             qkv=matrices[f"{prefix}qkv"].bind(),
+            latent=self._latent(attention, prefix) if isinstance(attention, LatentAttentionSpec) else None,
             output=matrices[f"{prefix}output"].bind(),
-            mlp=self._feed_forward(layer.mlp, prefix) if isinstance(layer.mlp, MlpSpec) else None,
-            mixture=self._mixture(layer.mlp, prefix) if isinstance(layer.mlp, MoeSpec) else None,
+            mlp=self._feed_forward(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MlpSpec) else None,
+            mixture=self._mixture(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MoeSpec) else None,
             attention_norm=self._norm(f"{prefix}attention_norm"),
             mlp_norm=self._norm(f"{prefix}mlp_norm"),
             attention_post_norm=self._norm(f"{prefix}attention_post_norm"),
             mlp_post_norm=self._norm(f"{prefix}mlp_post_norm"),
             q_norm=vectors.get(f"{prefix}q_norm.weight"),
             k_norm=vectors.get(f"{prefix}k_norm.weight"),
-            norms_projection=attention.qk_norm_over == "projection",
+            norms_projection=isinstance(attention, AttentionSpec) and attention.qk_norm_over == "projection",
             parallel=layer.parallel,
             residual_scale=layer.residual_scale,
             cache=cache,
-            kv_kind=kind,
+            kv_kind=KV_KINDS[kv_dtype],
             block_size=kv.block_size,
             group=kv.group_of(number),
         )
@@ -206,6 +241,24 @@ class NativeProgram(Program):
     def _norm(self, name: str) -> _native.Norm | None:
         weight = self._model.vectors.get(f"{name}.weight")
         return None if weight is None else _native.Norm(weight=weight, bias=self._model.vectors.get(f"{name}.bias"))
+
+    def _latent(self, attention: LatentAttentionSpec, prefix: str) -> _native.Latent:
+        matrices, vectors = self._model.matrices, self._model.vectors
+        return _native.Latent(
+            queries=None if attention.q_lora_rank is None else matrices[f"{prefix}queries"].bind(),
+            absorb=matrices[f"{prefix}absorb"].bind(),
+            expand=matrices[f"{prefix}expand"].bind(),
+            query_norm=vectors.get(f"{prefix}q_a_norm.weight"),
+            key_norm=vectors[f"{prefix}kv_a_norm.weight"],
+            eps=attention.latent_norm_eps,
+            sizes=(
+                attention.num_heads,
+                attention.qk_nope_head_dim,
+                attention.qk_rope_head_dim,
+                attention.kv_lora_rank,
+                attention.v_head_dim,
+            ),
+        )
 
     def _feed_forward(self, mlp: MlpSpec, prefix: str) -> _native.FeedForward:
         matrices = self._model.matrices
@@ -226,8 +279,15 @@ class NativeProgram(Program):
         return _native.Mixture(
             router=self._model.matrices[f"{prefix}router"].bind(),
             experts=[self._feed_forward(mlp.expert, each) for each in prefixes],
-            num_chosen=mlp.num_chosen,
-            renormalize=mlp.renormalize,
+            routing=_native.Routing(
+                num_experts=mlp.num_experts,
+                num_chosen=mlp.num_chosen,
+                renormalize=mlp.renormalize,
+                sigmoid=mlp.scoring == "sigmoid",
+                correction=self._model.vectors.get(f"{prefix}router.e_score_correction_bias"),
+                groups=(mlp.num_groups, mlp.num_chosen_groups, mlp.num_group_scores),
+                scale=mlp.routed_scale,
+            ),
             shared=self._feed_forward(mlp.shared, f"{prefix}shared.") if mlp.shared else None,
             shared_gate=mlp.shared_gate,
         )

@@ -9,11 +9,14 @@ from importlib.util import find_spec
 import torch
 
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
 from cloister.backends.torch.cuda.limits import check_computable
 from cloister.backends.torch.cuda.memory import device_need
+from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.schedule import Team
+from cloister.backends.torch.vision import tower_bytes
 from cloister.types.errors import ConfigError
 
 NUMERICS = 1  # raise it when an answer may change in its last bit
@@ -56,15 +59,24 @@ class TorchBackend:
             sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
             check_computable(spec)
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
+        if isinstance(spec, EncoderSpec):
+            return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
         mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
-        layer_bytes = tuple(kv_size(layer.attention) * block_size * self._dtype.itemsize for layer in spec.layers)
+        layer_bytes = tuple(
+            (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
+        )
         return MemoryNeed(
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
-            activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * _ATTENTION_BYTES,
+            state_bytes=sum(4 * layer.state.state_size for layer in spec.layers if layer.state is not None),
+            activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * self._thread_bytes(spec),
         )
+
+    @staticmethod
+    def _thread_bytes(spec: DecoderSpec) -> int:
+        return max(_ATTENTION_BYTES, 0 if spec.vision is None else tower_bytes(spec.vision))
 
     def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:
         """Loads the weights and makes an empty cache.
@@ -78,6 +90,8 @@ class TorchBackend:
             from cloister.backends.torch.cuda.program import CudaProgram  # needs triton, which a CPU does not
 
             return CudaProgram(spec, weights, kv, dtype=self._dtype, device=self._device, is_exact=self._is_exact)
+        if isinstance(spec, EncoderSpec):
+            return EncoderProgram(spec, weights, kv, team=self._team, dtype=self._dtype)
         return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device)
 
 
@@ -106,9 +120,12 @@ def _row_bytes(spec: DecoderSpec) -> int:
 
 
 def _attention_numbers(layer: LayerSpec) -> int:
-    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed."""
-    attention = layer.attention
-    numbers = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed; and
+    those that meet a state."""
+    attention, numbers = layer.attention, 0 if layer.state is None else layer.state.step_size
+    if attention is None:
+        return numbers
+    numbers += (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     if isinstance(attention, LatentAttentionSpec):
         numbers += attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
     return numbers

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cloister.backends.base import IntArray, KVLayout
-from cloister.backends.spec import AnyAttentionSpec, LatentAttentionSpec, kv_size
+from cloister.backends.spec import AnyAttentionSpec, LatentAttentionSpec, StateSpec, kv_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,16 @@ class KVCache:
     The zero slot stands for positions past a context, so that attention always reads splits of a fixed length.
 
     Attributes:
-        layers: one tensor [num_slots + 1, size] each (`SlotLayout`).
+        layers: one tensor [num_slots + 1, size] each (`SlotLayout`); size 0 where a layer has no attention.
     """
 
-    def __init__(self, layout: KVLayout, layers: Sequence[AnyAttentionSpec], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, layers: Sequence[AnyAttentionSpec | None], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.layout = layout
         self._blocks = [layout.blocks_of(number) for number in range(len(layers))]
         self.layers = [
-            torch.zeros(len(blocks) * layout.block_size + 1, kv_size(layer), dtype=dtype, device=device)
+            torch.zeros(len(blocks) * layout.block_size + 1, 0 if layer is None else kv_size(layer), dtype=dtype, device=device)
             for layer, blocks in zip(layers, self._blocks, strict=True)
         ]
 
@@ -78,4 +80,40 @@ class KVCache:
 
     def _pages(self) -> list[tuple[Tensor, range]]:
         """Returns the pages of each layer, and the numbers of its blocks."""
-        return [(slots[:-1].view(len(blocks), -1), blocks) for slots, blocks in zip(self.layers, self._blocks, strict=True)]
+        size = self.layout.block_size
+        return [
+            (slots[:-1].view(len(blocks), size * slots.shape[1]), blocks)
+            for slots, blocks in zip(self.layers, self._blocks, strict=True)
+        ]
+
+
+class StateCache:
+    """The states of every layer that has one: one for each block.
+
+    Attributes:
+        layers: by number, [num_blocks, state_size] float32 each.
+    """
+
+    def __init__(self, layout: KVLayout, layers: Mapping[int, StateSpec], device: torch.device) -> None:
+        self._blocks = layout.state_blocks
+        self.layers = {
+            number: torch.zeros(len(self._blocks), spec.state_size, device=device) for number, spec in layers.items()
+        }
+
+    def at(self, layer: int, block: int) -> Tensor:
+        """Returns the state of a layer in a block, [state_size], in place."""
+        return self.layers[layer][block - self._blocks.start]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies states (source, target) of every layer."""
+        for number in self.layers:
+            for source, target in pairs:
+                if source in self._blocks:
+                    self.at(number, target).copy_(self.at(number, source))
+
+    def wipe(self, block_ids: Sequence[int]) -> None:
+        """Overwrites states with zeros, which is what every sequence starts from."""
+        for number in self.layers:
+            for block in block_ids:
+                if block in self._blocks:
+                    self.at(number, block).zero_()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec
+from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, LatentAttentionSpec
 from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.feed_forward import make_feed_forward
 from cloister.backends.torch.latent import HeadwiseLinear, LatentProjections
-from cloister.backends.torch.layers import Norm, rms_norm, rotate
+from cloister.backends.torch.layers import Norm, on_whole_vectors, rms_norm, rotate
+from cloister.backends.torch.mixers import make_mixer
 from cloister.backends.torch.reading import AnyLinear, WeightReader
 
 
@@ -53,60 +55,145 @@ class GroupedProjections:
         return rms_norm(heads.flatten(1), weight, self._eps).view(heads.shape)
 
 
-class DecoderLayer:
-    """One block of the decoder, all but attention itself: what is computed row by row.
+class SelfAttention:
+    """All of attention that is computed row by row.
 
     Attributes:
+        linears: its products.
+        num_operations: multiplications and additions of products with weights before attention, for one row.
+        num_output_operations: those after it.
+        sinks: [num_heads], or None.
+        is_gated: `finish` reads the normed rows again.
+    """
+
+    def __init__(self, spec: AnyAttentionSpec, reader: WeightReader, prefix: str, eps: float) -> None:
+        self._prefix = prefix
+        self._projections = (
+            LatentProjections(spec, reader, prefix)
+            if isinstance(spec, LatentAttentionSpec)
+            else GroupedProjections(spec, reader, prefix, eps)
+        )
+        self._o = reader.linear(f"{prefix}.o", bias=spec.output_bias)
+        self.sinks = self._projections.sinks if isinstance(self._projections, GroupedProjections) else None
+        self._gate: AnyLinear | None = None
+        self._input_scale = self._output_scale = 1.0
+        if isinstance(spec, AttentionSpec):
+            self._gate = reader.linear(f"{prefix}.q_gate", bias=spec.qkv_bias) if spec.gated else None
+            self._input_scale, self._output_scale = spec.input_scale, spec.output_scale
+        self.is_gated = self._gate is not None
+        gates = () if self._gate is None else (self._gate,)
+        self.linears: tuple[AnyLinear | HeadwiseLinear, ...] = (*self._projections.linears, *gates, self._o)
+        self.num_operations = self._projections.num_operations
+        self.num_output_operations = self._projections.num_output_operations + sum(
+            linear.num_operations for linear in (*gates, self._o)
+        )
+
+    def project(
+        self, normed: Tensor, cos_sin: Tensor | None, queries: Tensor, slots: Tensor, adapters: RowAdapters | None
+    ) -> None:
+        """Writes queries and slots (`LatentProjections.project`)."""
+        self._projections.project(self._scaled(normed), cos_sin, queries, slots, adapters)
+
+    def finish(self, normed: Tensor | None, mixed: Tensor, adapters: RowAdapters | None) -> Tensor:
+        """Returns [num_rows, hidden] for the outputs of attention [num_rows, num_heads * value_dim].
+
+        Args:
+            normed: what `project` read, where the attention is gated; gates are computed here, so that nobody keeps them.
+        """
+        mixed = self._projections.join(mixed)
+        if self._gate is not None and normed is not None:
+            mixed = self._gates(self._scaled(normed), self._gate, adapters) * mixed
+        output = self._o(mixed)
+        if adapters is not None:
+            adapters.add(self._prefix, "o", mixed, output)
+        return output if self._output_scale == 1.0 else output.mul_(self._output_scale)
+
+    def _gates(self, rows: Tensor, gate: AnyLinear, adapters: RowAdapters | None) -> Tensor:
+        gates = gate(rows)
+        if adapters is not None:
+            adapters.add(self._prefix, ("q_gate",), rows, gates)
+        return on_whole_vectors(torch.sigmoid, gates)
+
+    def _scaled(self, normed: Tensor) -> Tensor:
+        return normed if self._input_scale == 1.0 else normed * self._input_scale
+
+
+class DecoderLayer:
+    """One block of the decoder, all but what mixes tokens: what is computed row by row.
+
+    Attributes:
+        attention: None where the layer has none.
+        mixer: its mixer with a state, None where it has none. A step calls its `advance` between `project` and `finish`.
         sinks: [num_heads] of its attention, or None.
         project_operations, finish_operations: multiplications and additions of products with weights, for one row.
     """
 
     def __init__(self, spec: DecoderSpec, number: int, reader: WeightReader) -> None:
-        self._prefix = prefix = f"layers.{number}"
-        self._spec = spec.layers[number]
-        self.attention = attention = self._spec.attention
+        prefix = f"layers.{number}"
+        self._spec = layer = spec.layers[number]
+        self.attention = layer.attention
 
         def norm(name: str, wanted: bool) -> Norm | None:
             return reader.norm(f"{prefix}.{name}", spec) if wanted else None
 
-        self._attention_norm = norm("attention_norm", self._spec.pre_norm)
-        self._attention_post_norm = norm("attention_post_norm", self._spec.post_norm)
-        self._mlp_norm = norm("mlp_norm", self._spec.pre_norm)
-        self._mlp_post_norm = norm("mlp_post_norm", self._spec.post_norm)
-        self._projections = (
-            LatentProjections(attention, reader, prefix)
-            if isinstance(attention, LatentAttentionSpec)
-            else GroupedProjections(attention, reader, prefix, spec.norm_eps)
+        feeds = layer.mlp is not None
+        self._attention_norm = norm("attention_norm", layer.pre_norm and layer.mixes)
+        self._attention_post_norm = norm("attention_post_norm", layer.post_norm and layer.mixes)
+        self._mlp_norm = norm("mlp_norm", layer.pre_norm and feeds)
+        self._mlp_post_norm = norm("mlp_post_norm", layer.post_norm and feeds)
+        self._attend = None if layer.attention is None else SelfAttention(layer.attention, reader, prefix, spec.norm_eps)
+        self.mixer = None if layer.state is None else make_mixer(layer.state, reader, prefix, spec.norm_eps)
+        self._mlp = None if layer.mlp is None else make_feed_forward(layer.mlp, reader, prefix)
+        mixers = [part for part in (self._attend, self.mixer) if part is not None]
+        feed_forwards = [] if self._mlp is None else [self._mlp]
+        self.linears: tuple[AnyLinear | HeadwiseLinear, ...] = tuple(
+            linear for part in (*mixers, *feed_forwards) for linear in part.linears
         )
-        self.sinks = self._projections.sinks if isinstance(self._projections, GroupedProjections) else None
-        self._o = reader.linear(f"{prefix}.o", bias=attention.output_bias)
-        self._mlp = make_feed_forward(self._spec.mlp, reader, prefix)
-        self.linears: tuple[AnyLinear | HeadwiseLinear, ...] = (*self._projections.linears, self._o, *self._mlp.linears)
-        self.project_operations = self._projections.num_operations
-        self.finish_operations = self._projections.num_output_operations + self._o.num_operations + self._mlp.num_operations
+        self.project_operations = sum(part.num_operations for part in mixers)
+        self.finish_operations = sum(part.num_output_operations for part in mixers) + sum(
+            part.num_operations for part in feed_forwards
+        )
+        self.sinks = None if self._attend is None else self._attend.sinks
 
     def project(
         self,
         hidden: Tensor,
         cos_sin: Tensor | None,
-        queries: Tensor,
-        slots: Tensor,
+        queries: Tensor | None,
+        slots: Tensor | None,
         adapters: RowAdapters | None = None,
+        features: Tensor | None = None,
     ) -> None:
         """Writes queries [num_rows, num_heads, head_dim], scaled, and the slots of the cache [num_rows, size].
 
         Args:
             cos_sin: [2, num_rows, 1, num_frequencies], None where nothing is turned.
+            queries, slots: None in a layer without attention.
+            features: [num_rows, mixer.num_features], written too; None in a layer without a mixer.
         """
-        self._projections.project(_apply(self._attention_norm, hidden), cos_sin, queries, slots, adapters)
+        if not self._spec.mixes:
+            return
+        normed = _apply(self._attention_norm, hidden)
+        if self._attend is not None and queries is not None and slots is not None:
+            self._attend.project(normed, cos_sin, queries, slots, adapters)
+        if self.mixer is not None and features is not None:
+            features.copy_(self.mixer.project(normed))
 
-    def finish(self, hidden: Tensor, mixed: Tensor, adapters: RowAdapters | None = None) -> None:
-        """Adds the outputs of attention [num_rows, num_heads * value_dim] and of the feed-forward to `hidden`, in place."""
-        mixed = self._projections.join(mixed)
-        output = self._o(mixed)
-        if adapters is not None:
-            adapters.add(self._prefix, "o", mixed, output)
-        attended = _apply(self._attention_post_norm, output)
+    def finish(
+        self,
+        hidden: Tensor,
+        mixed: Tensor | None,
+        adapters: RowAdapters | None = None,
+        state_mixed: Tensor | None = None,
+    ) -> None:
+        """Adds the outputs of what mixes tokens and of the feed-forward to `hidden`, in place.
+
+        Args:
+            hidden: as `project` read it.
+            mixed: outputs of attention [num_rows, num_heads * value_dim]; None in a layer without attention.
+            state_mixed: outputs of the mixer [num_rows, mixer.num_mixed]; None in a layer without one.
+        """
+        attended = self._join(hidden, mixed, state_mixed, adapters)
         if self._spec.parallel:
             fed = self._feed(hidden, adapters)
             self._add(hidden, attended)
@@ -115,11 +202,27 @@ class DecoderLayer:
             fed = self._feed(hidden, adapters)
         self._add(hidden, fed)
 
-    def _feed(self, hidden: Tensor, adapters: RowAdapters | None) -> Tensor:
+    def _join(
+        self, hidden: Tensor, mixed: Tensor | None, state_mixed: Tensor | None, adapters: RowAdapters | None
+    ) -> Tensor | None:
+        """Returns what the parts that mix tokens add, [num_rows, hidden]; None where there are none."""
+        output = None
+        if self._attend is not None and mixed is not None:
+            normed = _apply(self._attention_norm, hidden) if self._attend.is_gated else None
+            output = self._attend.finish(normed, mixed, adapters)
+        if self.mixer is not None and state_mixed is not None:
+            found = self.mixer.finish(state_mixed)
+            output = found if output is None else output.add_(found)
+        return None if output is None else _apply(self._attention_post_norm, output)
+
+    def _feed(self, hidden: Tensor, adapters: RowAdapters | None) -> Tensor | None:
+        if self._mlp is None:
+            return None
         return _apply(self._mlp_post_norm, self._mlp(_apply(self._mlp_norm, hidden), adapters))
 
-    def _add(self, hidden: Tensor, output: Tensor) -> None:
-        hidden.add_(output if self._spec.residual_scale == 1.0 else output * self._spec.residual_scale)
+    def _add(self, hidden: Tensor, output: Tensor | None) -> None:
+        if output is not None:
+            hidden.add_(output if self._spec.residual_scale == 1.0 else output * self._spec.residual_scale)
 
 
 def _apply(norm: Norm | None, rows: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class Mlp:
 
     def __init__(self, spec: MlpSpec, reader: WeightReader, prefix: str) -> None:
         self._activate, self._is_gated, self._clipped = ACTIVATIONS[spec.activation], spec.gated, spec.clipped
+        self._gate_scale, self._output_scale = spec.gate_scale, spec.output_scale
         self._prefix, self._names = prefix, ("gate", "up") if spec.gated else ("up",)
         self._into = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.bias)
         self._down = reader.linear(f"{prefix}.down", bias=spec.bias)
@@ -38,12 +39,13 @@ class Mlp:
         out = self._down(inner)
         if adapters is not None:
             adapters.add(self._prefix, ("down",), inner, out)
-        return out
+        return out if self._output_scale == 1.0 else out.mul_(self._output_scale)
 
     def _bend(self, inner: Tensor) -> Tensor:
         if not self._is_gated:
             return on_whole_vectors(self._activate, inner)
         gate, up = inner.chunk(2, dim=-1)
+        gate = gate if self._gate_scale == 1.0 else gate * self._gate_scale
         return self._activate(gate).mul_(up) if self._clipped is None else clipped_swiglu(gate, up, self._clipped)
 
 

@@ -53,6 +53,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda rows: F.relu(rows).square(),
 }
 
 

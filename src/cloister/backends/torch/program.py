@@ -34,7 +34,9 @@ from cloister.backends.torch.schedule import (
     token_slots,
     use_one_thread_per_operation,
 )
+from cloister.backends.torch.states import States, StateStep
 from cloister.backends.torch.trees import TreeNode, unfold
+from cloister.backends.torch.vision import VisionTower
 
 # Operator spans: methods are wrapped only while they are recorded.
 
@@ -52,6 +54,7 @@ def _list_calls(program: object, module: ModuleType, layers: Iterable[DecoderLay
     yield Watched(program, "_embed", "embed")
     yield Watched(program, "_schedule", "schedule")
     yield Watched(module, "attend", "attention")
+    yield Watched(program, "_advance", "state")
     yield Watched(program, "_logits", "head")
     for layer in layers:
         yield Watched(layer, "project", "norm+qkv+rope")
@@ -91,10 +94,16 @@ class TorchProgram(Program):
         self._head_bias = reader.vector("head.bias") if spec.head_bias else None
         self.linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
         self._tiles = common_tiles(*(linear.tiles for linear in self.linears))
-        ropes = {layer.attention.rope for layer in spec.layers} - {None}
+        ropes = {layer.attention.rope for layer in spec.layers if layer.attention is not None} - {None}
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
         self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
+        specs = {number: layer.state for number, layer in enumerate(spec.layers) if layer.state is not None}
+        self._mixers = {number: layer.mixer for number, layer in enumerate(self._layers) if layer.mixer is not None}
+        self._states = States(kv, specs, team, device) if specs else None
         self._adapters = TorchAdapters(spec, team, dtype, device)
+        self._vision = None if spec.vision is None else VisionTower(spec.vision, reader, team)
+        if self._vision is not None:
+            self.capabilities |= Capability.IMAGES
 
     @torch.no_grad()
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
@@ -121,6 +130,10 @@ class TorchProgram(Program):
         logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
         return logits
 
+    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
+        return super().encode_images(images) if self._vision is None else self._vision.encode(images)
+
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer."""
         self._cache.move(moves)
@@ -128,10 +141,25 @@ class TorchProgram(Program):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
         self._cache.copy(pairs)
+        if self._states is not None:
+            self._states.cache.copy(pairs)
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
         self._cache.wipe(block_ids)
+        if self._states is not None:
+            self._states.cache.wipe(block_ids)
+
+    def wipe_buffers(self) -> None:
+        """Overwrites what is kept of drafts."""
+        if self._states is not None:
+            self._states.forget_drafts()
+
+    @torch.no_grad()
+    def accept_drafts(self, accepted: IntArray) -> None:
+        """Lets accepted drafts change states."""
+        if self._states is not None:
+            self._states.accept_drafts(self._mixers, accepted)
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
         """Puts an adapter in a slot."""
@@ -156,20 +184,30 @@ class TorchProgram(Program):
         units = self._schedule(*unfold(batch), num_rows)
         slots_of = self._adapters.of_step(batch)
         adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
-        written = [self._written_slots(batch, group) for group in range(max(1, len(self._cache.layout.groups)))]
+        written = self._written_slots(batch)
+        state_step = None if self._states is None else self._states.schedule(batch)
         for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
-            rope = layer.attention.rope
-            queries, new_slots = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
-            if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
-                queries[:num_tokens].mul_(grow(layer.attention.query_growth, batch.positions).to(self._device))
-            slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
-            mixed = self._attend(queries, slots, layer, units[work_shape(layer.attention)])
+            rope = None if layer.attention is None else layer.attention.rope
+            queries, new_slots, features = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
+            mixed = state_mixed = None
+            if layer.attention is not None and queries is not None and new_slots is not None:
+                if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
+                    queries[:num_tokens].mul_(grow(layer.attention.query_growth, batch.positions).to(self._device))
+                slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
+                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)])
+            if features is not None and state_step is not None:
+                state_mixed = self._advance(number, features, state_step)
             tasks = [
-                partial(layer.finish, hidden[rows], mixed[rows], chunk)
+                partial(layer.finish, hidden[rows], _rows(mixed, rows), chunk, _rows(state_mixed, rows))
                 for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
             ]
             self._team.run(tasks, num_rows * layer.finish_operations)
         return hidden
+
+    def _advance(self, number: int, features: Tensor, step: StateStep) -> Tensor:
+        """Advances the states of one layer, and returns what its mixer makes of the tokens [num_rows, num_mixed]."""
+        assert self._states is not None
+        return self._states.advance(number, self._mixers[number], features, step)
 
     def _embed(self, batch: ForwardBatch, num_rows: int) -> Tensor:
         hidden = torch.zeros(num_rows, self._spec.hidden_size, device=self._device)
@@ -177,6 +215,8 @@ class TorchProgram(Program):
         found.copy_(to_torch(self._embedding[batch.token_ids]))
         if self._spec.embedding_scale != 1.0:
             found.mul_(self._spec.embedding_scale)
+        if batch.embeddings is not None and batch.embedding_rows is not None:
+            found[torch.from_numpy(batch.embedding_rows).long()] = torch.from_numpy(batch.embeddings)
         if self._learned is not None:
             found.add_(to_torch(self._learned[batch.positions]).to(self._device))
         return hidden
@@ -186,16 +226,22 @@ class TorchProgram(Program):
         positions[: len(batch.positions)] = batch.positions
         return torch.from_numpy(positions).to(self._device)
 
-    def _written_slots(self, batch: ForwardBatch, group: int) -> Tensor:
+    def _written_slots(self, batch: ForwardBatch) -> dict[int, Tensor]:
+        """Returns the slots that the tokens of a step are written to, for each group of layers with attention."""
         layout = self._cache.layout
-        layer = next(number for number in range(len(self._layers)) if layout.group_of(number) == group)
-        return torch.from_numpy(token_slots(of_group(batch, layout, layer), layout.block_size)).to(self._device)
+        layers = {layout.group_of(number): number for number, layer in enumerate(self._layers) if layer.attention is not None}
+        return {
+            group: torch.from_numpy(token_slots(of_group(batch, layout, layer), layout.block_size)).to(self._device)
+            for group, layer in layers.items()
+        }
 
     def _schedule(self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int) -> dict[AttentionShape, list[UnitBatch]]:
         layout = self._cache.layout
         keys_of: dict[int, KeySlots] = {}
         units: dict[AttentionShape, list[UnitBatch]] = {}
         for number, layer in enumerate(self._layers):
+            if layer.attention is None:
+                continue
             shape, spec, group = work_shape(layer.attention), layer.attention, layout.group_of(number)
             if group not in keys_of:
                 tables, window = of_group(batch, layout, number), layout.groups[group].window if layout.groups else None
@@ -211,28 +257,35 @@ class TorchProgram(Program):
 
     def _project(
         self, layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor | None, adapters: Sequence[RowAdapters | None]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns queries [num_rows, num_heads, head_dim] and slots of the cache [num_rows, size]."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns queries [num_rows, num_heads, head_dim], slots of the cache [num_rows, size], and features of the mixer with
+        a state [num_rows, num_features]; None for what the layer has not."""
         spec, num_rows = layer.attention, len(hidden)
-        queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
-        slots = hidden.new_empty(num_rows, slot_layout(spec).size)
+        queries = slots = features = None
+        if spec is not None:
+            queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
+            slots = hidden.new_empty(num_rows, slot_layout(spec).size)
+        if layer.mixer is not None:
+            features = hidden.new_empty(num_rows, layer.mixer.num_features)
         tasks = [
             partial(
                 layer.project,
                 hidden[rows],
                 None if cos_sin is None else cos_sin[:, rows],
-                queries[rows],
-                slots[rows],
+                _rows(queries, rows),
+                _rows(slots, rows),
                 chunk,
+                _rows(features, rows),
             )
             for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
         ]
         self._team.run(tasks, num_rows * layer.project_operations)
-        return queries, slots
+        return queries, slots, features
 
-    def _attend(self, queries: Tensor, slots: Tensor, layer: DecoderLayer, units: Sequence[UnitBatch]) -> Tensor:
+    def _attend(
+        self, queries: Tensor, slots: Tensor, layer: DecoderLayer, spec: AnyAttentionSpec, units: Sequence[UnitBatch]
+    ) -> Tensor:
         """Returns [num_rows, num_heads * value_dim]; a batch of units is a task for one thread."""
-        spec = layer.attention
         layout, rows = slot_layout(spec), queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, layout.value_dim)
         tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks) for unit in units]
@@ -263,6 +316,10 @@ class TorchProgram(Program):
 def _chunks(num_rows: int) -> list[slice]:
     """Cuts rows into tasks for the team, small enough that what a layer makes of one stays in a core's own cache."""
     return [slice(start, start + _CHUNK) for start in range(0, num_rows, _CHUNK)]
+
+
+def _rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]
 
 
 def grow(growth: QueryGrowth, positions: IntArray) -> Tensor:

@@ -1,5 +1,5 @@
-"""Is routing honest? What clients drew and what nodes opened, tested against the capacities.
+"""Tests whether routing is honest: compares the nodes that clients drew and that opened requests with the capacities.
 
-`records` is what was seen, `tails` and `power` are arithmetic, `hypotheses` the tests, `verdict` their joint judgement;
-`trial` sends the requests, through the programs themselves.
+`records` holds observations, `tails` the probabilities, `hypotheses` the tests and their verdict; `trial` sends the requests
+through the real programs.
 """

@@ -1,8 +1,8 @@
-"""Gateways that steer: the real gateway with another book of nodes, since where a request goes is all that it can choose.
+"""Gateways that steer requests: the real gateway with a manipulated node book, since the target is all that it controls.
 
-It cannot open what is sealed to a node, nor make one for a node that was not drawn. So it may deliver a request to a node
-that was not drawn, where it does not open, or say that the drawn node is away; either way the client draws again. It may also
-pick its victim: the trial tells it who asks, as a relay would that colludes with it.
+It cannot open requests that are sealed to a node, nor reseal them for another. So it can deliver a request to a node that was
+not drawn, where it does not open, or claim that the drawn node is down; in both cases the client draws again. It can also
+select victims: the trial reveals the client's identity to it, as a colluding relay would.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cloister.private.upstream import Upstream
 
 
 class SteeringBook(NodeBook):
-    """A book of nodes that lies about some of them to somebody.
+    """A node book that gives victims wrong addresses.
 
     Args:
-        rate: part of the requests that it lies about.
-        captured: the name of the captured node, which gets its requests.
-        is_victim: who is lied to.
+        rate: fraction of the requests that it misdirects.
+        captured: name of the captured node, which gets its own requests.
+        is_victim: whether a user is a victim.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class SteeringBook(NodeBook):
 
 
 def make_adversary(attack: Attack, *, rate: float, captured: str, victim: str | None, seed: int | None) -> MakeBook | None:
-    """Returns what makes the adversary's book of nodes; None for no attack.
+    """Returns a factory of the adversary's node book; None for no attack.
 
     Args:
-        victim: whose requests; None for everybody's.
-        seed: of its choices; None takes one of the system's.
+        victim: the attacked user; None for all.
+        seed: seed of its choices; None uses the system's randomness.
     """
     if attack is Attack.NONE:
         return None

@@ -1,7 +1,7 @@
-"""Asks a deployment as many users would, and writes down what each of them was shown and how long it took.
+"""Sends requests to a deployment as many users, and records what each was shown and how long answers took.
 
-The clients are the real ones, each with a memory and a wallet of its own, and their requests come in random order: whatever is
-the same for everybody falls on all of them alike.
+The clients are the real ones, each with its own state and wallet, and send requests in random order, so that effects common to
+all users affect all of them equally.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from cloister.trust.transparency.refusal import TransparencyError
 from cloister.types.errors import CloisterError
 
 AT_ONCE = 4
-"""Requests that are on their way together."""
+"""Number of concurrent requests."""
 ROUNDS = 3
-"""How often everybody looks again before a difference is one: a new epoch may come between two looks."""
+"""How often all users fetch again before a difference counts: a new epoch may begin between two fetches."""
 ANSWER_S = 60.0
-"""How long an answer may take."""
+"""Timeout of an answer."""
 PATH = "/v1/models"
-"""What is asked: the cheapest thing that is sealed to a node; it costs a token like everything else."""
+"""The request: the cheapest one that is sealed to a node; it costs a token like any other."""
 FILLERS = tuple(b" " * length for length in (0, 2 << 10, 8 << 10))
-"""What goes along, and is read by nobody: so requests are as long as those of users, whose first buckets these are. Of one
-length alone a gateway could tell them from all others."""
+"""Lengths of padding content, so that requests have the same size buckets as those of users. A gateway could recognise requests
+of a single length."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AuditUser:
     """One user of an audit.
 
     Attributes:
-        carrier: what speaks HTTP for this user.
+        carrier: HTTP transport of this user.
     """
 
     name: str
@@ -57,7 +57,7 @@ class AuditUser:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A client refused what it was shown, and sent nothing."""
+    """A client refused what it was shown and sent nothing."""
 
     user: str
     error: SealedError
@@ -65,13 +65,14 @@ class Refusal:
 
 @dataclass
 class Audit:
-    """What was seen.
+    """The observations of an audit.
 
     Attributes:
-        refusals: at most one a user, which then asks no more.
-        failed_steps: slugs of steps of a node's evidence that failed, by the member's name.
-        differences: what users were shown differently in each of `ROUNDS` looks: `epoch`, `issuer`.
-        times: seconds from asking to the answer's head, by user, of requests whose first draw answered; infinite: too long.
+        refusals: at most one for each user, who then sends no more requests.
+        failed_steps: slugs of failed steps of a node's evidence, by the member's name.
+        differences: what differed between users in each of `ROUNDS` fetches: `epoch`, `issuer`.
+        times: seconds from request to the answer's head, by user, for requests whose first draw answered; infinite for a
+            timeout.
     """
 
     spells: list[Spell] = field(default_factory=list)
@@ -83,12 +84,13 @@ class Audit:
 
     @property
     def log(self) -> TrialLog:
-        """What was drawn and what answered, for the hypotheses."""
+        """The draws and answers, for the hypotheses."""
         return TrialLog(tuple(self.spells), tuple(self.sent))
 
 
 def most_tokens(users: int, requests: int) -> int:
-    """Returns how many tokens an audit buys at most: every request may draw three times, and tokens come in batches."""
+    """Returns the maximum number of tokens that an audit buys: a request may draw three times, and tokens are sold in
+    batches."""
     return users * (-(-(requests * MAX_DRAWS) // BATCH) + 1) * BATCH
 
 
@@ -97,8 +99,8 @@ class Auditor:
 
     Args:
         users: with a session and a carrier each.
-        source: of the order in which they ask.
-        tell: called with the number of requests that are done.
+        source: random source of their order.
+        tell: called with the number of finished requests.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Auditor:
         self._refused: dict[str, SealedError] = {}
 
     async def run(self, requests: int) -> Audit:
-        """Sends so many requests for each user, and looks whether everybody is shown the same.
+        """Sends the given number of requests for each user, and checks whether all are shown the same.
 
         Raises:
             RelayUnreachableError: relay or issuer cannot be reached.
@@ -139,7 +141,7 @@ class Auditor:
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
         answered = {sent.user for sent in self._audit.sent if sent.answered}
-        for name, error in self._refused.items():  # who is always refused has a clock that is wrong, say
+        for name, error in self._refused.items():  # a client that is always refused may have a wrong clock
             if name not in answered:
                 self._audit.refusals.append(Refusal(name, error))
         await self._compare()
@@ -158,7 +160,7 @@ class Auditor:
             self._lose(user, request)
             self._audit.times.append((user.name, float("inf")))
         except httpx.TransportError:
-            pass  # broken off behind its head: the node answered, and the test is about which one
+            pass  # cut off after its head: the node did answer, and only its identity matters
         except RelayUnreachableError:
             raise
         except SealedError as error:
@@ -172,7 +174,7 @@ class Auditor:
             self._keep(user, about["epoch"], about["drawn"], True)
 
     def _lose(self, user: AuditUser, request: httpx.Request) -> None:
-        """Takes in a request whose every draw brought no answer, however that was withheld: refused, away, or silent."""
+        """Records a request without any answer, whatever the reason: refused, unreachable or silent."""
         self._note(user)
         self._keep(user, self._epoch(user), request.extensions.get(DRAWN, ()), False)
 
@@ -195,11 +197,11 @@ class Auditor:
         if spell is None:
             return
         names = tuple(self._members.get(one, one) for one in drawn)
-        if names and set(names) <= set(self._audit.spells[spell].capacities):  # a draw across two epochs is of neither
+        if names and set(names) <= set(self._audit.spells[spell].capacities):  # a draw across two epochs belongs to neither
             self._audit.sent.append(Sent(user.name, spell, names, is_answered, names[-1:] if is_answered else ()))
 
     async def _compare(self) -> None:
-        """Everybody looks again at what must be the same for all; what differs each time is no coincidence."""
+        """All users fetch again what must be the same for all; a difference in every round is not a coincidence."""
         differing: dict[str, int] = {"epoch": 0, "issuer": 0}
         for _ in range(ROUNDS):
             epochs = {await self._look(user, _epoch_url(user), _name_epoch) for user in self._users}
@@ -223,7 +225,7 @@ class Auditor:
 
 
 class _Borrowed(httpx.AsyncBaseTransport):
-    """A carrier that stays open when the client that uses it is closed."""
+    """A transport that stays open when its client is closed."""
 
     def __init__(self, carrier: httpx.AsyncBaseTransport) -> None:
         self._carrier = carrier
@@ -249,7 +251,7 @@ def _directory_url(user: AuditUser) -> str:
 
 
 def _name_epoch(bundle: bytes) -> bytes:
-    """Returns what has to be the same for everybody; cosignatures may differ."""
+    """Returns the parts that must be the same for all users; cosignatures may differ."""
     try:
         parsed = parse_bundle(bundle)
     except (TransparencyError, CloisterError):

@@ -1,4 +1,4 @@
-"""What an audit says against an operator, each charge by the kind of what was done. Pure."""
+"""The charges of an audit against an operator, by kind. Pure."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _FOUND = {
 
 @dataclass(frozen=True)
 class OperatorFault:
-    """One thing that speaks against the operator.
+    """One charge against the operator.
 
     Attributes:
         kind: `membership`, `capacity`, `chip`, `evidence`, `partition`, `pace`, `issuer`, `log`, or the family of a finding.
-        user: whom it concerns; empty for all.
-        text: a sentence for a person.
+        user: the affected user; empty for all.
+        text: a sentence for users.
     """
 
     kind: str
@@ -58,13 +58,13 @@ class OperatorFault:
 
 @dataclass(frozen=True)
 class AuditVerdict:
-    """All of it.
+    """The result of an audit.
 
     Attributes:
-        charges: empty if nothing speaks against the operator.
-        unfinished: why the audit could not be done, by user; then no charge means nothing.
-        p_value: the smallest of all tests, corrected by Holm.
-        tests: how many.
+        charges: empty if there is no evidence against the operator.
+        unfinished: why the audit is incomplete, by user; then the absence of charges proves nothing.
+        p_value: the smallest p-value, with Holm's correction.
+        tests: number of tests.
     """
 
     charges: tuple[OperatorFault, ...]
@@ -74,7 +74,7 @@ class AuditVerdict:
 
 
 def judge_audit(audit: Audit) -> AuditVerdict:
-    """Tests every hypothesis and adds what no honest operator can show."""
+    """Tests every hypothesis, and adds observations that an honest operator cannot cause."""
     findings = [*examine(audit.log), *compare_times(audit.times)]
     corrected = holm(finding.p_value for finding in findings)
     found = [
@@ -94,7 +94,7 @@ def _charge_refusals(audit: Audit) -> Iterator[OperatorFault]:
 
 
 def _kind_of(error: SealedError) -> str:
-    """Returns what a refusal says about the operator; empty where it says nothing, such as an allowance that is used up."""
+    """Returns the charge that a refusal implies; empty for none, such as an exhausted quota."""
     if isinstance(error, EpochRefusedError):
         return _KINDS.get(Reason(error.reason), "log") if error.reason else ""
     if isinstance(error, EvidenceRefusedError):

@@ -1,4 +1,4 @@
-"""A sealed cloud in one process: issuer, relay, gateway, nodes, log and witnesses, each the application that its program runs.
+"""A sealed cloud in one process: issuer, relay, gateway, nodes, log and witnesses, each the application of the real program.
 
 A `Network` joins them. The one here calls applications without sockets, for trials of routing; tests use loopback sockets.
 """
@@ -60,20 +60,20 @@ EPOCH_S = 300
 RELAY, GATEWAY, ISSUER = "http://relay.test", "http://gateway.test", "https://issuer.test"
 
 current_user: ContextVar[str] = ContextVar("current_user")
-"""Who sends the request. Honest programs never look; a gateway that colludes with the relay would know."""
+"""The sender of the request. Honest programs ignore it; a gateway that colludes with the relay would know it."""
 
 MakeBook = Callable[["SealedCloud", Upstream], NodeBook]
 
 
 class Network(Protocol):
-    """How programs reach each other, and how clients reach them."""
+    """Connects programs with each other and with clients."""
 
     def open(self, url: str, app: ASGIApp) -> str:
-        """Makes an application reachable, in the place of one with the same URL, and returns its address."""
+        """Makes an application reachable, replacing one with the same URL, and returns its address."""
         ...
 
     def shut(self, url: str) -> None:
-        """Makes an application unreachable; one that is not there already is."""
+        """Makes an application unreachable; unknown ones are ignored."""
         ...
 
     def make_upstream(self, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Upstream:
@@ -81,12 +81,12 @@ class Network(Protocol):
         ...
 
     def carrier(self) -> httpx.AsyncBaseTransport:
-        """Returns what a client sends HTTP requests over."""
+        """Returns a client's HTTP transport."""
         ...
 
 
 class DirectNetwork(httpx.AsyncBaseTransport):
-    """Calls applications by host, without sockets; a host that is not there refuses connections."""
+    """Calls applications by host, without sockets; unknown hosts refuse connections."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, httpx.AsyncBaseTransport] = {}
@@ -113,23 +113,24 @@ class DirectNetwork(httpx.AsyncBaseTransport):
 
 @dataclass(frozen=True)
 class CloudConfig:
-    """What the programs of a cloud are told.
+    """Settings of a cloud's programs.
 
     Attributes:
-        profile: of the nodes. The answers of `team` have no shape, so that a trial measures routing and not the clock.
-        shape: of the nodes' answers; None sends them as they come.
-        hardening: measures that the nodes say are in force, and how.
+        profile: profile of the nodes. Answers under `team` have no traffic shape, so that a trial measures routing, not the
+            cadence.
+        shape: traffic shape of the nodes' answers; None for none.
+        hardening: hardening measures that the nodes report.
         inner: the server inside every node; None counts marked requests (`Node.opened`).
-        gateway_url, issuer_url: their public names, which tokens and epochs are bound to.
-        budget: output tokens that one of the issuer's tokens pays for.
-        tokens_per_epoch: that the issuer sells to one key.
-        epoch_s: how long an epoch and the evidence in it hold.
-        answer_timeout_s: longest silence that the gateway bears of a node.
-        issuer_timeout_s: longest silence that the relay bears of the issuer.
+        gateway_url, issuer_url: their public URLs, to which tokens and epochs are bound.
+        budget: output tokens that one blind token pays for.
+        tokens_per_epoch: number of tokens that the issuer sells to one key.
+        epoch_s: validity of an epoch and its evidence.
+        answer_timeout_s: the gateway's read timeout for nodes.
+        issuer_timeout_s: the relay's read timeout for the issuer.
         gateway: further fields of `GatewayConfig`.
-        make_key: draws the issuer's RSA keys.
-        relay_secret: shows the gateway that a request is from the relay.
-        node_secret: shows a node that a request is from the gateway.
+        make_key: generates the issuer's RSA keys.
+        relay_secret: authenticates the relay to the gateway.
+        node_secret: authenticates the gateway to a node.
     """
 
     profile: str = "team"
@@ -150,11 +151,11 @@ class CloudConfig:
 
 
 class Node:
-    """One node: its keys for one epoch, and whose requests it opened.
+    """One node: its keys for one epoch, and the requests that it opened.
 
     Attributes:
-        opened: mark of a request to how often it was opened.
-        strays: requests that came and did not open.
+        opened: mark of a request -> how often it was opened.
+        strays: number of requests that did not open.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Node:
         return self._statement.node_id
 
     def attest(self, release: Release, checkpoint: str, now: float) -> None:
-        """Makes its evidence for an epoch."""
+        """Creates its evidence for an epoch."""
         self._statement = Statement(
             release=release.digest,
             model=release.model,
@@ -205,7 +206,7 @@ class Node:
         return self._evidence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The node as it is reached; counts what it refuses."""
+        """The node's application; counts refused requests."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -224,7 +225,7 @@ class Node:
 
 
 class _Epochs:
-    """Where the gateway takes the epoch file from."""
+    """The gateway's source of the epoch file."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -239,15 +240,15 @@ class SealedCloud:
 
     Args:
         directory: an empty one, for log, keys and stores.
-        make_book: makes the gateway's book of nodes; an adversary's is another one (`adversary`).
-        network: joins the programs; None calls them directly.
-        time: of the one clock, which then stands still but for `enter`; None is the machine's own.
+        make_book: creates the gateway's node book, or an adversary's (`adversary`).
+        network: connects the programs; None calls them directly.
+        time: start of a manual clock, which only `enter` advances; None uses the machine's clock.
 
     Attributes:
-        time: what the clock shows, Unix seconds.
-        nodes: those that are there now, by name.
-        issuers: what the next epoch says of the issuer's keys.
-        members: capacity of those that the membership names.
+        time: current time of the clock, Unix seconds.
+        nodes: current nodes by name.
+        issuers: the issuer's keys for the next epoch.
+        members: capacities of the members.
         relay_url, gateway_url, issuer_url: addresses.
     """
 
@@ -282,11 +283,11 @@ class SealedCloud:
         return wall_clock() if self._is_live else self.time
 
     def carrier(self) -> httpx.AsyncBaseTransport:
-        """Returns what a client sends HTTP requests over."""
+        """Returns a client's HTTP transport."""
         return self.network.carrier()
 
     def opened(self) -> dict[str, list[str]]:
-        """Returns for each mark the nodes that opened it, by their own account."""
+        """Returns for each mark the nodes that report having opened it."""
         by_mark: dict[str, list[str]] = {}
         for node in self._every:
             for mark, times in node.opened.items():
@@ -295,14 +296,15 @@ class SealedCloud:
 
     @property
     def strays(self) -> int:
-        """Requests that came to a node which could not open them."""
+        """Number of requests that reached a node which could not open them."""
         return sum(node.strays for node in self._every)
 
     async def enter(self, spell: Spell, *, signed: bool = True) -> None:
-        """Begins a spell: nodes with new keys, and an epoch that names them; those that are down stop answering.
+        """Begins a spell: gives nodes new keys, and publishes an epoch with them; those that are down stop answering.
 
         Args:
-            signed: whether a membership that says the same is logged first, and holds; else the gateway does it alone.
+            signed: whether to log an equal membership first and wait until it is valid; otherwise only the gateway's epoch
+                changes.
         """
         if signed and dict(spell.capacities) != self.members:
             await self.change_members(dict(spell.capacities))
@@ -323,11 +325,11 @@ class SealedCloud:
             self.network.shut(self.nodes[name].url)
 
     def honest_keys(self) -> tuple[IssuerEntry, ...]:
-        """Returns what the issuer states of its keys now."""
+        """Returns the issuer's current key entries."""
         return sign_keys(self.issuer.current_keys(), self.config.issuer_url, self.issuer_key)
 
     async def change_members(self, capacities: dict[str, int], notice_s: int = NOTICE_S) -> None:
-        """Logs a membership and waits until it holds; the first one holds at once."""
+        """Logs a membership and waits until it is valid; the first one is valid immediately."""
         is_first = not self._memberships
         self._memberships += 1
         begins = int(self.now()) + (0 if is_first else notice_s)
@@ -340,7 +342,7 @@ class SealedCloud:
             self.time = begins
 
     def close(self) -> None:
-        """Lets go of files."""
+        """Closes files."""
         self.quota.close()
         self._store.close()
 
@@ -396,7 +398,7 @@ class SealedCloud:
         self.relay_url = self.network.open(RELAY, relay_app(relay, to_gateway, to_issuer))
 
     async def _cosign(self) -> None:
-        """Has witnesses cosign the log as it is, which is the nonce of the evidence to come."""
+        """Has witnesses cosign the current log; this checkpoint is the nonce of the next evidence."""
         _, note = self.log.checkpoint()
         for witness in self.cosigners:
             note = note.add(*await witness.cosign(self.log, note))

@@ -1,13 +1,14 @@
-"""What must hold if nobody steers, as null hypotheses, each with an exact p-value, and the verdict over all. Pure.
+"""Null hypotheses of honest routing, each with an exact p-value, and the verdict over all. Pure.
 
 Four families, for every user and every set of nodes that might be captured:
 
-- draw: first draws fall into T as often as its share of the capacity (a sum of binomials, one per spell). The client's part.
-- nodes: per user, first draws over all nodes at once (chi-square), where the sets are too many to list.
-- land: requests that a node in T opened are as many as T's share, by the nodes' own account. This is P(u in R(T)).
-- loss: draws that brought no answer fall on users in the proportion of their draws, and on T in the proportion of its
-  draws (hypergeometric, per spell). It needs no figure for how often an honest network loses something, and it is the
-  sharp one: withheld or misdelivered requests of one user are found by the dozen, where shares need tens of thousands.
+- draw: first draws fall into T as often as its share of the capacity (a sum of binomials, one per spell). This checks the
+client.
+- nodes: per user, first draws over all nodes at once (chi-square), if there are too many sets to list.
+- land: the number of requests that nodes in T report as opened matches T's share. This is P(u in R(T)).
+- loss: draws without an answer are distributed over users in proportion to their draws, and over T in proportion to its draws
+  (hypergeometric, per spell). It needs no loss rate of an honest network, and is the most powerful: it detects withheld or
+  misdelivered requests of one user by the dozen, while shares need tens of thousands.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class HypothesisResult:
     """One hypothesis, tested.
 
     Attributes:
-        family: which statement.
-        user: about whom; `EVERYBODY` for all users together.
-        captured: the set T that it is about; empty where it is about users or about all nodes.
-        p_value: chance of a count at least as far off if nobody steers, before correction for many tests.
-        observed, expected: the count and its expectation; of a chi-square the statistic and its degrees of freedom.
-        trials: how many draws, requests or losses were counted.
+        family: the family of the hypothesis.
+        user: the user; `EVERYBODY` for all users together.
+        captured: the set T; empty if it concerns users or all nodes.
+        p_value: probability of a count at least as extreme under honest routing, before correction for multiple tests.
+        observed, expected: the count and its expectation; for chi-square the statistic and its degrees of freedom.
+        trials: number of draws, requests or losses counted.
     """
 
     family: Family
@@ -60,7 +61,7 @@ class HypothesisResult:
 
 
 def subsets(nodes: list[str]) -> list[tuple[str, ...]]:
-    """Returns sets of nodes that might be captured, one of each set and its complement; with many nodes, single ones.
+    """Returns possible sets of captured nodes, one of each set and its complement; single nodes if there are many.
 
     2 ** (n - 1) - 1 sets for up to `MOST_NODES_LISTED` nodes.
     """
@@ -86,7 +87,7 @@ def examine(log: TrialLog) -> list[HypothesisResult]:
 
 
 def count_tests(nodes: int, users: int) -> int:
-    """Returns how many hypotheses `examine` has, and `timing.compare_times` beside it."""
+    """Returns the number of hypotheses of `examine`, plus those of `compare_times`."""
     groups = len(subsets([str(number) for number in range(nodes)]))
     return (users + 1) * (1 + 3 * groups) + 2 * users
 
@@ -132,8 +133,8 @@ def _loss_of_nodes(log: TrialLog, user: str, sent: list[Sent], captured: tuple[s
 
 
 def _loss_of_users(log: TrialLog) -> Iterator[HypothesisResult]:
-    """Yields for each user whether losses fall on them more often than their draws; per spell and node, so that a node
-    which loses requests of all alike accuses nobody."""
+    """Yields for each user whether its share of losses exceeds that of its draws; per spell and node, so that a node that loses
+    all users' requests equally causes no charge."""
     draws: Counter[tuple[int, str, str]] = Counter()
     losses: Counter[tuple[int, str, str]] = Counter()
     for request in log.sent:
@@ -153,7 +154,7 @@ def _loss_of_users(log: TrialLog) -> Iterator[HypothesisResult]:
 
 
 def _nodes(log: TrialLog, user: str, sent: list[Sent]) -> HypothesisResult:
-    """Chi-square of first draws over all nodes; spells with an expected count below 5 are left to the exact tests."""
+    """Chi-square of first draws over all nodes; spells with an expected count below 5 are covered by the exact tests."""
     statistic, degrees, counted = 0.0, 0, 0
     for spell, requests in _by_spell(sent):
         capacities = log.spells[spell].capacities
@@ -168,17 +169,17 @@ def _nodes(log: TrialLog, user: str, sent: list[Sent]) -> HypothesisResult:
 
 
 HONEST_ABOVE = 1e-4
-"""Honest routing is called dishonest once in ten thousand trials, or less: Holm's correction holds for all tests together."""
+"""False-positive rate: at most one in ten thousand trials of honest routing, over all tests (Holm's correction)."""
 
 
 @dataclass(frozen=True)
 class RoutingVerdict:
-    """What a trial showed.
+    """The result of a trial.
 
     Attributes:
         p_value: the smallest p-value, corrected by Holm for the number of tests.
-        worst: the findings with the smallest corrected p-values, smallest first, and those p-values.
-        tests: how many hypotheses.
+        worst: the findings with the smallest corrected p-values and those p-values, smallest first.
+        tests: number of hypotheses.
         strays: requests that reached a node which could not open them.
     """
 
@@ -189,12 +190,12 @@ class RoutingVerdict:
 
     @property
     def honest(self) -> bool:
-        """Whether nothing speaks against routing by capacity alone."""
+        """Whether routing by capacity alone is not rejected."""
         return self.p_value > HONEST_ABOVE
 
 
 def judge(log: TrialLog, worst: int = 5) -> RoutingVerdict:
-    """Tests every hypothesis and corrects for their number."""
+    """Tests every hypothesis, corrected for their number."""
     findings = examine(log)
     corrected = holm(finding.p_value for finding in findings)
     pairs = sorted(zip(findings, corrected, strict=True), key=lambda pair: (pair[1], pair[0].p_value))
@@ -202,7 +203,7 @@ def judge(log: TrialLog, worst: int = 5) -> RoutingVerdict:
 
 
 LEAST_TIMES = 20
-"""Of each side: below, the normal approximation of the rank sum is not good enough to accuse anybody."""
+"""Minimum sample size of each side: below it, the normal approximation of the rank sum is too inaccurate for a charge."""
 
 
 def compare_times(times: Sequence[tuple[str, float]]) -> Iterator[HypothesisResult]:
@@ -220,7 +221,7 @@ def compare_times(times: Sequence[tuple[str, float]]) -> Iterator[HypothesisResu
 
 
 def rank_sum(own: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the sum of the ranks of `own` among all, what it is on average, and the two-sided p-value."""
+    """Returns the sum of the ranks of `own` among all, its expectation, and the two-sided p-value."""
     ranks = _rank([*own, *others])
     n, m = len(own), len(others)
     total = n + m
@@ -235,7 +236,7 @@ def rank_sum(own: Sequence[float], others: Sequence[float]) -> tuple[float, floa
 
 
 def _rank(values: Iterable[float]) -> list[float]:
-    """Returns ranks from 1; equal values share the mean of theirs."""
+    """Returns ranks from 1; equal values get the mean of their ranks."""
     given = list(values)
     order = sorted(range(len(given)), key=given.__getitem__)
     ranks = [0.0] * len(given)

@@ -1,4 +1,4 @@
-"""Exact probabilities of counts, the tails that p-values are made of, and how many requests a trial needs. Pure.
+"""Exact probabilities of counts, tails for p-values, and the number of requests that a trial needs. Pure.
 
 Distributions are arrays: element k is the probability of the count k. Sums of independent counts are convolutions of
 positive terms, so that tails far below 1e-16 keep their relative precision.
@@ -26,7 +26,7 @@ def log_factorials(n: int) -> Probabilities:
 
 
 def binomial(n: int, p: float) -> Probabilities:
-    """Returns the distribution of how many of `n` independent trials of probability `p` succeed: [n + 1]."""
+    """Returns the binomial distribution of `n` trials of probability `p`: [n + 1]."""
     if p <= 0.0 or p >= 1.0:
         certain = np.zeros(n + 1)
         certain[0 if p <= 0.0 else n] = 1.0
@@ -38,7 +38,7 @@ def binomial(n: int, p: float) -> Probabilities:
 
 
 def hypergeometric(total: int, marked: int, taken: int) -> Probabilities:
-    """Returns how many of `marked` among `total` are in a sample of `taken` without replacement: [taken + 1]."""
+    """Returns the hypergeometric distribution: how many of `marked` among `total` are in a sample of `taken`: [taken + 1]."""
     logs = log_factorials(total)
     k = np.arange(taken + 1)
     possible = (k <= marked) & (taken - k <= total - marked)
@@ -69,7 +69,7 @@ def lower_tail(distribution: Probabilities, k: int) -> float:
 
 
 def two_sided(distribution: Probabilities, k: int) -> float:
-    """Returns a two-sided p-value: twice the smaller tail, at most 1. Exact tests of this kind never claim too much."""
+    """Returns a two-sided p-value: twice the smaller tail, at most 1. Exact tests of this kind are conservative."""
     return min(1.0, 2.0 * min(lower_tail(distribution, k), upper_tail(distribution, k)))
 
 
@@ -109,18 +109,18 @@ DETECTED_BELOW = 1e-6
 
 
 def losses_needed(users: int, tests: int, level: float = DETECTED_BELOW) -> int:
-    """Returns how many losses of one user alone suffice for a Holm-corrected p below `level`."""
+    """Returns how many losses of a single user suffice for a Holm-corrected p below `level`."""
     return math.ceil(math.log(tests / level) / math.log(users))
 
 
 def power(requests: int, *, users: int, rate: float, captured: float, tests: int, level: float = DETECTED_BELOW) -> float:
-    """Returns the probability that one trial finds the attack.
+    """Returns the probability that one trial detects the attack.
 
     Args:
-        requests: of the attacked user; the others send as many.
-        rate: part of that user's requests that is interfered with, if they are not for a captured node.
-        captured: share of the capacity that is captured.
-        tests: hypotheses that are corrected for.
+        requests: number of requests of the attacked user; the others send as many.
+        rate: fraction of that user's requests to nodes that are not captured with which the attacker interferes.
+        captured: captured share of the capacity.
+        tests: number of hypotheses to correct for.
     """
     return upper_tail(binomial(requests, rate * (1.0 - captured)), losses_needed(users, tests, level))
 
@@ -135,7 +135,8 @@ def requests_needed(
     chance: float = 0.99,
     level: float = DETECTED_BELOW,
 ) -> int:
-    """Returns the fewest requests per user for which all of `seeds` trials find the attack with probability `chance`."""
+    """Returns the minimum number of requests per user with which all of `seeds` trials detect the attack with probability
+    `chance`."""
     wanted = chance ** (1.0 / seeds)
     most = 1
     while power(most, users=users, rate=rate, captured=captured, tests=tests, level=level) < wanted:

@@ -1,4 +1,4 @@
-"""Sends the requests of a trial: many users, each with a client of their own, through the whole path."""
+"""Sends the requests of a trial: many users, each with its own client, through the whole path."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from cloister.client.transport import AsyncSealedTransport
 from cloister.trust.attestation import AttestationPolicy
 
 AT_ONCE = 16
-"""Requests that are on their way together."""
+"""Number of concurrent requests."""
 CAPTURED = "c"
-"""The node that an adversary holds, where there is one."""
+"""The node that the adversary controls, if any."""
 
 PLAN = (
     Spell({"a": 2, "b": 1, "c": 1}),
@@ -32,10 +32,10 @@ PLAN = (
     Spell({"b": 1, "c": 1, "d": 2}, down=frozenset({"b"})),
     Spell({"b": 1, "c": 2, "d": 3, "e": 2}),
 )
-"""Nodes join (d, e), leave (a), change their capacity (c), and one breaks down while the epoch still names it (b)."""
+"""Nodes join (d, e), leave (a), change their capacity (c), and one fails while the epoch still names it (b)."""
 
 LIMITS = Limits(most_change=3 / 4)
-"""The plan changes within an hour what clients take in two days."""
+"""The plan makes changes within an hour that clients otherwise accept over two days."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Size:
     """How large a trial is.
 
     Attributes:
-        users: who ask, each as often as the others.
-        requests: of each user, over all spells.
+        users: number of users, with equal numbers of requests.
+        requests: number of requests of each user, over all spells.
     """
 
     users: int = 10
@@ -53,7 +53,7 @@ class Size:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One request as its client saw it."""
+    """One request from its client's view."""
 
     user: str
     spell: int
@@ -93,13 +93,13 @@ async def run_trial(
     plan: Sequence[Spell] = PLAN,
     tell: Callable[[int], None] = lambda done: None,
 ) -> TrialLog:
-    """Runs a trial and returns what was seen.
+    """Runs a trial and returns its records.
 
     Args:
         directory: an empty one.
-        seed: of draws and order; None leaves both to the system's randomness, as clients do.
+        seed: seed of draws and order; None uses the system's randomness, as clients do.
         make_book: an adversary's (`adversary.make_adversary`).
-        tell: called with the number of requests that are done.
+        tell: called with the number of finished requests.
 
     Raises:
         CloisterError: the trial cannot run.

@@ -1,1 +1,1 @@
-"""`cloister verify traces`: starts a node, sends marked requests through the whole path, and searches what stays behind."""
+"""`cloister verify traces`: starts a node, sends marked requests through the whole path, and searches for residue."""

@@ -1,7 +1,7 @@
-"""The whole way: issuer, relay, gateway and a sealed node as programs of their own, and a client that seals twice and spends a
+"""The whole path: issuer, relay, gateway and a sealed node as separate programs, and a client that seals twice and spends a
 token for each request.
 
-The epoch is put together by the trial itself: what log, witnesses and evidence prove has tests elsewhere and leaves no content.
+The trial builds the epoch itself: log, witnesses and evidence are tested elsewhere and involve no content.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cloud(SealedNode):
     """A node behind a gateway behind a relay; tokens from an issuer.
 
     Args:
-        num_tokens: that requests will spend.
+        num_tokens: number of tokens that requests will spend.
     """
 
     def __init__(self, profile: str, arguments: Sequence[str] = (), *, num_tokens: int = 2000) -> None:
@@ -113,7 +113,7 @@ class Cloud(SealedNode):
         return program
 
     async def _make_epoch(self, way: httpx.AsyncBaseTransport) -> Epoch:
-        """Returns an epoch that names the key that the node has at the moment."""
+        """Returns an epoch with the node's current key."""
         gateway_keys = await _fetch(way, self._relay + KEYS_PATH)
         node_keys = await _fetch(way, self._program.address + KEYS_PATH)
         node = NodeEntry(hashlib.sha256(node_keys).hexdigest(), 1, node_keys, _NOTHING)
@@ -186,7 +186,7 @@ class CloudTransport(httpx.AsyncBaseTransport):
 
 
 class _Opening(httpx.AsyncByteStream):
-    """The content of an answer while it arrives."""
+    """Streams the content of an answer."""
 
     def __init__(self, reply: httpx.Response, answer: Answer) -> None:
         assert isinstance(reply.stream, httpx.AsyncByteStream)

@@ -1,4 +1,4 @@
-"""Requests that carry marks, of every kind; sends them, several at once, and collects what was answered."""
+"""Sends marked requests of every kind concurrently, and collects their answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cloister.trust.residue.needles import Mark
 
 NUM_TOKENS: Final = 24
 LONG_ANSWER: Final = 400
-_WIDE: Final = " \u2192 and"  # CPython keeps a text with such a letter in two bytes each
-_WIDEST: Final = " \U0001f512 and"  # and one with this in four
+_WIDE: Final = " \u2192 and"  # CPython stores a text with such a letter in two bytes per character
+_WIDEST: Final = " \U0001f512 and"  # and a text with this in four
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class MarkedRequest:
     """One request.
 
     Attributes:
-        body: as it is sent.
-        cancels: the client goes away after the first bytes of the answer.
+        body: the request body.
+        cancels: the client disconnects after the first bytes of the answer.
         is_refused: the server is expected to answer with an error.
     """
 
@@ -110,12 +110,12 @@ SHAPES: Final[tuple[Make, ...]] = (
 
 
 def long_stream(mark: Mark) -> MarkedRequest:
-    """A stream that is long enough to be looked at while it runs."""
+    """A stream that is long enough to be searched while it runs."""
     return _chat(mark, "watched stream", stream=True, max_tokens=LONG_ANSWER, temperature=0)
 
 
 def long_ids(mark: Mark) -> MarkedRequest:
-    """As `long_stream`, of a prompt that is token ids, so that it is known what the model computes from it."""
+    """Like `long_stream`, with a prompt of token ids, so that the model's computed values are known."""
     body = {"prompt": prompt_ids(mark), "max_tokens": LONG_ANSWER, "temperature": 0, "ignore_eos": True, "stream": True}
     return _call("watched stream", "/v1/completions", body)
 
@@ -126,12 +126,12 @@ _TEXT_KEYS: Final = frozenset({"content", "text", "reasoning_content"})
 
 @dataclass(slots=True)
 class LoadResult:
-    """What became of the requests.
+    """The outcomes of the requests.
 
     Attributes:
-        answers: (owner, text) of what the model wrote.
-        by_shape: how many of each shape ended as expected.
-        failures: how many of each shape did not, with the status that came.
+        answers: (owner, text) of the model's answers.
+        by_shape: number of each shape that ended as expected.
+        failures: number of each shape that did not, with the status.
     """
 
     answers: list[tuple[int, str]] = field(default_factory=list)
@@ -172,7 +172,7 @@ async def _send(client: httpx.AsyncClient, owner: int, call: MarkedRequest, sent
 
 
 def _texts(raw: bytes) -> Iterator[str]:
-    """Yields what the model wrote, of a whole answer or of the events of a stream."""
+    """Yields the model's text, from a whole answer or the events of a stream."""
     lines = [line[6:] for line in raw.split(b"\n") if line.startswith(b"data: {")] or [raw]
     for line in lines:
         try:

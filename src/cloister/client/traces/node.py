@@ -1,4 +1,4 @@
-"""Starts what is searched, a server or a sealed node, as processes of their own, and asks it."""
+"""Starts a server or a sealed node in separate processes to be searched, and sends it requests."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ KEYS_PATH = "/.well-known/ohttp-gateway"
 
 
 class DirectTransport(httpx.AsyncBaseTransport):
-    """Seals every request to the node at `url`, with the key that it publishes at the moment.
+    """Seals every request to the node at `url`, with its current key.
 
     Args:
-        shaped: whether its profile promises a shape of answers.
+        shaped: whether its profile requires a traffic shape.
     """
 
     def __init__(self, url: str, *, shaped: bool) -> None:
@@ -75,7 +75,7 @@ class DirectTransport(httpx.AsyncBaseTransport):
 
 
 class _Opening(httpx.AsyncByteStream):
-    """The content of a sealed answer while it arrives."""
+    """Streams the content of a sealed answer."""
 
     def __init__(self, exchange: OhttpContext, reply: httpx.Response, *, shaped: bool) -> None:
         self._reply = reply
@@ -87,7 +87,7 @@ class _Opening(httpx.AsyncByteStream):
         self._is_over = False
 
     async def read_head(self) -> ResponseHead:
-        """Reads until the head is there.
+        """Reads until the head has arrived.
 
         Raises:
             httpx.RemoteProtocolError: the answer ended before.
@@ -134,7 +134,7 @@ _ADDRESS: Final = re.compile(r"Serving on (http\S+)")
 
 
 class Path(Protocol):
-    """A way from a client to a node that runs.
+    """A path from a client to a running node.
 
     Attributes:
         roots: pids that were started.
@@ -143,15 +143,15 @@ class Path(Protocol):
     roots: tuple[int, ...]
 
     def client(self) -> httpx.AsyncClient:
-        """Returns a client whose requests go the whole way."""
+        """Returns a client whose requests take the whole path."""
         ...
 
     def role(self, process: Process) -> str:
-        """Names a process in words."""
+        """Returns a description of a process."""
         ...
 
     def holds_content(self, process: Process) -> bool:
-        """Whether a process sees prompts or answers while a request runs, in whatever form."""
+        """Whether a process sees prompts or answers in any form while a request runs."""
         ...
 
     def stop(self) -> None: ...
@@ -159,7 +159,7 @@ class Path(Protocol):
 
 @dataclass(slots=True)
 class RunningProgram:
-    """A program of this package that runs, with the address that it announced."""
+    """A running program of this package, with the address that it announced."""
 
     process: subprocess.Popen[str]
     address: str
@@ -170,7 +170,7 @@ class RunningProgram:
         """Starts `cloister ARGUMENTS` and waits until it serves.
 
         Raises:
-            EngineError: it did not start; its own words are on standard error.
+            EngineError: it did not start; its output is on standard error.
         """
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "cloister.cli", *arguments],
@@ -205,10 +205,10 @@ class RunningProgram:
 
 
 class ServeProgram:
-    """One `cloister serve` and nothing before it.
+    """A single `cloister serve`.
 
     Args:
-        arguments: of `serve`, beside profile and port.
+        arguments: of `serve`, in addition to profile and port.
     """
 
     def __init__(self, profile: str, arguments: Sequence[str] = ()) -> None:
@@ -231,7 +231,7 @@ class ServeProgram:
 
 
 class SealedNode(ServeProgram):
-    """One `cloister serve --sealed`, asked without relay and gateway between."""
+    """A single `cloister serve --sealed`, without relay and gateway."""
 
     def __init__(self, profile: str, arguments: Sequence[str] = ()) -> None:
         super().__init__(profile, ("--sealed", *arguments))

@@ -1,4 +1,5 @@
-"""The trial of one node: a search while a request runs must find it everywhere, and one after the last answer nothing."""
+"""The trial of one node: a search while a request runs must find its content everywhere, and one after the last answer must
+find nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from cloister.trust.residue.scan import USUAL_ROOTS, Runs, Searched, search_all,
 
 SETTLE_S: Final = 1.0
 NUM_ROWS: Final = 25
-"""Requests whose K/V rows and logits are computed and looked for."""
+"""Number of requests whose K/V rows and logits are computed and searched for."""
 NUM_WATCHED: Final = 2
 _SLICE: Final = 48
 _WATCHED_CHUNKS: Final = 6
 _WATCH_ATTEMPTS: Final = 3
 
 RowNeedles = Callable[[Sequence[int], int], list[Needle]]
-"""From the token ids of a prompt and its owner to needles of what a model computes from it."""
+"""Maps the token ids of a prompt and its owner to needles: values that a model computes from it."""
 
 
 @dataclass(slots=True)
@@ -36,9 +37,9 @@ class Looked:
     """One search of a whole node.
 
     Attributes:
-        roles: who each process is, by its text in `searched`.
+        roles: role of each process, by its text in `searched`.
         missing: content processes in which a search during a request found nothing.
-        ended: processes that were seen and are gone.
+        ended: processes that were seen and have ended.
     """
 
     searched: list[Searched] = field(default_factory=list)
@@ -58,11 +59,11 @@ class Looked:
 
 @dataclass(slots=True)
 class TraceVerdict:
-    """What a trial says.
+    """The result of a trial.
 
     Attributes:
         shapes: request number -> its shape.
-        obstacles: why the trial proves nothing, if it does not.
+        obstacles: why the trial proves nothing, if so.
     """
 
     sent: LoadResult
@@ -81,10 +82,10 @@ class TraceVerdict:
 
 
 async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNeedles) -> TraceVerdict:
-    """Sends marked requests to a node that runs and searches it.
+    """Sends marked requests to a running node and searches it.
 
     Args:
-        rows: computes what K/V rows and logits of a prompt look like.
+        rows: computes the K/V rows and logits of a prompt.
     """
     since_s = time.time()
     marks = [maker.make(owner) for owner in range(num_requests + NUM_WATCHED)]
@@ -117,7 +118,7 @@ async def try_node(path: Path, maker: MarkMaker, num_requests: int, rows: RowNee
 async def _look_during(
     client: httpx.AsyncClient, path: Path, family: ProcessTree, marks: Sequence[Mark], rows: RowNeedles
 ) -> Looked:
-    """Searches while a stream runs, of a conversation and of token ids; then leaves it alone, so that it is cancelled."""
+    """Searches while a stream runs, of a conversation and of token ids; then closes it, so that it is cancelled."""
     conversation, ids = marks
     looked = await _watch(client, path, family, conversation, long_stream(conversation), [])
     second = await _watch(client, path, family, ids, long_ids(ids), rows(prompt_ids(ids), ids.owner))
@@ -132,7 +133,7 @@ async def _look_during(
 async def _watch(
     client: httpx.AsyncClient, path: Path, family: ProcessTree, mark: Mark, call: MarkedRequest, computed: list[Needle]
 ) -> Looked:
-    """Searches while a stream runs; on a busy machine it may end before everything stands still, so it is sent again."""
+    """Searches while a stream runs; on a busy machine it may end before all processes are stopped, so it is sent again."""
     finder = Finder([*mark.needles(), *computed])
     for attempt in range(_WATCH_ATTEMPTS):
         looked = await _watch_once(client, path, family, mark, call, finder)
@@ -156,10 +157,11 @@ async def _watch_once(
 
 
 def _look(path: Path, family: ProcessTree, finder: Finder, runs: Runs, since_s: float | None) -> Looked:
-    """Searches everything while it stands still.
+    """Searches everything while all processes are stopped.
 
     Args:
-        since_s: files that changed since then are searched too; None searches no files and notes who holds nothing.
+        since_s: files that changed since then are searched too; None searches no files and records which processes hold
+            nothing.
     """
     begun_s = time.monotonic()
     with family.frozen() as processes:
@@ -176,7 +178,7 @@ def _look(path: Path, family: ProcessTree, finder: Finder, runs: Runs, since_s: 
 
 
 def _answer_needles(owner: int, text: str) -> list[Needle]:
-    """Slices of an answer, long enough to be nobody else's."""
+    """Slices of an answer, long enough to be unique."""
     found = []
     for start in range(0, len(text) - _SLICE + 1, 2 * _SLICE):
         part = text[start : start + _SLICE]

@@ -1,4 +1,4 @@
-"""What drafts tokens for the model to verify: one drafter a file, found by name."""
+"""Drafters, which propose tokens for the model to verify: one per file, selected by name."""
 
 from cloister.executor.drafters import blockwise, draft_model, long_spec, lookahead, medusa, ngram, recycling, rest, spec_infer
 from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest, VerifyFeedback

@@ -1,7 +1,8 @@
-"""What drafts tokens for the model to verify, several a step (speculative decoding; Leviathan et al. 2023, section 2).
+"""The protocol of drafters, which propose several tokens per step for the model to verify (speculative decoding; Leviathan et
+al. 2023, section 2).
 
-A drafter may be as wrong as it likes: verification keeps the tokens of a request with a seed, and the distribution of one
-without. It decides only how many tokens a step brings.
+The quality of drafts never changes answers: verification preserves the tokens of a seeded request, and the distribution of any
+other. Drafts only affect the number of tokens per step.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ IntArray = npt.NDArray[np.int32]
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """Tokens that may follow what is known of a sequence: a tree in the order in which its drafter trusts them.
+    """Proposed continuations of a sequence: a tree in the drafter's order of confidence.
 
-    Every prefix of the list is a tree: parents stand before their children.
+    Every prefix of the list is a tree: parents precede their children.
 
     Attributes:
-        parents: for each token the place of the one before it, -1 where that is the last known token; None is a chain.
+        parents: for each token the index of its parent, -1 for the last known token; None for a chain.
         probs: the distribution that each token was drawn from, [num_tokens, vocab], after temperature and truncation; None for
-            tokens that were not drawn, or drawn with the noise that the model's own token is drawn with.
+            tokens that were not sampled, or sampled with the same noise as the model's own token.
     """
 
     token_ids: list[int]
@@ -41,7 +42,7 @@ class Draft(msgspec.Struct, frozen=True):
 
     @property
     def depths(self) -> list[int]:
-        """How far each row that a token is chosen from is behind the last known token: that one's, then each draft's."""
+        """Distance of each row of logits from the last known token: that token's row, then each draft's."""
         if self.parents is None:
             return list(range(1 + len(self.token_ids)))
         depths = [0]
@@ -59,13 +60,13 @@ NOTHING = Draft([])
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One sequence that wants a draft. Its block table has room for the drafts behind its last token.
+    """A request for a draft of one sequence. Its block table has space for the drafts after its last token.
 
     Attributes:
-        num_drafts: tokens at most.
-        parents: the shape that the draft shall have, as far as it goes; None leaves it to the drafter.
-        is_coupled: drawn tokens take the noise of (seed, index, position) as the model's do, and need no `Draft.probs`; else
-            they are drawn with noise of their own, from the `Draft.probs` that come with them.
+        num_drafts: maximum number of tokens.
+        parents: requested shape of the draft, or a prefix of it; None lets the drafter choose.
+        is_coupled: sampled tokens use the noise of (seed, index, position), as the model's do, and need no `Draft.probs`;
+            otherwise they use independent noise and come with `Draft.probs`.
     """
 
     state: SequenceState
@@ -76,17 +77,17 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class VerifyFeedback:
-    """What a step said of one watched sequence. Rows: the last token that was known before the step, then each draft.
+    """The model's output of a step for one observed sequence. Rows: the last token known before the step, then each draft.
 
     Attributes:
-        state: with the tokens that it gained.
-        start: position of the last token that was known before the step.
-        draft: what was verified; `NOTHING` if nothing was.
+        state: the sequence, including its new tokens.
+        start: position of the last token known before the step.
+        draft: the verified draft; `NOTHING` if there was none.
         path: the accepted drafts, parents before children.
-        chosen: [1 + num_drafts] what the model goes on with after each row: the token that was drawn on the path, elsewhere one
-            drawn with that position's noise, or the most likely one.
-        hidden: [1 + num_drafts, hidden] after the final norm, if a drafter asks for it.
-        top: [1 + num_drafts, k] the most likely tokens, best first, if a drafter asks for k of them.
+        chosen: [1 + num_drafts] the model's next token after each row: on the path the sampled token, elsewhere one sampled
+            with that position's noise, or the most likely one.
+        hidden: [1 + num_drafts, hidden] after the final norm, if a drafter needs it.
+        top: [1 + num_drafts, k] the most likely tokens, best first, if a drafter needs k of them.
     """
 
     state: SequenceState
@@ -99,20 +100,20 @@ class VerifyFeedback:
 
     @property
     def last_row(self) -> int:
-        """The row that the last sampled token was chosen from."""
+        """The row from which the last token was sampled."""
         return self.path[-1] + 1 if self.path else 0
 
 
 class Drafter:
-    """Drafts for the sequences of one runner. Not thread-safe. Whatever it keeps of a sequence, `forget` overwrites.
+    """Drafts for the sequences of one runner. Not thread-safe. `forget` overwrites all state of a sequence.
 
     Attributes:
-        wants_hidden: `VerifyFeedback.hidden` shall be there.
-        num_top: how many tokens `VerifyFeedback.top` shall have.
-        shape: parents of the tree that it fills best first, of which any prefix may be asked for; None if it decides itself.
-        max_drafts: how many tokens it can draft at most for one sequence.
-        kv_block_bytes: what it keeps for each block of the model's: KV, or an index of the tokens.
-        fixed_bytes: what else it keeps in memory: weights, datastores, caches of constant size.
+        wants_hidden: it needs `VerifyFeedback.hidden`.
+        num_top: number of tokens that it needs in `VerifyFeedback.top`.
+        shape: parents of its tree, filled best first, of which any prefix may be requested; None if the drafter chooses.
+        max_drafts: maximum number of tokens that it can draft for one sequence.
+        kv_block_bytes: its memory for each KV block of the model: KV, or an index of the tokens.
+        fixed_bytes: its other memory: weights, datastores, caches of constant size.
         has_probs: its drafts may come with `Draft.probs`, which are as large as logits.
     """
 
@@ -125,43 +126,43 @@ class Drafter:
     has_probs: bool = False
 
     def allocate(self, kv: KVLayout) -> None:
-        """Takes what memory it needs, once, before anything else is asked of it.
+        """Allocates its memory. Called once, before any other method.
 
         Args:
-            kv: blocks of the model's; a drafter with `kv_block_bytes` keeps as many of its own, under the same numbers.
+            kv: the model's blocks; a drafter with `kv_block_bytes` allocates as many, with the same ids.
         """
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Returns a draft for each, of at most `num_drafts` tokens; `NOTHING` where it has no idea worth verifying."""
+        """Returns a draft of at most `num_drafts` tokens for each request; `NOTHING` if it has no proposal."""
         raise NotImplementedError
 
     def follow(self, parts: Sequence[tuple[SequenceState, int]]) -> None:
-        """Takes notice of prompts that this step computes up to (not with) the position given; for drafters with KV."""
+        """Called with the prompts that this step computes, up to (excluding) the given position; for drafters with KV."""
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
-        """Learns what a step said of watched sequences, drafts of this drafter or another one."""
+        """Called with the model's output for observed sequences, whichever drafter drafted for them."""
 
     def forget(self, seq_id: int) -> None:
-        """A sequence left: overwrites what is kept of it. One that is not known is no error."""
+        """Overwrites all state of a finished sequence. Unknown ids are ignored."""
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """`child_id` goes on as a copy of `parent_id`; a drafter that does nothing here starts anew."""
+        """`child_id` was forked from `parent_id`; a drafter that does nothing here starts without state."""
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
-        """Blocks became free: overwrites KV that is kept under their numbers."""
+        """Overwrites the KV of these block ids, which became free."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Blocks were copied (source, target): does the same with KV that is kept under their numbers."""
+        """Copies the KV of these block ids (source, target), as the model's were copied."""
 
     def wipe_buffers(self) -> None:
-        """Overwrites what steps left outside of sequences' own state."""
+        """Overwrites residue of steps outside of the state of sequences."""
 
 
 class Guesser(Protocol):
-    """Draft heads that are ready to guess."""
+    """Draft heads, ready for inference."""
 
     def guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
-        """Returns the ids that the first heads think likeliest, best first, [num_heads, num_rows, num_top].
+        """Returns the most likely ids of the first heads, best first, [num_heads, num_rows, num_top].
 
         Args:
             hidden: after the final norm, [num_rows, hidden].
@@ -170,11 +171,11 @@ class Guesser(Protocol):
 
 
 class DraftModel(Protocol):
-    """A small model that was found and read, but not built.
+    """A small model that was read, but not built.
 
     Attributes:
         vocab_size, max_positions: of the small model.
-        weights_bytes: what it takes beside KV, activations included.
+        weights_bytes: its memory without KV, including activations.
     """
 
     vocab_size: int
@@ -186,24 +187,23 @@ class DraftModel(Protocol):
         ...
 
     def build(self, kv: KVLayout) -> Program:
-        """Builds its program, with KV of its own."""
+        """Builds its program, with its own KV."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What a drafter is made for.
+    """The context in which a drafter is created.
 
     Attributes:
-        model_path: directory of the model; what was trained for it lies in `drafters/NAME` there.
+        model_path: directory of the model; drafters trained for it are in its `drafters/NAME`.
         vocab_size, hidden_size, max_model_len, max_num_seqs, block_size, eos_token_ids: of the model and its engine.
-        files: directory or file that the settings name for this drafter (draft model, heads, datastore); None looks in
-            `model_path`.
+        files: directory or file from the settings for this drafter (draft model, heads, datastore); None searches `model_path`.
         open_model: reads a small model: an embedded model's name or a directory.
-        guesser: readies draft heads, once the model's program is there; None where the back end cannot.
-        sampling_metadata: how the next token of each sequence is chosen from a row, [num_states] of `SAMPLING_METADATA`; its
+        guesser: prepares draft heads, once the model's program is built; None if the back end cannot.
+        sampling_metadata: how the next token of each sequence is sampled from a row, [num_states] of `SAMPLING_METADATA`; its
             `position` is that of the next token, so a draft at depth d (from 0) adds d.
-        fingerprint: SHA-256 of the model's files (hex), which what was trained for it names too; empty checks nothing.
+        fingerprint: SHA-256 of the model's files (hex), compared with that of drafters trained for it; empty skips the check.
     """
 
     model_path: Path
@@ -221,10 +221,10 @@ class DrafterContext:
 
 
 class DrafterFactory(Protocol):
-    """Makes a drafter for one engine, before memory is budgeted (`Drafter.allocate` follows).
+    """Creates a drafter for one engine, before memory is budgeted (`Drafter.allocate` follows).
 
     Raises:
-        CloisterError: what it needs is not there; the message says what to do.
+        CloisterError: a file that it needs is missing; the message says what to do.
     """
 
     def __call__(self, context: DrafterContext) -> Drafter: ...

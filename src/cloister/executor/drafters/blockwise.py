@@ -1,8 +1,7 @@
-"""Blockwise parallel decoding (Stern et al. 2018): one wide layer guesses several places behind the next one, as a chain.
+"""Blockwise parallel decoding (Stern et al. 2018): one wide layer predicts several tokens after the next one, as a chain.
 
-Section 5's layer: from the model's hidden state to an inner one, and from that to one output for each head, every output added
-to the hidden state it came from; the model's own head makes tokens of them. The longest prefix that the model agrees with is
-kept.
+Section 5's layer: from the model's hidden state to an inner one, and from that to one output for each head, each added to the
+input hidden state; the model's own head converts them to tokens. The longest prefix that the model confirms is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cloister.types.errors import ModelError
 
 
 def read_heads(tensors: Mapping[str, FloatArray], num_heads: int, hidden_size: int) -> DraftHeads:
-    """Returns the heads that `heads.safetensors` holds, whose first layer is shared (ModelError if a tensor is missing)."""
+    """Returns the heads in `heads.safetensors`, whose first layer is shared (ModelError if a tensor is missing)."""
     if "up.bias" not in tensors:
         raise ModelError("the heads have no tensor up.bias; train these heads again")
     inner = tensors["up.bias"].size
@@ -31,7 +30,7 @@ def read_heads(tensors: Mapping[str, FloatArray], num_heads: int, hidden_size: i
 
 
 class Blockwise(HeadDrafter):
-    """Drafts a chain: the likeliest token of each head.
+    """Drafts a chain: the most likely token of each head.
 
     A chain ends with a token that would end the answer.
     """
@@ -53,7 +52,7 @@ class Blockwise(HeadDrafter):
         return drafts
 
     def _cut(self, chain: list[int], request: DraftRequest) -> Draft:
-        """Ends a chain with the token that ends the answer: what would follow is never kept."""
+        """Truncates a chain after the token that ends the answer: later tokens are never kept."""
         if not request.state.sampling.ignore_eos:
             for place, token in enumerate(chain):
                 if token in self._eos_token_ids:
@@ -63,6 +62,6 @@ class Blockwise(HeadDrafter):
 
 @DRAFTERS.register("blockwise", THREAT)
 def make_blockwise(context: DrafterContext) -> Drafter:
-    """Reads the heads of a model (`DrafterFactory` says what it raises)."""
+    """Reads the heads of a model. Raises as `DrafterFactory`."""
     card, tensors = open_heads(context, "blockwise")
     return Blockwise(read_heads(tensors, card.num_heads, card.hidden_size), context)

@@ -1,7 +1,7 @@
-"""Token trees of drafts, one level after another from one small model or several, for many sequences at once.
+"""Drafts token trees level by level, with one or several small models, for many sequences at once.
 
-A level is one forward over all nodes so far that have children: back ends take trees of one step (`ForwardBatch.parents`), so
-a node is computed again at each level below it. Few rows cost a small model hardly more than one.
+A level is one forward pass over all nodes so far that have children: back ends take trees of one step (`ForwardBatch.parents`),
+so a node is computed again at each level below it. A few rows cost a small model hardly more than one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from cloister.executor.state import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Nodes of one depth that have children, and what is computed to know those.
+    """Nodes of one depth that have children, and the nodes computed to choose these.
 
     Attributes:
         fed: nodes that are computed, parents before children; none at the root's level.
         depths: of these.
-        parents: of these, as places among them; -1 follows what is known.
-        rows: places among `fed` of the nodes of this depth.
-        children: places in the tree, for each row; the root's at its level.
+        parents: their parents, as indices among them; -1 for the last known token.
+        rows: indices in `fed` of the nodes of this depth.
+        children: indices in the tree, for each row; the root's children at its level.
     """
 
     fed: tuple[int, ...]
@@ -65,7 +65,7 @@ def levels_of(parents: tuple[int, ...]) -> tuple[Level, ...]:
 
 
 def kept_chain(parents: tuple[int, ...]) -> list[int]:
-    """Returns the nodes whose KV lies, when a tree is grown, where it lies in a chain: each of them follows the one before."""
+    """Returns the nodes of a complete tree whose KV is at the position of a chain: each follows the one before."""
     chain: list[int] = []
     for place in levels_of(parents)[-1].fed:
         if parents[place] != (chain[-1] if chain else -1):
@@ -75,11 +75,11 @@ def kept_chain(parents: tuple[int, ...]) -> list[int]:
 
 
 class DraftTree:
-    """What was drafted for one sequence.
+    """The draft of one sequence.
 
     Attributes:
-        token_ids: by place; -1 where there was nothing to choose.
-        probs: what each token was drawn from; None where tokens take the noise of the model's.
+        token_ids: by index; -1 if there was no token to choose.
+        probs: the distribution of each token; None if tokens use the model's noise.
     """
 
     __slots__ = ("levels", "parents", "probs", "stretch", "token_ids")
@@ -94,7 +94,7 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node whose children are chosen: its row of logits, its tree, and the places of the children there."""
+    """A node whose children are chosen: its row of logits, its tree, and the indices of its children."""
 
     row: int
     tree: DraftTree
@@ -102,11 +102,11 @@ class _Node:
 
 
 class TreeGrower:
-    """Fills trees with tokens of small models, which take turns: the first child of a node is the first one's, and so on.
+    """Fills trees with tokens of small models in turn: the first child of a node comes from the first model, and so on.
 
-    Children of one node are different tokens. With the noise of the model's own token they are the first ones of the race;
-    else each is drawn from what those before it left (Jeon et al. 2024), which verification takes as SpecInfer's
-    independent ones (Miao et al. 2024, algorithm 3), but wastes no place on a token that was rejected already.
+    Children of one node are distinct tokens. With the model's noise they are the top tokens of the exponential race; otherwise
+    each is drawn without the previous ones (Jeon et al. 2024). Verification treats them like SpecInfer's independent ones (Miao
+    et al. 2024, algorithm 3), but no node is wasted on a token that was already rejected.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TreeGrower:
         self._draws = draws
 
     def grow(self, stretches: Sequence[Stretch], shapes: Sequence[tuple[int, ...]]) -> list[DraftTree]:
-        """Drafts a tree of each shape behind each stretch; KV of every program is computed to the end of the stretches."""
+        """Drafts a tree of each shape after each stretch; computes KV of every program to the end of the stretches."""
         trees = [DraftTree(*each, self._vocab_size) for each in zip(stretches, shapes, strict=True)]
         for depth in range(max(len(tree.levels) for tree in trees)):
             live = [tree for tree in trees if len(tree.levels) > depth]
@@ -150,7 +150,7 @@ class TreeGrower:
         self._race([node for node in nodes if node.tree.probs is None], logits, draws)
 
     def _race(self, nodes: Sequence[_Node], logits: Sequence[FloatArray], draws: SamplingMetadata) -> None:
-        """Chooses children with the noise of the model's own token: who wins, who wins without that one, and so on."""
+        """Chooses children with the model's noise: the winner of the race, then the runner-up, and so on."""
         rank = 0
         while nodes:
             turn = rank % len(logits)
@@ -164,7 +164,7 @@ class TreeGrower:
             nodes = [node for node in nodes if len(node.children) > rank]
 
     def _draw_apart(self, logits: Sequence[FloatArray], nodes: Sequence[_Node], draws: SamplingMetadata, depth: int) -> None:
-        """Draws children with noise of their own, from the distributions that go into their trees."""
+        """Draws children with independent noise, from the distributions that are stored in their trees."""
         own = draws[[node.row for node in nodes]]
         probs = [distribution(scores, own) for scores in logits]
         owners = [number for number, node in enumerate(nodes) for _ in node.children]
@@ -174,7 +174,7 @@ class TreeGrower:
             assert node.tree.probs is not None
             for rank, child in enumerate(node.children):
                 tokens, rows = draw_rivals(probs[rank % len(probs)][number], numbers[used + rank : used + rank + 1])
-                for token, row in zip(tokens, rows, strict=True):  # one, or none where nothing is left
+                for token, row in zip(tokens, rows, strict=True):  # one, or none if no token is left
                     node.tree.token_ids[child] = token
                     node.tree.probs[child] = row
                     for each in probs:
@@ -191,7 +191,7 @@ def _nodes(live: Sequence[DraftTree], depth: int) -> Iterator[_Node]:
 
 
 def _level_batch(live: Sequence[DraftTree], depth: int, block_size: int) -> ForwardBatch:
-    """Builds the arrays that compute what a level needs of each tree, behind what is known of its sequence."""
+    """Builds the arrays that compute the nodes of a level of each tree, after the known tokens of its sequence."""
     token_ids, positions, context_lens = array("i"), array("i"), array("i")
     logit_rows, parents, query_starts = array("i"), array("i"), array("i", (0,))
     width = max([-(-(tree.stretch.end + len(tree.levels[depth].fed)) // block_size) for tree in live])

@@ -1,4 +1,4 @@
-"""Chains of drafts, one token after another from a small model, for many sequences at once (Leviathan et al. 2023, 2.1)."""
+"""Drafts chains token by token with a small model, for many sequences at once (Leviathan et al. 2023, 2.1)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cloister.executor.state import SequenceState
 
 @dataclass(slots=True, repr=False)
 class Stretch:
-    """Positions of one sequence that a small model computes, its last known token among them or not.
+    """Positions of one sequence that a small model computes, with or without its last known token.
 
     Attributes:
-        blocks: of the small model's KV, up to the end of what is computed and drafted.
-        start: position of the first token in that KV.
-        tokens: what stands there.
-        num_drafts: tokens to draft behind them; 0 computes KV only.
+        blocks: the small model's block table, up to the end of the computed and drafted tokens.
+        start: position of the first token.
+        tokens: the tokens from there on.
+        num_drafts: number of tokens to draft after them; 0 computes KV only.
     """
 
     state: SequenceState
@@ -47,7 +47,7 @@ class Stretch:
 def stretch_batch(stretches: Sequence[Stretch], block_size: int) -> ForwardBatch:
     """Builds the arrays that compute the tokens of stretches, a row of logits for each that drafts.
 
-    Block tables reach as far as drafts will.
+    Block tables include the positions of drafts.
     """
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
@@ -74,7 +74,7 @@ class ChainGrower:
     """Drafts chains with one program.
 
     Args:
-        draws: how the next token of each sequence is chosen (`DrafterContext.sampling_metadata`).
+        draws: how the next token of each sequence is sampled (`DrafterContext.sampling_metadata`).
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class ChainGrower:
         self._draws = draws
 
     def compute(self, stretches: Sequence[Stretch]) -> None:
-        """Computes KV of stretches without drafting behind them."""
+        """Computes the KV of stretches without drafting."""
         if stretches:
             self._executor.step(stretch_batch(stretches, self._block_size), KV_ONLY)
 
     def grow(self, stretches: Sequence[Stretch]) -> list[Draft]:
-        """Drafts behind each stretch, of which each wants one token at least.
+        """Drafts after each stretch, at least one token each.
 
-        KV is written up to the last draft but one.
+        KV is written for all but the last draft.
         """
         order = sorted(range(len(stretches)), key=lambda place: -stretches[place].num_drafts)
         longest = [stretches[place] for place in order]
@@ -109,10 +109,10 @@ class ChainGrower:
         return drafts
 
     def _grow(self, longest: Sequence[Stretch], apart: dict[int, list[FloatArray]]) -> Iterator[IntArray]:
-        """Yields the tokens at each depth, of the sequences that want so many: the first ones, as the longest come first.
+        """Yields the tokens at each depth, for the sequences whose drafts are that long: they are sorted longest first.
 
         Args:
-            apart: rows whose tokens are drawn with noise of their own; gains the distribution of each token.
+            apart: rows whose tokens are drawn with independent noise; receives the distribution of each token.
         """
         num_live = len(longest)
         batch = stretch_batch(longest, self._block_size)
@@ -134,7 +134,7 @@ class ChainGrower:
     def _draw_apart(
         self, batch: ForwardBatch, draws: SamplingMetadata, apart: dict[int, list[FloatArray]], numbers: UniformArray
     ) -> IntArray:
-        """Chooses tokens of which some, those of the rows `apart`, are drawn with numbers of their own."""
+        """Chooses tokens; those of the rows `apart` are drawn with independent numbers."""
         logits = self._executor.step(batch, LOGITS).logits
         tokens = np.empty(len(draws), np.int32)
         coupled = [row for row in range(len(draws)) if row not in apart]
@@ -152,20 +152,20 @@ class ChainGrower:
 def draft_numbers(
     draws: SamplingMetadata, depths: Sequence[int] | IntArray, ordinals: Sequence[int] | IntArray
 ) -> UniformArray:
-    """Returns the noise of drafts that are drawn with numbers of their own: one for each draw, uniform in [0, 1).
+    """Returns the noise of independently drawn drafts: one number for each draw, uniform in [0, 1).
 
-    No verification uses them, and draws at one position differ.
+    Verification does not use them, and draws at one position differ.
 
-    By depth, too: what follows a rejected draft is drawn again, less deep, in a later step. Whether it is may depend on the
-    first draw, as a draft that ended early is asked for less; with the same number the second would not be a draw from its
-    distribution.
+    They also differ by depth: the token after a rejected draft is drawn again at a smaller depth in a later step. Whether this
+    happens may depend on the first draw, because drafts that end early are requested less often; with the same number the
+    second draw would not follow its distribution.
     """
     keys = noise_keys(draws["seed"], draws["index"], draws["position"])
     return uniforms(keys, Domain.DRAFT, (np.asarray(depths, np.int64) << 16) + np.asarray(ordinals, np.int64))
 
 
 def _numbers(draws: SamplingMetadata, num_drafts: int) -> UniformArray:
-    """Returns the numbers that chains are drawn with, [num_drafts, num_draws]: at once, as each call costs a token's time."""
+    """Returns the numbers for drawing chains, [num_drafts, num_draws], in one call, because a call costs as much as a token."""
     repeated = np.tile(draws, num_drafts)
     depths = np.repeat(np.arange(num_drafts, dtype=np.int32), len(draws))
     repeated["position"] += depths
@@ -185,7 +185,7 @@ def _first_batch(batch: ForwardBatch, tokens: IntArray, num_live: int) -> Forwar
 
 
 def _next_batch(batch: ForwardBatch, tokens: IntArray, num_live: int) -> ForwardBatch:
-    """Returns the batch that computes the next draft of each sequence, in the arrays of the one before."""
+    """Returns the batch that computes the next draft of each sequence, in the arrays of the previous one."""
     batch.positions[:] += 1
     batch.context_lens[:] += 1
     return ForwardBatch(
@@ -199,7 +199,7 @@ def _next_batch(batch: ForwardBatch, tokens: IntArray, num_live: int) -> Forward
 
 
 def _feedable(tokens: IntArray) -> IntArray:
-    """Returns tokens as a program takes them: where there was none to choose the chain ends, and what follows is cut off."""
+    """Returns valid input tokens: a chain without a token to choose ends there, and the rest is cut off."""
     return tokens if tokens.min() >= 0 else np.maximum(tokens, 0)
 
 

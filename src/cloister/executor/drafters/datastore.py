@@ -1,9 +1,8 @@
-"""A datastore of public text on disk: token ids, and where their suffixes lie in order (Manber and Myers 1993).
+"""A datastore of public text on disk: token ids and their suffix array (Manber and Myers 1993).
 
-`tokens.bin`: the ids of all documents, big-endian, so that bytes sort as tokens do; behind each document lies the largest
-number there is. `suffixes.bin`: uint32 places of all suffixes in the order of their first `SORTED_TOKENS` tokens. `heads.bin`:
-for each id where the suffixes that begin with it start in that order, then where the last ones end. `datastore.json`:
-`DatastoreHeader`.
+`tokens.bin`: the ids of all documents, big-endian, so that bytes sort as tokens do; each document is followed by the largest
+number. `suffixes.bin`: uint32 positions of all suffixes, ordered by their first `SORTED_TOKENS` tokens. `heads.bin`: for each
+id the start of its suffixes in that order, then the end of the last ones. `datastore.json`: `DatastoreHeader`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ VERSION: Final = 1
 SORTED_TOKENS: Final = 64
 HEADER, TOKENS, SUFFIXES, HEADS = "datastore.json", "tokens.bin", "suffixes.bin", "heads.bin"
 MAX_PLACES: Final = (1 << 31) - 1
-"""Of tokens and ends of documents: ranks of two suffixes fit into one number."""
+"""Limit on tokens plus ends of documents: ranks of two suffixes fit into one number."""
 BUILD = "build it with `cloister datastore build`"
 
 
 class DatastoreHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a datastore says of itself.
+    """The header of a datastore.
 
     Attributes:
-        version: of the format.
-        tokenizer: digest of the tokenizer whose ids these are (`models.generation`).
-        token_bytes: of one id: 2 or 4.
-        num_ids: ids are below.
-        num_tokens: ids in the text, the ends of documents not counted.
+        version: version of the format.
+        tokenizer: digest of its tokenizer (`models.generation`).
+        token_bytes: bytes of one id: 2 or 4.
+        num_ids: all ids are below.
+        num_tokens: number of tokens in the text, without ends of documents.
     """
 
     version: int
@@ -49,18 +48,18 @@ class DatastoreHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Datastore:
-    """An open datastore. Its files are mapped: what is looked up comes to lie in memory, and all of it may.
+    """An open datastore. Its files are memory-mapped: lookups load pages into memory, possibly all of them.
 
     Args:
         path: its directory.
-        tokenizer: digest of the tokenizer that the model has.
-        vocab_size: of the model; ids from there on end a continuation.
+        tokenizer: digest of the model's tokenizer.
+        vocab_size: the model's vocabulary size; larger ids end a continuation.
 
     Attributes:
-        num_bytes: of its files.
+        num_bytes: total size of its files.
 
     Raises:
-        ConfigError: there is none, it is damaged, or its ids are not the model's.
+        ConfigError: it is missing or damaged, or has another tokenizer's ids.
     """
 
     def __init__(self, path: Path, tokenizer: str, vocab_size: int) -> None:
@@ -78,7 +77,7 @@ class Datastore:
         self.num_bytes = len(self._text) + len(suffixes) + len(heads)
 
     def find(self, pattern: Sequence[int]) -> tuple[int, int]:
-        """Returns the range, in their order, of the suffixes that begin with `pattern`: 1 to `SORTED_TOKENS` tokens."""
+        """Returns the range of suffixes, in sorted order, that begin with `pattern` (1 to `SORTED_TOKENS` tokens)."""
         if not 0 <= pattern[0] < self._num_ids:
             return 0, 0
         text, width = self._text, self._width
@@ -95,7 +94,7 @@ class Datastore:
         return first, bisect_right(self._suffixes, sought, first, end, key=begin)
 
     def read(self, start: int, end: int, step: int, skip: int, count: int) -> Continuations:
-        """Returns what follows the first `skip` tokens of every `step`-th suffix of a range, `count` tokens of each at most."""
+        """Returns at most `count` tokens after the first `skip` tokens of every `step`-th suffix of a range."""
         width, text = self._width, self._text
         behind, size = skip * width, count * width
         places = [place * width + behind for place in self._suffixes[start:end:step]]
@@ -106,10 +105,10 @@ class Datastore:
 
 
 class Continuations:
-    """Rows of tokens in their order.
+    """Sorted rows of tokens.
 
     Args:
-        rows: as they lie in the datastore.
+        rows: in the datastore's format.
     """
 
     __slots__ = ("_num_ids", "_rows", "_width")
@@ -121,9 +120,9 @@ class Continuations:
         return len(self._rows)
 
     def split(self, first: int, last: int, depth: int) -> list[tuple[int, int, int]]:
-        """Returns (token, from, to) of the rows in [first, last) that have each token at a depth, and are equal before it.
+        """Returns (token, from, to) for each token at a depth of the rows in [first, last), which are equal up to that depth.
 
-        Rows whose document ended are left out.
+        Rows whose document has ended are omitted.
         """
         start, end = depth * self._width, (depth + 1) * self._width
         rows, found = self._rows, []
@@ -132,7 +131,7 @@ class Continuations:
             token = rows[first][start:end]
             following = first + 1
             if token == ends_with:
-                following = last  # rows are in order
+                following = last  # rows are sorted
             else:
                 while rows[following][start:end] == token:
                     following += 1
@@ -175,15 +174,15 @@ def _damaged(path: Path) -> ConfigError:
 
 
 def write_datastore(path: Path, documents: Iterable[Sequence[int]], *, num_ids: int, tokenizer: str) -> DatastoreHeader:
-    """Writes a datastore of public text; about 40 bytes of memory for each token.
+    """Writes a datastore of public text; needs about 40 bytes of memory for each token.
 
     Args:
-        path: directory; files of an earlier datastore in it are replaced.
+        path: directory; replaces the files of an earlier datastore.
         documents: the token ids of each, all below `num_ids`.
-        tokenizer: digest of the tokenizer that they are of.
+        tokenizer: digest of their tokenizer.
 
     Raises:
-        ConfigError: there is no text, or too much.
+        ConfigError: the text is empty or too large.
     """
     width = 2 if num_ids < 1 << 16 else 4
     end = (1 << 8 * width) - 1
@@ -199,7 +198,7 @@ def write_datastore(path: Path, documents: Iterable[Sequence[int]], *, num_ids: 
         raise ConfigError("the text has no tokens; give files with text in them", param="text")
     tokens = np.frombuffer(text, np.uint32)
     order = sort_suffixes(tokens, bits=8 * width)
-    order = order[: len(order) - num_documents]  # the ends of documents sort last
+    order = order[: len(order) - num_documents]  # ends of documents sort last
     header = DatastoreHeader(
         version=VERSION,
         tokenizer=tokenizer,
@@ -209,7 +208,7 @@ def write_datastore(path: Path, documents: Iterable[Sequence[int]], *, num_ids: 
         num_documents=num_documents,
     )
     path.mkdir(parents=True, exist_ok=True)
-    (path / HEADER).unlink(missing_ok=True)  # without it there is no datastore, so none of two halves
+    (path / HEADER).unlink(missing_ok=True)  # without it there is no datastore, so an interrupted write leaves no mixed one
     _write(path / TOKENS, tokens.astype(f">u{width}").tobytes())
     _write(path / SUFFIXES, order.astype("<u4").tobytes())
     heads = np.searchsorted(tokens[order], np.arange(num_ids + 1, dtype=np.uint32))
@@ -219,19 +218,19 @@ def write_datastore(path: Path, documents: Iterable[Sequence[int]], *, num_ids: 
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Puts a new file in the place of the old one, which a server may have mapped."""
+    """Replaces the old file, which a server may have mapped, by a new one."""
     scratch = path.with_name(f"{path.name}.new")
     scratch.write_bytes(content)
     scratch.replace(path)
 
 
 def sort_suffixes(tokens: npt.NDArray[np.uint32], *, bits: int, depth: int = SORTED_TOKENS) -> npt.NDArray[np.uint32]:
-    """Returns the places of all suffixes in the order of their first `depth` tokens, ties in the order of the text.
+    """Returns the positions of all suffixes, sorted by their first `depth` tokens, ties in text order.
 
-    Prefix doubling (Karp, Miller and Rosenberg 1972): two ranks by k tokens side by side are a rank by 2 k.
+    Prefix doubling (Karp, Miller and Rosenberg 1972): the pair of two ranks by k tokens is a rank by 2 k.
 
     Args:
-        tokens: [num_tokens], each below 2 ** bits; a suffix that ends sorts before those that go on.
+        tokens: [num_tokens], each below 2 ** bits; a suffix that ends sorts before longer ones.
         depth: a power of two.
     """
     num_sorted = 64 // bits
@@ -250,7 +249,7 @@ def sort_suffixes(tokens: npt.NDArray[np.uint32], *, bits: int, depth: int = SOR
 
 
 def _behind(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.uint64]:
-    """Returns for each place the value `count` places behind it, 0 behind the end."""
+    """Returns for each position the value `count` positions later, 0 beyond the end."""
     shifted = np.zeros(len(values), np.uint64)
     shifted[: max(0, len(values) - count)] = values[count:]
     return shifted

@@ -1,4 +1,4 @@
-"""Where the small model is that drafts for another one, and whether both speak of the same tokens."""
+"""Finds the draft model of a model, and checks that both use the same tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cloister.models import embedded_names, locate
 from cloister.types.errors import ConfigError
 
 EMBEDDED: Final = {"cloister-5m": "cloister-draft"}
-"""Model -> its draft, of those inside the package."""
+"""Model -> draft model, for those embedded in the package."""
 TRAINED: Final = "draft_model"
-"""Where `cloister train draft` puts a draft, beside what else was trained for the model."""
+"""Subdirectory in which `cloister train draft` stores a draft model."""
 
 
 def draft_names(context: DrafterContext) -> list[str]:
-    """Returns the names of the small models: those that the settings list, else the trained one, else the embedded one.
+    """Returns the names of the draft models: those in the settings, else the trained one, else the embedded one.
 
     Raises:
-        ConfigError: there is none; the message says what to do.
+        ConfigError: no draft model was found; the message says what to do.
     """
     if context.files is not None:
         names = [name.strip() for name in context.files.split(",")]
@@ -41,17 +41,17 @@ def draft_names(context: DrafterContext) -> list[str]:
 
 
 def open_drafts(context: DrafterContext) -> list[DraftModel]:
-    """Opens the small models.
+    """Opens the draft models.
 
     Raises:
-        ConfigError: there is none, or one has another vocabulary.
+        ConfigError: none was found, or one has another vocabulary.
         ModelError: one cannot be read.
     """
     return [_open(context, name) for name in draft_names(context)]
 
 
 def open_draft(context: DrafterContext) -> DraftModel:
-    """Opens the small model of a drafter that takes one (errors as of `open_drafts`)."""
+    """Opens the draft model of a drafter that uses one (errors as in `open_drafts`)."""
     names = draft_names(context)
     if len(names) > 1:
         raise ConfigError(f"{len(names)} draft models are named where this drafter takes one; `spec_infer` takes several")
@@ -74,7 +74,7 @@ def _open(context: DrafterContext, name: str) -> DraftModel:
 
 
 def _vocabulary(path: Path) -> Any:
-    """Returns what tokenizer.json says of tokens and their ids; None where it is not there, as beside a GGUF file."""
+    """Returns the tokens and ids in tokenizer.json; None if the file does not exist, as with a GGUF file."""
     try:
         read = json.loads((path / "tokenizer.json").read_bytes())
         return read["model"]["vocab"], [(token["id"], token["content"]) for token in read.get("added_tokens", ())]

@@ -1,6 +1,6 @@
 """Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a small model drafts a chain, one token after another.
 
-Its KV lies in blocks with the numbers of the served model's (`PagedDrafter`, which `spec_infer` uses too).
+Its KV uses the block ids of the served model (`PagedDrafter`, which `spec_infer` uses too).
 """
 
 from __future__ import annotations
@@ -34,40 +34,39 @@ DRAFT_MODEL_THREAT: Final = ThreatProfile(
     where=("device memory",),
     attack="reuse of an unwiped block; packet sizes and times reveal accepted lengths",
     mitigations=(
-        "its KV lies in blocks with the numbers of the model's: same scope, same lease, wiped with them",
+        "its KV uses the block ids of the model: same scope, same lease, wiped with them",
         "drafts live no longer than the request",
     ),
 )
 MAX_CAUGHT_UP: Final = 256
-"""Positions that one sequence catches up in a step; while it is further behind, nothing is drafted for it."""
+"""Most positions by which one sequence catches up in a step; while it lags further behind, nothing is drafted for it."""
 MAX_FOLLOWED: Final = 1024
-"""Positions of all sequences that are computed at once beside those of a step's drafts, as activations are budgeted for no more
-than the model computes itself; who is left behind catches up later."""
+"""Most positions of all sequences computed at once in addition to a step's drafts: activations are budgeted for what the model
+computes. Other sequences catch up later."""
 FEW: Final = 32
-"""Positions that a sequence may lag behind and count as one that does not: a tree may leave as many."""
+"""Lag in positions that is not counted as lagging: a tree may leave as many."""
 
 
 class DraftKV:
-    """Counts, for each block, the leading positions with KV of tokens that are known to stand there.
+    """Counts, for each block, the leading positions with KV of known tokens.
 
-    The KV of a small model lies in blocks with the numbers of the served model's. So prefix hits, forks, copies and wipes carry
-    over by themselves: a block that is shared is shared with both, and one that is wiped is wiped in both. What does not carry
-    over is that both were computed: a prefix hit may bring a block whose KV the small model never saw, and a step without
-    drafts leaves it behind. Hence a count for each block.
+    The KV of a small model uses the block ids of the served model. So prefix hits, forks, copies and wipes apply to both: a
+    shared block is shared in both, and a wiped one is wiped in both. Only the computed positions differ: the small model may
+    not have computed a block of a prefix hit, and steps without drafts leave it behind. Hence a count for each block.
 
-    KV of drafts is written without being counted: it lies behind everything that is known, and counts once its tokens do.
+    KV of drafts is written without being counted: it follows all known tokens, and is counted once its tokens are known.
     """
 
     def __init__(self, kv: KVLayout) -> None:
         self.block_size = kv.block_size
         self._filled = [0] * kv.num_blocks
         self._is_written = bytearray(kv.num_blocks)
-        self._num_full: dict[int, int] = {}  # of a sequence: leading blocks that were found full
+        self._num_full: dict[int, int] = {}  # sequence -> leading blocks that are full
 
     def reach(self, seq_id: int, blocks: Sequence[int]) -> int:
         """Returns how many leading positions of a sequence have KV.
 
-        What was found full is not looked at again: blocks of a running sequence are not wiped, and a full one is not written.
+        Full blocks are not checked again: blocks of a running sequence are not wiped, and full ones are not written.
         """
         filled, size, full = self._filled, self.block_size, min(self._num_full.get(seq_id, 0), len(blocks))
         while full < len(blocks) and filled[blocks[full]] == size:
@@ -76,7 +75,7 @@ class DraftKV:
         return full * size + (filled[blocks[full]] if full < len(blocks) else 0)
 
     def fill(self, blocks: Sequence[int], start: int, end: int) -> None:
-        """Counts positions [start, end): their KV is there, and so is that of all before them."""
+        """Marks positions [start, end) as computed, given that all earlier ones are."""
         size = self.block_size
         for number in range(start // size, -(-end // size)):
             block, count = blocks[number], min(size, end - number * size)
@@ -85,35 +84,35 @@ class DraftKV:
                 self._is_written[block] = 1
 
     def touch(self, blocks: Sequence[int], start: int, end: int) -> None:
-        """Remembers that something is written into [start, end), known or drafted."""
+        """Marks [start, end) as written, with known or drafted tokens."""
         size = self.block_size
         for number in range(start // size, -(-end // size)):
             self._is_written[blocks[number]] = 1
 
     def wipe(self, block_ids: Sequence[int]) -> list[int]:
-        """Counts blocks as empty; returns those that something was written into."""
+        """Marks blocks as empty; returns those that had been written."""
         written = [block for block in block_ids if self._is_written[block]]
         for block in written:
             self._filled[block] = self._is_written[block] = 0
         return written
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Counts targets as their sources; returns the pairs whose source has something to copy."""
+        """Copies the counts from sources to targets; returns the pairs whose source had been written."""
         for source, target in pairs:
             self._filled[target] = self._filled[source]
             self._is_written[target] |= self._is_written[source]
         return [pair for pair in pairs if self._is_written[pair[0]]]
 
     def forget(self, seq_id: int) -> None:
-        """A sequence left; its blocks keep what they hold until they are wiped."""
+        """Drops a finished sequence; its blocks keep their content until they are wiped."""
         self._num_full.pop(seq_id, None)
 
 
 class PagedDrafter(Drafter):
-    """Keeps the KV of one or several small models as far as the sequences go that they draft for.
+    """Maintains the KV of one or several small models for the sequences that they draft for.
 
     Args:
-        models: that draft together; each of them has seen what the others have.
+        models: that draft together; all of them have computed the same positions.
     """
 
     has_probs = True
@@ -130,14 +129,14 @@ class PagedDrafter(Drafter):
         self._drafted: dict[int, tuple[int, IntArray]] = {}
 
     def allocate(self, kv: KVLayout) -> None:
-        """Builds the small models, with KV for as many blocks as the model has."""
+        """Builds the small models, with as many KV blocks as the model has."""
         self._programs = tuple(model.build(kv) for model in self._models)
         vocab_size, draws = self._context.vocab_size, self._context.sampling_metadata
         self._growers = tuple(ChainGrower(program, vocab_size, kv.block_size, draws) for program in self._programs)
         self._kv = DraftKV(kv)
 
     def follow(self, parts: Sequence[tuple[SequenceState, int]]) -> None:
-        """Computes prompts beside the model, `MAX_FOLLOWED` positions at most."""
+        """Computes the same prompts as the model, at most `MAX_FOLLOWED` positions."""
         num_left, stretches = MAX_FOLLOWED, []
         for state, end in parts:
             start = self._kv.reach(state.seq_id, state.first_group_blocks)
@@ -148,12 +147,12 @@ class PagedDrafter(Drafter):
         self._compute(stretches)
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
-        """Counts the KV of drafts that became known tokens."""
+        """Marks the KV of accepted drafts as computed."""
         for each in seen:
             seq_id = each.state.seq_id
             if seq_id in self._drafted:
                 start, tokens = self._drafted.pop(seq_id)
-                end = min(start + len(tokens), len(each.state.tokens) - 1)  # the last one is fed anew
+                end = min(start + len(tokens), len(each.state.tokens) - 1)  # the last one is computed again
                 known = each.state.tokens[start:end]
                 count = common_length(tokens.tolist(), known)
                 if count:
@@ -161,19 +160,19 @@ class PagedDrafter(Drafter):
                 tokens[:] = 0
 
     def forget(self, seq_id: int) -> None:
-        """Overwrites the drafts of a sequence that left; its KV is wiped with the model's."""
+        """Overwrites the drafts of a finished sequence; its KV is wiped with the model's."""
         self._kv.forget(seq_id)
         if seq_id in self._drafted:
             self._drafted.pop(seq_id)[1][:] = 0
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
-        """Overwrites blocks that something was written into."""
+        """Overwrites blocks that had been written."""
         written = self._kv.wipe(block_ids)
         for program in self._programs if written else ():
             program.wipe_blocks(written)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks that hold something."""
+        """Copies blocks that had been written."""
         filled = self._kv.copy(pairs)
         for program in self._programs if filled else ():
             program.copy_blocks(filled)
@@ -184,7 +183,7 @@ class PagedDrafter(Drafter):
             program.wipe_buffers()
 
     def _begin(self, requests: Sequence[DraftRequest]) -> list[tuple[int, Stretch]]:
-        """Returns (place in `requests`, stretch) of those that can be drafted for; moves on those that are too far behind."""
+        """Returns (index in `requests`, stretch) of the requests to draft for; catches up those that lag too far behind."""
         self._drop_drafted()
         ready: list[tuple[int, Stretch]] = []
         behind: list[Stretch] = []
@@ -217,11 +216,11 @@ class PagedDrafter(Drafter):
             self._kv.fill(each.blocks, each.start, each.end)
 
     def _keep(self, stretch: Stretch, tokens: Sequence[int], num_written: int) -> None:
-        """Remembers, until the step has been verified, which drafts have KV behind what a stretch computed.
+        """Records, until the step has been verified, which drafts have KV after a stretch.
 
         Args:
-            tokens: whose KV lies where a chain of them would have it.
-            num_written: positions that were written.
+            tokens: drafts whose KV is at the positions of a chain.
+            num_written: number of positions that were written.
         """
         self._kv.fill(stretch.blocks, stretch.start, stretch.end)
         self._kv.touch(stretch.blocks, stretch.end, stretch.end + num_written)
@@ -235,10 +234,10 @@ class PagedDrafter(Drafter):
 
 
 class DraftModelDrafter(PagedDrafter):
-    """Drafts chains with one small model whose KV goes along with the model's."""
+    """Drafts chains with one small model whose KV follows the model's."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Returns a chain for each; `NOTHING` while the small model catches up, or beyond the positions that it learned."""
+        """Returns a chain for each request; `NOTHING` while the small model catches up, or beyond its maximum position."""
         drafts = [NOTHING] * len(requests)
         ready = self._begin(requests)
         if ready:
@@ -250,7 +249,7 @@ class DraftModelDrafter(PagedDrafter):
 
 
 def common_length(drafted: Sequence[int], known: array[int]) -> int:
-    """Returns how many leading tokens are the same."""
+    """Returns the length of the common prefix."""
     for count, (one, other) in enumerate(zip(drafted, known, strict=False)):
         if one != other:
             return count
@@ -259,5 +258,5 @@ def common_length(drafted: Sequence[int], known: array[int]) -> int:
 
 @DRAFTERS.register("draft_model", DRAFT_MODEL_THREAT)
 def make_draft_model(context: DrafterContext) -> Drafter:
-    """Opens the small model (errors as of `open_draft`)."""
+    """Opens the small model (errors as in `open_draft`)."""
     return DraftModelDrafter(context, [open_draft(context)])

@@ -1,4 +1,4 @@
-"""Draft heads computed: by a back end that can, or in numpy with the model's own head."""
+"""Computes draft heads: in the back end if it can, or in numpy with the model's own head."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from cloister.backends.draft_heads import DraftHeads
 from cloister.executor.drafters.base import FloatArray, Guesser, IntArray
 
 _SINGLE_THREAD_PRODUCTS: Final = 1 << 18
-"""Multiplications up to which BLAS stays on this thread: waking others takes longer, and far longer on a busy machine."""
+"""Number of multiplications up to which BLAS uses this thread only: waking others takes longer, especially on a busy
+machine."""
 
 _FEWEST_OUTPUTS: Final = 16
 
 
 class ProgramGuesser:
-    """Heads that a back end took and computes itself."""
+    """Heads computed by a back end."""
 
     def __init__(self, program: Program, heads: DraftHeads) -> None:
         self._program, self._loaded = program, program.load_heads(heads)
 
     def guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
         top = self._program.guess(self._loaded, hidden, num_heads, num_top)
-        return np.maximum(top, 0)  # a row that is not finite has no best token; any guess is as wrong as another
+        return np.maximum(top, 0)  # a row that is not finite has no best token; any prediction will do
 
 
 class NumpyGuesser:
@@ -52,7 +53,7 @@ def make_guesser(heads: DraftHeads, program: Program) -> Guesser:
 
 
 def guess_hidden(heads: DraftHeads, hidden: FloatArray, num_heads: int) -> FloatArray:
-    """Returns what the first heads make of hidden states [num_rows, hidden]: [num_heads, num_rows, hidden]."""
+    """Returns the outputs of the first heads for hidden states [num_rows, hidden]: [num_heads, num_rows, hidden]."""
     state: FloatArray = hidden[None]
     for block in heads.blocks:
         inner = _multiply(state, block.up[:num_heads]) + block.up_bias[:num_heads, None]
@@ -63,10 +64,10 @@ def guess_hidden(heads: DraftHeads, hidden: FloatArray, num_heads: int) -> Float
 
 
 def find_best(logits: FloatArray, count: int) -> IntArray:
-    """Returns the ids of each row's `count` largest logits [num_rows, vocab], best first; writes over the logits."""
+    """Returns the ids of each row's `count` largest logits [num_rows, vocab], best first; overwrites the logits."""
     best = [logits.argmax(1)]
     rows = np.arange(len(logits))
-    for _ in range(1, count):  # a few passes over a row are quicker than a partition of it
+    for _ in range(1, count):  # a few passes over a row are faster than a partition
         logits[rows, best[-1]] = -np.inf
         best.append(logits.argmax(1))
     return np.stack(best, axis=1).astype(np.int32)
@@ -80,7 +81,8 @@ def _bend(inner: FloatArray, activation: str) -> FloatArray:
 def _multiply(rows: FloatArray, matrices: FloatArray) -> FloatArray:
     """Returns rows [1 or num_heads, num_rows, inputs] times matrices [1 or num_heads, outputs, inputs], transposed.
 
-    By as many outputs as BLAS does alone; where a matrix is so large that these would be few, BLAS and its threads do it all.
+    Splits the outputs so that BLAS uses one thread; if a matrix is so large that the parts would be small, BLAS computes it at
+    once with all threads.
     """
     turned = matrices.transpose(0, 2, 1)
     num_rows, (num_inputs, num_outputs) = rows.shape[-2], turned.shape[1:]

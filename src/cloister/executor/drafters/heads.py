@@ -1,7 +1,8 @@
-"""Heads that guess the tokens behind the next one from a hidden state: their files, and what drafters with heads share.
+"""Draft heads, which predict the tokens after the next one from a hidden state: their files, and code shared by drafters with
+heads.
 
-A directory that training wrote, read without torch, holds `heads.json` (`HeadsCard`) and `heads.safetensors`. Heads guess
-hidden states; the model's own head makes tokens of them, so that a head is some layers small, not a vocabulary wide.
+A directory that training wrote, read without torch, holds `heads.json` (`HeadsCard`) and `heads.safetensors`. Heads predict
+hidden states, which the model's own head converts to tokens; so a head has a few small layers and no vocabulary matrix.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ CARD, TENSORS = "heads.json", "heads.safetensors"
 
 
 class HeadsCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What `heads.json` says.
+    """The content of `heads.json`.
 
     Attributes:
-        kind: the drafter that they are for.
-        fingerprint: SHA-256 of the model that they were trained for, config and checkpoint (hex).
-        parents: of the tree that they fill best first, as `Draft.parents`; empty where they draft a chain.
-        accuracy: [num_heads][num_ranks], the share of held-out places where a head's guess of that rank was the model's token.
-        trained: seed, steps, tokens and the like, for people who read it.
+        kind: the drafter that uses them.
+        fingerprint: SHA-256 of the model for which they were trained: config and checkpoint (hex).
+        parents: parents of their tree, filled best first, as `Draft.parents`; empty for a chain.
+        accuracy: [num_heads][num_ranks], the fraction of held-out positions where a head's prediction of that rank was the
+            model's token.
+        trained: seed, steps, tokens and other information for readers.
     """
 
     kind: str
@@ -47,15 +49,15 @@ class HeadsCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def heads_directory(model_path: Path, kind: str) -> Path:
-    """Returns where heads of that kind lie for a model's directory or GGUF file."""
+    """Returns the directory of heads of a kind for a model's directory or GGUF file."""
     return (model_path.parent if model_path.is_file() else model_path) / "drafters" / kind
 
 
 def write_heads(directory: Path, card: HeadsCard, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Writes heads; the card last, so that a directory with a card is whole.
+    """Writes heads; the card last, so that a directory with a card is complete.
 
     Raises:
-        ModelError: they cannot be written there.
+        ModelError: the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -82,10 +84,10 @@ def read_card(directory: Path) -> HeadsCard:
 
 
 def open_heads(context: DrafterContext, kind: str) -> tuple[HeadsCard, dict[str, FloatArray]]:
-    """Reads the heads of a kind for a model; a place's `files` may name heads of a sibling of the model, of equal shape.
+    """Reads the heads of a kind for a model; `context.files` may name those of a sibling model of equal shape.
 
     Raises:
-        ConfigError: there are none, or they were trained for another model.
+        ConfigError: there are no such heads, or they were trained for another model.
         ModelError: the files are damaged.
     """
     directory = Path(context.files).expanduser() if context.files else heads_directory(context.model_path, kind)
@@ -115,7 +117,7 @@ def open_heads(context: DrafterContext, kind: str) -> tuple[HeadsCard, dict[str,
 
 
 def take_tensor(tensors: Mapping[str, FloatArray], name: str, *shape: int) -> FloatArray:
-    """Returns one tensor of that shape (ModelError if there is none)."""
+    """Returns one tensor of the given shape (ModelError if there is none)."""
     tensor = tensors.get(name)
     if tensor is None or tensor.shape != shape:
         raise ModelError(f"{TENSORS} has no tensor {name} of the shape {list(shape)}; train these heads again")
@@ -123,7 +125,7 @@ def take_tensor(tensors: Mapping[str, FloatArray], name: str, *shape: int) -> Fl
 
 
 class LastHidden:
-    """The hidden state that each sequence's last token was chosen from, as long as it is the last one."""
+    """For each sequence the hidden state from which its last token was sampled, while that token is the last."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[int, FloatArray]] = {}
@@ -132,7 +134,7 @@ class LastHidden:
         return len(self._kept)
 
     def keep(self, seen: VerifyFeedback) -> None:
-        """Takes the row of a step."""
+        """Stores the row of a step."""
         if seen.hidden is None:
             return
         kept = self._kept.get(seen.state.seq_id)
@@ -141,7 +143,7 @@ class LastHidden:
         self._kept[seen.state.seq_id] = (len(seen.state.tokens), row)
 
     def gather(self, requests: list[DraftRequest]) -> tuple[list[int], FloatArray]:
-        """Returns the places of the requests that it has a row for, and their rows [num_found, hidden]."""
+        """Returns the indices of the requests with a stored row, and these rows [num_found, hidden]."""
         places: list[int] = []
         rows: list[FloatArray] = []
         for place, request in enumerate(requests):
@@ -164,13 +166,13 @@ class LastHidden:
 
 
 class HeadDrafter(Drafter):
-    """Drafts from the hidden state that each sequence's last token was chosen from.
+    """Drafts from the hidden state from which each sequence's last token was sampled.
 
     Args:
-        heads: let go when they are allocated, since what computes them may hold them in other numbers.
+        heads: released on `allocate`, because the code that computes them may keep them in another number format.
 
     Raises:
-        ConfigError: the back end lends no head.
+        ConfigError: the back end provides no head.
     """
 
     wants_hidden = True
@@ -194,7 +196,7 @@ class HeadDrafter(Drafter):
         return self._guesser
 
     def _guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
-        """Returns the likeliest ids of the first heads, best first, [num_heads, num_rows, num_top]."""
+        """Returns the most likely ids of the first heads, best first, [num_heads, num_rows, num_top]."""
         return self._ready_guesser().guess(hidden, num_heads, num_top)
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:

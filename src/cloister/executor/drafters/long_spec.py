@@ -1,9 +1,9 @@
-"""Drafts for long contexts from a cache of constant size (LongSpec, Yang et al. 2025): what it takes, and what the small model
-sees, do not grow with the context.
+"""Drafts for long contexts from a cache of constant size (LongSpec, Yang et al. 2025): its cost, and the small model's input,
+do not grow with the context.
 
-The cache holds the first tokens of a sequence, which attention leans on whatever they say (StreamingLLM, Xiao et al. 2024,
-section 3), and its newest ones. When it is full, the newest half is computed anew behind the first tokens: positions in it
-never leave those that the small model learned, whatever kind of positions that are, and one token costs two in the long run.
+The cache holds the first tokens of a sequence, which are attention sinks (StreamingLLM, Xiao et al. 2024, section 3), and its
+newest ones. When it is full, the newest half is computed again after the first tokens: so positions stay within the small
+model's maximum for any position encoding, and on average each token is computed twice.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ LONG_SPEC_THREAT: Final = ThreatProfile(
     residue="the small model's KV of one request, until that leaves",
     where=("device memory",),
     attack="reuse of an unwiped block; packet sizes and times reveal accepted lengths",
-    mitigations=("its cache belongs to one sequence, is shared with nobody, and is wiped when that leaves",),
+    mitigations=("its cache belongs to one sequence, is never shared, and is wiped when the sequence ends",),
 )
 NUM_SINKS: Final = 4
 CAPACITY: Final = 512
-"""Positions in one sequence's cache."""
+"""Default number of positions in one sequence's cache."""
 
 
 class _Cache:
     """One sequence's cache: position p holds token p if p < NUM_SINKS, else token first + p - NUM_SINKS.
 
     Attributes:
-        num_filled: leading positions with KV of tokens that are known to stand there.
-        drafted: tokens whose KV lies behind these, until their step has been verified.
+        num_filled: number of leading positions with KV of known tokens.
+        drafted: drafts whose KV follows these, until their step has been verified.
     """
 
     __slots__ = ("blocks", "drafted", "first", "num_filled")
@@ -69,13 +69,13 @@ class LongSpecDrafter(Drafter):
     """Drafts chains with one small model that sees the first and the newest tokens of a sequence.
 
     Args:
-        capacity: positions in a cache; no more than the small model learned.
+        capacity: positions in a cache; at most the small model's maximum.
 
     Attributes:
-        cache_bytes: of one sequence, whatever its length.
+        cache_bytes: cache size of one sequence, independent of its length.
 
     Raises:
-        ConfigError: the small model learned fewer positions than are of any use.
+        ConfigError: the small model has too few positions.
     """
 
     has_probs = True
@@ -97,13 +97,13 @@ class LongSpecDrafter(Drafter):
         self._free: list[int] = []
 
     def allocate(self, kv: KVLayout) -> None:
-        """Builds the small model with caches for as many sequences as may run at once, whatever the model's KV is."""
+        """Builds the small model with a cache for each sequence that may run at once, independent of the model's KV."""
         self._program = self._model.build(KVLayout(self._num_blocks, kv.block_size))
         self._grower = ChainGrower(self._program, self._context.vocab_size, kv.block_size, self._context.sampling_metadata)
         self._free = list(range(self._num_blocks))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Returns a chain for each."""
+        """Returns a chain for each request."""
         for cache in self._caches.values():
             cache.drop_drafted()
         drafts = [NOTHING] * len(requests)
@@ -114,7 +114,7 @@ class LongSpecDrafter(Drafter):
             if own is None:
                 continue
             stretch = self._stretch(own, request)
-            if len(stretch.tokens) > FEW:  # it is new, or based anew; others wait if many are
+            if len(stretch.tokens) > FEW:  # it is new or was rebased; limits how many are computed at once
                 if len(stretch.tokens) > num_left:
                     continue
                 num_left -= len(stretch.tokens)
@@ -128,7 +128,7 @@ class LongSpecDrafter(Drafter):
         return drafts
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
-        """Counts the KV of drafts that became known tokens."""
+        """Marks the KV of accepted drafts as computed."""
         for each in seen:
             cache = self._caches.get(each.state.seq_id)
             if cache is not None and cache.drafted.size:
@@ -138,7 +138,7 @@ class LongSpecDrafter(Drafter):
                 cache.drop_drafted()
 
     def forget(self, seq_id: int) -> None:
-        """Wipes the cache of a sequence that left."""
+        """Wipes the cache of a finished sequence."""
         cache = self._caches.pop(seq_id, None)
         if cache is not None and self._program is not None:
             cache.drop_drafted()
@@ -151,7 +151,7 @@ class LongSpecDrafter(Drafter):
             self._program.wipe_buffers()
 
     def _cache(self, request: DraftRequest) -> _Cache | None:
-        """Returns a sequence's cache with room for its drafts; None if more sequences run than were said to."""
+        """Returns a sequence's cache with space for its drafts; None if more sequences run than configured."""
         num_known, cache = len(request.state.tokens), self._caches.get(request.state.seq_id)
         if cache is None:
             if len(self._free) < self._blocks_each:
@@ -165,7 +165,7 @@ class LongSpecDrafter(Drafter):
         return cache
 
     def _stretch(self, cache: _Cache, request: DraftRequest) -> Stretch:
-        """Returns what the cache lacks of the known tokens, the last one in any case."""
+        """Returns the known tokens that the cache lacks, always including the last one."""
         known = request.state.tokens
         start = min(cache.num_filled, NUM_SINKS + len(known) - cache.first - 1)
         tokens = known[start:NUM_SINKS] if start < NUM_SINKS else array("i")
@@ -175,5 +175,5 @@ class LongSpecDrafter(Drafter):
 
 @DRAFTERS.register("long_spec", LONG_SPEC_THREAT)
 def make_long_spec(context: DrafterContext) -> Drafter:
-    """Opens the small model (errors as of `open_draft`)."""
+    """Opens the small model (errors as in `open_draft`)."""
     return LongSpecDrafter(context, open_draft(context))

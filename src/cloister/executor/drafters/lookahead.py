@@ -1,9 +1,9 @@
-"""Lookahead decoding (Fu et al. 2024): the model guesses at many places at once, and what it says there is tried out later.
+"""Lookahead decoding (Fu et al. 2024): the model predicts many positions at once, and its n-grams are verified later.
 
-A window of guesses runs ahead of the text, columns by place and levels by age: level 0 is a chain behind the last known token,
-and each column's newer guesses hang below its older ones. In every step the model adds a level to each column (a Jacobi
-iteration), and columns that are full give n-grams to a pool. Verified are the n-grams that begin with the last known token.
-Both are nodes of one token tree; the text's own n-grams are in the pool too.
+A window of guesses runs ahead of the text, with columns by position and levels by age: level 0 is a chain after the last known
+token, and newer guesses of a column are children of older ones. In every step the model adds a level to each column (a Jacobi
+iteration), and full columns add n-grams to a pool. The n-grams that begin with the last known token are verified. Window and
+n-grams are nodes of one token tree; the pool also holds n-grams of the text.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ THREAT = ThreatProfile(
     threats=frozenset({Requirement.STATELESS}),
     residue="n-grams of the request and guesses of the model, until it departs",
     where=("memory of the engine process",),
-    attack="another request's draft, or a dump of memory, tells what the text was",
+    attack="another request's draft, or a memory dump, reveals the text",
     mitigations=("a window and a pool for each sequence, of its own tokens alone", "overwritten when the sequence departs"),
 )
 MAX_DRAFTS: Final = 32
 NUM_FOLLOWING: Final = 4
-"""Tokens of an n-gram behind its first one."""
+"""Tokens of an n-gram after its first one."""
 NUM_KEPT: Final = 4
-"""N-grams for one first token."""
+"""Number of n-grams kept for each first token."""
 NUM_SLOTS: Final = 2048
 _STRIDE: Final = NUM_KEPT * NUM_FOLLOWING
 NUM_BYTES: Final = NUM_SLOTS * (_STRIDE + 2) * 4
 NUM_LEVELS: Final = NUM_FOLLOWING
-"""Guesses of a column; with the one that the model adds they are an n-gram."""
+"""Guesses in a column; with the one that the model adds they form an n-gram."""
 MAX_COLUMNS: Final = 7
 NUM_READ: Final = 2048
 """Tokens of a text whose n-grams are read, from its end."""
 DECAY: Final = (0.5, 0.7)
-"""How likely each older n-gram is beside the one after it, and each token behind the one before it."""
+"""Assumed probability of each older n-gram relative to the next newer one, and of each token given the previous one."""
 
 
 class NgramPool:
-    """The n-grams of one sequence by their first token, the latest first, in constant memory (section 3.2).
+    """The n-grams of one sequence by first token, latest first, in constant memory (section 3.2).
 
-    They lie in the slot that the lower bits of their first token name; a newer token takes the slot of an older one.
+    The lower bits of the first token select the slot; a newer token replaces an older one.
     """
 
     __slots__ = ("_counts", "_following", "_owners")
@@ -57,7 +57,7 @@ class NgramPool:
         self._following = array("i", bytes(4 * NUM_SLOTS * _STRIDE))
 
     def put(self, first: int, following: Sequence[int]) -> None:
-        """Takes in an n-gram: a token, and the `NUM_FOLLOWING` behind it. One that is there already becomes the latest."""
+        """Adds an n-gram: a token, and the `NUM_FOLLOWING` after it. An existing one becomes the latest."""
         slot = first % NUM_SLOTS
         if self._owners[slot] != first:
             self._owners[slot], self._counts[slot] = first, 0
@@ -73,7 +73,7 @@ class NgramPool:
         self._counts[slot] = len(merged) // NUM_FOLLOWING
 
     def find(self, first: int) -> list[list[int]]:
-        """Returns what followed a token, [up to NUM_KEPT][NUM_FOLLOWING], the latest first."""
+        """Returns the tokens that followed a token, [up to NUM_KEPT][NUM_FOLLOWING], latest first."""
         slot = first % NUM_SLOTS
         if self._owners[slot] != first:
             return []
@@ -82,25 +82,25 @@ class NgramPool:
         return [self._following[end : end + NUM_FOLLOWING].tolist() for end in ends]
 
     def copy(self) -> NgramPool:
-        """Returns one that goes its own way."""
+        """Returns an independent copy."""
         twin = NgramPool()
         twin._owners, twin._counts, twin._following = self._owners[:], self._counts[:], self._following[:]
         return twin
 
     def wipe(self) -> None:
-        """Overwrites what is kept."""
+        """Overwrites the content."""
         for values in (self._owners, self._counts, self._following):
             overwrite(values)
 
 
 class _Window:
-    """The guesses of one sequence, its pool, and what of it the last draft holds.
+    """The guesses and pool of one sequence, and its last draft.
 
     Attributes:
-        columns: one array for each, of 1 to NUM_LEVELS guesses, the oldest first.
-        places: for each column in the last draft the place there of its newest guess.
-        draft: the last one.
-        num_read: tokens of the sequence whose n-grams are in the pool.
+        columns: one array each of 1 to NUM_LEVELS guesses, oldest first.
+        places: for each column the index of its newest guess in the last draft.
+        draft: the last draft.
+        num_read: number of tokens whose n-grams are in the pool.
     """
 
     __slots__ = ("columns", "draft", "num_read", "places", "pool")
@@ -113,13 +113,13 @@ class _Window:
         self.draft: Draft | None = None
 
     def read(self, tokens: array[int]) -> None:
-        """Puts the n-grams of the tokens that were added into the pool."""
+        """Adds the n-grams of new tokens to the pool."""
         for end in range(max(self.num_read, NUM_FOLLOWING, len(tokens) - NUM_READ), len(tokens)):
             self.pool.put(tokens[end - NUM_FOLLOWING], tokens[end - NUM_FOLLOWING + 1 : end + 1])
         self.num_read = len(tokens)
 
     def advance(self, chosen: IntArray, num_accepted: int) -> None:
-        """Adds what the model said behind each column of the last draft, and moves on with the text."""
+        """Adds the model's token after each column of the last draft, and advances with the text."""
         for column, place in zip(self.columns, self.places, strict=False):
             guess = int(chosen[place + 1])
             if guess < 0:
@@ -128,13 +128,13 @@ class _Window:
             if len(column) > NUM_LEVELS:
                 self.pool.put(column[0], column[1:])
                 del column[0]
-        for column in self.columns[:num_accepted]:  # their places are known now
+        for column in self.columns[:num_accepted]:  # their positions are known now
             overwrite(column)
         del self.columns[:num_accepted]
         self.places = []
 
     def wipe(self) -> None:
-        """Overwrites what is kept."""
+        """Overwrites the content."""
         self.pool.wipe()
         for column in self.columns:
             overwrite(column)
@@ -142,10 +142,10 @@ class _Window:
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts n-grams to verify, and in the places that they leave a window of guesses.
+    """Drafts n-grams to verify, and a window of guesses in the remaining nodes.
 
     Args:
-        max_num_seqs: sequences at once, by which memory is counted.
+        max_num_seqs: maximum number of sequences, for the memory budget.
     """
 
     max_drafts = MAX_DRAFTS
@@ -176,7 +176,7 @@ class LookaheadDrafter(Drafter):
 
     def _of(self, state: SequenceState) -> _Window:
         window = self._windows.get(state.seq_id)
-        if window is None or window.num_read > len(state.tokens):  # another sequence under the same number
+        if window is None or window.num_read > len(state.tokens):  # another sequence with the same id
             self.forget(state.seq_id)
             window = self._windows[state.seq_id] = _Window(NgramPool())
         return window
@@ -197,7 +197,7 @@ class LookaheadDrafter(Drafter):
 
 
 class _Tree:
-    """A draft that grows: a node that is there already is not added again."""
+    """A draft under construction; existing nodes are not added again."""
 
     def __init__(self, draft: Draft) -> None:
         self.token_ids = list(draft.token_ids)
@@ -205,7 +205,7 @@ class _Tree:
         self._places = {key: place for place, key in enumerate(zip(self.parents, self.token_ids, strict=True))}
 
     def add_window(self, columns: Sequence[array[int]]) -> list[int]:
-        """Adds columns level by level, so that parents come first; returns the place of each one's newest guess."""
+        """Adds columns level by level, so that parents come first; returns the index of each one's newest guess."""
         newest: list[int] = []
         parent = -1
         for column in columns:
@@ -235,12 +235,12 @@ def _find(pool: NgramPool, last: int, num_drafts: int) -> Draft:
 
 
 def _guess(tokens: array[int], column: int) -> int:
-    """Returns some token of the text for a place about which nothing is known; the same in every run."""
+    """Returns a deterministic token of the text for a position without a guess."""
     number = (len(tokens) * MAX_COLUMNS + column + 1) * 0x9E3779B1 % (1 << 32)
     return tokens[number * len(tokens) >> 32]
 
 
 @DRAFTERS.register("lookahead", THREAT)
 def make_lookahead_drafter(context: DrafterContext) -> Drafter:
-    """Makes the drafter (`DrafterFactory`); it needs nothing."""
+    """Creates the drafter (`DrafterFactory`); it needs no files."""
     return LookaheadDrafter(context.max_num_seqs)

@@ -1,8 +1,9 @@
-"""Medusa (Cai et al. 2024): heads on the last hidden state each guess one place further, and a tree joins their guesses.
+"""Medusa (Cai et al. 2024): heads on the last hidden state each predict one further position, and a tree combines their
+predictions.
 
 A head is residual SiLU blocks (section 2.1.1) whose output the model's own head reads. The paper gives each head a matrix over
 the vocabulary, which would make the heads of a small model larger than the model; here each block has an output matrix instead.
-Which ranks of which heads make the tree was found by the trainer from measured accuracy (`train.measuring`).
+The trainer chose the ranks and heads of the tree from measured accuracy (`train.measuring`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ THREAT = ThreatProfile(
     residue="one hidden state of each sequence that runs; sizes and times of packets show accepted lengths",
     where=("host memory", "network"),
     attack="traffic analysis, leak",
-    mitigations=("a hidden state is overwritten when its sequence leaves", "constant-shape streaming"),
+    mitigations=("a hidden state is overwritten when its sequence ends", "constant-shape streaming"),
 )
 
 
 def read_heads(tensors: Mapping[str, FloatArray], num_heads: int, hidden_size: int) -> DraftHeads:
-    """Returns the heads that `heads.safetensors` holds (ModelError if a tensor is missing)."""
+    """Returns the heads in `heads.safetensors` (ModelError if a tensor is missing)."""
     blocks = []
     for number in range(max(1, sum(name.endswith(".up.bias") for name in tensors))):
         name = f"blocks.{number}"
@@ -40,13 +41,13 @@ def read_heads(tensors: Mapping[str, FloatArray], num_heads: int, hidden_size: i
 
 
 class Branches(NamedTuple):
-    """A tree, read for drafting.
+    """A tree, prepared for drafting.
 
     Attributes:
         parents: as `Draft.parents`.
-        depths: how far behind the last known token each node lies, from 0.
-        ranks: which of its head's guesses each node is: as many as siblings stand before it.
-        widths: how many guesses are needed of each head.
+        depths: distance of each node from the last known token, from 0.
+        ranks: rank of each node among its head's predictions: its index among its siblings.
+        widths: number of predictions needed from each head.
     """
 
     parents: list[int]
@@ -69,10 +70,10 @@ class Branches(NamedTuple):
 
 
 class Medusa(HeadDrafter):
-    """Drafts the tree that its heads' measured accuracy gave, or any other of no greater depth.
+    """Drafts the tree that was chosen from its heads' accuracy, or any other of at most the same depth.
 
     Args:
-        shape: parents of that tree.
+        shape: parents of the default tree.
     """
 
     def __init__(self, heads: DraftHeads, shape: Sequence[int], context: DrafterContext) -> None:
@@ -94,7 +95,7 @@ class Medusa(HeadDrafter):
         return drafts
 
     def _tree(self, request: DraftRequest) -> Branches:
-        """Returns the tree that a request is for, less the nodes that lie deeper than there are heads."""
+        """Returns the tree of a request without the nodes that are deeper than the number of heads."""
         assert self.shape is not None
         parents = (self.shape if request.parents is None else request.parents)[: request.num_drafts]
         known = self._branches.get(parents)
@@ -107,7 +108,7 @@ class Medusa(HeadDrafter):
 
 @DRAFTERS.register("medusa", THREAT)
 def make_medusa(context: DrafterContext) -> Drafter:
-    """Reads the heads of a model (`DrafterFactory` says what it raises)."""
+    """Reads the heads of a model. Raises as `DrafterFactory`."""
     card, tensors = open_heads(context, "medusa")
     heads = read_heads(tensors, card.num_heads, card.hidden_size)
     tree = Branches.of(card.parents) if _is_tree(card.parents) else None

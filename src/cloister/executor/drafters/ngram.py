@@ -1,7 +1,7 @@
-"""Drafts what followed the last time: the longest suffix of the known tokens that occurred before in the sequence.
+"""Drafts from earlier text: finds the longest suffix of the known tokens that occurred before, and drafts what followed it.
 
-Prompt lookup (Saxena 2023) and LLMA (Yang et al. 2023, section 3), which take their text from the prompt or from references;
-here it is prompt and output alike. How long a draft becomes follows from the length of the match.
+Prompt lookup (Saxena 2023) and LLMA (Yang et al. 2023, section 3), which copy from the prompt or from references; this one
+copies from prompt and output. The length of a draft depends on the length of the match.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ THREAT = ThreatProfile(
     threats=frozenset({Requirement.STATELESS}),
     residue="positions of n-grams of the request, until it departs",
     where=("memory of the engine process",),
-    attack="another request's draft, or a dump of memory, tells what the text was",
+    attack="another request's draft, or a memory dump, reveals the text",
     mitigations=("an index for each sequence, of its own tokens alone", "overwritten when the sequence departs"),
 )
 MAX_DRAFTS: Final = 32
 MATCH_RATES: Final = (0.0, 0.32, 0.6, 0.66, 0.73, 0.85, 0.86, 0.87, 0.95)
-"""How often the next token is the one that followed a match, by its length (the last entry: this long or longer)."""
+"""Probability that the token after a match is right, by length of the match (last entry: this long or longer)."""
 LEAST_WEIGHT: Final = 0.1
-"""Tokens that are less likely than this are not worth a place in a step."""
+"""Tokens that are less likely than this are not drafted."""
 RECENCY: Final = 0.5
-"""What each earlier one of several matches counts beside the one after it."""
+"""Weight of each earlier match relative to the next later one."""
 
 
 def _chances(num_matched: int) -> list[float]:
-    """Returns how likely a draft holds up to each of its tokens, as long as that is worth it."""
+    """Returns the probability that a draft is accepted up to each of its tokens, down to the threshold."""
     last = len(MATCH_RATES) - 1
     rates = [MATCH_RATES[min(num_matched + depth, last)] for depth in range(MAX_DRAFTS)]
     return [chance for chance in accumulate(rates, mul) if chance >= LEAST_WEIGHT]
@@ -48,7 +48,7 @@ class NgramDrafter(Drafter):
     """Drafts from each sequence's own text.
 
     Args:
-        block_size: of the model's KV blocks, by which memory is counted.
+        block_size: of the model's KV blocks, for the memory budget.
     """
 
     max_drafts = MAX_DRAFTS
@@ -87,7 +87,7 @@ def _chances_at(num_matched: int) -> list[float]:
 
 
 def _merge(tokens: array[int], matches: list[tuple[int, int]]) -> Trie:
-    """Puts what followed several matches into one tree; later matches count more."""
+    """Merges the continuations of several matches into one tree; later matches weigh more."""
     trie = Trie()
     share = (1 - RECENCY) / (1 - RECENCY ** len(matches))
     for num_matched, end in matches:
@@ -98,7 +98,7 @@ def _merge(tokens: array[int], matches: list[tuple[int, int]]) -> Trie:
 
 
 def copy_from(tokens: array[int], start: int, count: int) -> list[int]:
-    """Returns `count` tokens from `start` on; behind the end the copy goes on with itself, as LZ77's does."""
+    """Returns `count` tokens from `start` on; beyond the end the copy repeats itself, as in LZ77."""
     copied = tokens[start : start + count].tolist()
     while len(copied) < count:
         copied += copied[: count - len(copied)]
@@ -107,5 +107,5 @@ def copy_from(tokens: array[int], start: int, count: int) -> list[int]:
 
 @DRAFTERS.register("ngram", THREAT)
 def make_ngram_drafter(context: DrafterContext) -> Drafter:
-    """Makes the drafter (`DrafterFactory`); it needs nothing."""
+    """Creates the drafter (`DrafterFactory`); it needs no files."""
     return NgramDrafter(context.block_size)

@@ -1,7 +1,7 @@
-"""Where the last tokens of a growing sequence occurred before, found without looking through it.
+"""An index of earlier occurrences of the last tokens of a growing sequence.
 
-Hash chains as in LZ77 compressors (Deutsch 1996, RFC 1951, section 4), at several lengths: each position knows the one before
-it that ended in the same n-gram. Only positions are kept, no tokens; what a chain leads to is compared with the sequence.
+Hash chains as in LZ77 compressors (Deutsch 1996, RFC 1951, section 4), at several lengths: each position links to the previous
+one that ended in the same n-gram. It stores positions, not tokens; candidates of a chain are compared with the sequence.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from cloister.executor.arrays import overwrite
 ORDERS: Final = (8, 4, 2, 1)
 """Lengths of the n-grams that are indexed."""
 MAX_LENGTH: Final = 32
-"""Matches are not followed back any further."""
+"""Longest match length that is measured."""
 NUM_TRIED: Final = 12
-"""Positions of a chain that are looked at; most recent first."""
+"""Number of positions of a chain that are checked, most recent first."""
 NUM_KEPT: Final = 4
 BYTES_PER_TOKEN: Final = len(ORDERS) * 3 * 4
-"""A place in each chain, and two slots for it."""
+"""Memory per position: an entry in each chain, and two slots for it."""
 _FACTOR: Final = 0x9E3779B1
 _MIXER: Final = 0x85EBCA6B
 _HALF: Final = 15
 _MODULUS: Final = 1 << 32
 _MIN_SLOTS: Final = 64
 _BULK: Final = 64
-"""From so many tokens on numpy is quicker than a loop."""
+"""Number of tokens from which numpy is faster than a loop."""
 
 
 class Occurrences:
     """The index of one sequence; it grows with it.
 
-    A position here is an end: `tokens[:end]` ends in the n-gram, and `tokens[end]` follows it.
+    A position is an end: `tokens[:end]` ends with the n-gram, and `tokens[end]` follows it.
     """
 
     __slots__ = ("_chains", "_powers")
@@ -43,14 +43,14 @@ class Occurrences:
         self._chains = [_Chain(order) for order in ORDERS]
 
     def find(self, tokens: array[int]) -> list[tuple[int, int]]:
-        """Returns (length, end) of earlier occurrences of the last tokens, the longest first, then the latest.
+        """Returns (length, end) of earlier occurrences of the last tokens, longest first, then latest.
 
-        They are of the longest of `ORDERS` that occurred before, `NUM_KEPT` at most among the last `NUM_TRIED`. A length counts
-        to `MAX_LENGTH`.
+        They match the longest of `ORDERS` that occurred before: at most `NUM_KEPT` of the last `NUM_TRIED`. Lengths are capped
+        at `MAX_LENGTH`.
         """
         num_tokens = len(tokens)
         for chain in self._chains:
-            if chain.num_tokens > num_tokens:  # another sequence under the same number
+            if chain.num_tokens > num_tokens:  # another sequence with the same id
                 chain.wipe()
             chain.extend(tokens)
         for chain in self._chains:
@@ -59,7 +59,7 @@ class Occurrences:
         return []
 
     def wipe(self) -> None:
-        """Overwrites what is kept."""
+        """Overwrites the content."""
         for chain in self._chains:
             chain.wipe()
 
@@ -82,7 +82,7 @@ def _follow(tokens: array[int], before: array[int], order: int) -> list[tuple[in
 
 
 def _common_length(tokens: array[int], end: int, known: int) -> int:
-    """Returns how many tokens before `end` are those before the sequence's end."""
+    """Returns how many tokens before `end` equal those before the sequence's end."""
     last = len(tokens)
     length, most = known, min(end, MAX_LENGTH)
     while length < most and tokens[end - length - 1] == tokens[last - length - 1]:
@@ -94,7 +94,7 @@ class _Chain:
     """Ends of the n-grams of one length.
 
     Attributes:
-        before: [num_tokens + 1] for each end the one before it with the same hash; 0 for none.
+        before: [num_tokens + 1] for each end the previous one with the same hash; 0 for none.
     """
 
     __slots__ = ("_hash", "_heads", "_leaving", "_shift", "before", "order")
@@ -115,14 +115,14 @@ class _Chain:
         return len(self.before) - 1
 
     def extend(self, tokens: array[int]) -> None:
-        """Takes in what was added to the sequence."""
+        """Adds new tokens of the sequence."""
         start, num_tokens = len(self.before), len(tokens)
         if num_tokens - start > _BULK or num_tokens > len(self._heads):
             self._build(tokens)
             return
         order, heads, shift, before = self.order, self._heads, self._shift, self.before
         for end in range(start, num_tokens + 1):
-            # The window's sum of token * _FACTOR ** (age + 1), rolled on by one token.
+            # Rolling hash: the window's sum of token * _FACTOR ** (age + 1), advanced by one token.
             value = (self._hash + tokens[end - 1]) * _FACTOR
             if end > order:
                 value -= tokens[end - 1 - order] * self._leaving
@@ -135,7 +135,7 @@ class _Chain:
                 heads[slot] = end
 
     def _build(self, tokens: array[int]) -> None:
-        """Does for all tokens at once what `extend` does for one after another, with room for as many again."""
+        """Vectorised `extend` for all tokens at once, with space for as many again."""
         self.wipe()
         num_tokens, order = len(tokens), self.order
         num_slots = 1 << num_tokens.bit_length()
@@ -162,12 +162,12 @@ class _Chain:
         return value
 
     def wipe(self) -> None:
-        """Overwrites what is kept, and starts anew."""
+        """Overwrites the content and resets."""
         overwrite(self.before)
         overwrite(self._heads)
         self._start()
 
 
 def _shift(num_slots: int) -> int:
-    """Returns how far a hash of 32 bits is shifted to name one of 2 ** n slots: its upper bits are the mixed ones."""
+    """Returns the right shift that maps a 32-bit hash to one of 2 ** n slots: its upper bits are well mixed."""
     return 33 - num_slots.bit_length()

@@ -1,7 +1,7 @@
-"""Token Recycling (Luo et al. 2024): the candidates that the model threw away become the branches of later drafts.
+"""Token Recycling (Luo et al. 2024): rejected candidates of the model become the branches of later drafts.
 
-The paper keeps one matrix for all requests, and its drafts tell what others wrote; here each sequence has its own. It begins
-with what follows what in the prompt, as nothing else is known then, and the model's candidates replace that token by token.
+The paper keeps one matrix for all requests, so its drafts reveal what others wrote; here each sequence has its own. It is
+initialised with the successors of tokens in the prompt, which the model's candidates replace token by token.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from cloister.types.threat import Requirement, ThreatProfile
 THREAT = ThreatProfile(
     row="context- or datastore-based speculation (REST, Token Recycling, LLMA)",
     threats=frozenset({Requirement.STATELESS}),
-    residue="tokens of the request and what the model thought of beside them, until it departs",
+    residue="tokens of the request and the model's other candidates, until it departs",
     where=("memory of the engine process",),
-    attack="another request's draft, or a dump of memory, tells what the text was",
+    attack="another request's draft, or a memory dump, reveals the text",
     mitigations=("rows for each sequence, of its own tokens alone", "overwritten when the sequence departs"),
 )
 WIDTH: Final = 8
-"""Tokens that are kept for each token."""
+"""Number of candidates kept for each token."""
 NUM_SLOTS: Final = 4096
 NUM_BYTES: Final = NUM_SLOTS * (WIDTH + 1) * 4
 NUM_READ: Final = 16384
-"""Tokens of a text that are read, from its end."""
+"""Number of tokens of a text that are read, from its end."""
 MAX_DRAFTS: Final = 32
 RANK_RATES: Final = (0.6, 0.09, 0.04, 0.025, 0.015, 0.01, 0.008, 0.006)
-"""How often the candidate of each rank comes next (cloister-5m on documentation, its own answers and random prompts)."""
+"""Probability that the candidate of each rank is next (cloister-5m on documentation, its own answers and random prompts)."""
 FOLLOWING: Final = 0.75
-"""The same of the first rank, where the candidate before it was right."""
+"""The same for the first rank, if the previous candidate was right."""
 SHAPE_RATES: Final = (RANK_RATES, *((FOLLOWING, *RANK_RATES[1:]),) * MAX_DRAFTS)
 
 
 class Adjacency:
-    """What may follow each token of one sequence: the matrix of section 3.1, in constant memory.
+    """Candidate successors of each token of one sequence: the matrix of section 3.1, in constant memory.
 
-    A matrix over the vocabulary would be megabytes for each sequence, nearly all of it empty: here a token's row lies in a slot
-    that its lower bits name, and a newer token takes the slot of an older one.
+    A matrix over the vocabulary would take megabytes for each sequence, nearly all of it empty: here the lower bits of a token
+    select its slot, and a newer token replaces an older one.
     """
 
     __slots__ = ("_owners", "_rows")
@@ -53,52 +53,52 @@ class Adjacency:
         self._rows = np.zeros((NUM_SLOTS, WIDTH), np.int32)  # token + 1; 0 is none
 
     def read_text(self, tokens: array[int]) -> None:
-        """Puts in what followed each token of a text, the latest first."""
+        """Adds the successors of each token of a text, latest first."""
         text = np.array(tokens[-NUM_READ:], np.int64)
         if len(text) < 2:
             return
         pairs = text[:-1].copy()
-        pairs <<= 32  # in place: no copies but those that are overwritten below
+        pairs <<= 32  # in place: the only copies are overwritten below
         pairs |= text[1:]
         pairs = pairs[::-1]
-        _, newest = np.unique(pairs, return_index=True)  # the first, and so the latest in the text
+        _, newest = np.unique(pairs, return_index=True)  # the first, thus the latest in the text
         newest = newest[np.lexsort((newest, pairs[newest] >> 32))]
         firsts, seconds = pairs[newest] >> 32, pairs[newest] & 0xFFFFFFFF
         starts = np.flatnonzero(np.append(True, firsts[1:] != firsts[:-1]))
         ranks = np.arange(len(firsts)) - np.repeat(starts, np.diff(np.append(starts, len(firsts))))
         slots = firsts % NUM_SLOTS
         self._owners[slots] = firsts + 1
-        is_kept = (ranks < WIDTH) & (self._owners[slots] == firsts + 1)  # of tokens with one slot the last one has it
+        is_kept = (ranks < WIDTH) & (self._owners[slots] == firsts + 1)  # of tokens with the same slot the last one wins
         self._rows[slots[is_kept], ranks[is_kept]] = seconds[is_kept] + 1
-        for used in (text, pairs, firsts, seconds):  # numpy keeps the memory of small arrays for others, as it is
+        for used in (text, pairs, firsts, seconds):  # numpy caches the memory of small arrays without clearing it
             used.fill(0)
 
     def put(self, tokens: IntArray, candidates: IntArray) -> None:
         """Replaces rows.
 
         Args:
-            tokens: [num_rows]; of equal ones the last counts.
-            candidates: [num_rows, WIDTH] what may follow each, best first.
+            tokens: [num_rows]; the last of equal ones counts.
+            candidates: [num_rows, WIDTH] candidate successors, best first.
         """
         slots = tokens % NUM_SLOTS
         self._owners[slots] = tokens + 1
         self._rows[slots] = candidates + 1
 
     def row(self, token: int) -> list[int]:
-        """Returns what may follow a token, best first, each one more than the token; 0 is none."""
+        """Returns the candidate successors of a token plus 1, best first; 0 is none."""
         slot = token % NUM_SLOTS
         found: list[int] = self._rows[slot].tolist() if self._owners[slot] == token + 1 else []
         return found
 
     def copy(self) -> Adjacency:
-        """Returns one that goes its own way."""
+        """Returns an independent copy."""
         twin = Adjacency()
         twin._owners[:] = self._owners
         twin._rows[:] = self._rows
         return twin
 
     def wipe(self) -> None:
-        """Overwrites what is kept."""
+        """Overwrites the content."""
         self._owners.fill(0)
         self._rows.fill(0)
 
@@ -107,7 +107,7 @@ class RecyclingDrafter(Drafter):
     """Drafts trees from each sequence's own rows.
 
     Args:
-        max_num_seqs: sequences at once, by which memory is counted.
+        max_num_seqs: maximum number of sequences, for the memory budget.
     """
 
     num_top = WIDTH
@@ -146,7 +146,7 @@ class RecyclingDrafter(Drafter):
         shape = (self.shape if request.parents is None else request.parents)[: request.num_drafts]
         adjacency = self._of(request.state)
         rows = {-1: adjacency.row(request.state.tokens[-1])}
-        kept = {-1: -1}  # places of the shape that have a token, numbered anew
+        kept = {-1: -1}  # nodes of the shape that have a token, renumbered
         token_ids: list[int] = []
         parents: list[int] = []
         for place, (parent, rank) in enumerate(zip(shape, rank_places(shape), strict=True)):
@@ -162,7 +162,7 @@ class RecyclingDrafter(Drafter):
         return Draft(token_ids, parents)
 
     def _learn(self, seen: VerifyFeedback) -> None:
-        """Takes in the candidates behind every row, those of what was accepted last: of equal tokens these count."""
+        """Adds the candidates of every row, accepted ones last, so that they take precedence for equal tokens."""
         assert seen.top is not None
         tokens = np.array([seen.state.tokens[seen.start], *seen.draft.token_ids], np.int32)
         accepted = [0, *(place + 1 for place in seen.path)]
@@ -174,5 +174,5 @@ class RecyclingDrafter(Drafter):
 
 @DRAFTERS.register("recycling", THREAT)
 def make_recycling_drafter(context: DrafterContext) -> Drafter:
-    """Makes the drafter (`DrafterFactory`); it needs nothing."""
+    """Creates the drafter (`DrafterFactory`); it needs no files."""
     return RecyclingDrafter(context.max_num_seqs)

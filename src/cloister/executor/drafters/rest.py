@@ -1,6 +1,6 @@
-"""REST (He et al. 2023): what followed the last tokens in a datastore of public text, as a tree, the likeliest first.
+"""REST (He et al. 2023): drafts continuations of the last tokens from a datastore of public text, as a tree, most likely first.
 
-Nothing of a request is kept, and nothing is ever added to the datastore.
+It keeps no state of requests, and never adds to the datastore.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ THREAT = ThreatProfile(
     threats=frozenset({Requirement.STATELESS}),
     residue="none of requests: the datastore is built beforehand, and read only",
     where=("host memory", "SSD"),
-    attack="a datastore of private text tells what is in it, by which drafts are accepted",
-    mitigations=("only text that whoever builds the datastore says is public", "no request is ever added"),
+    attack="accepted drafts reveal the content of a datastore of private text",
+    mitigations=("only text that the builder of the datastore declares public", "no request is ever added"),
 )
 MAX_DRAFTS: Final = 32
 MAX_MATCH: Final = 12
-"""Tokens of the longest suffix that is looked up."""
+"""Length of the longest suffix that is looked up."""
 MAX_DEPTH: Final = 16
 NUM_SAMPLED: Final = 32
-"""Continuations that are read, evenly spaced in their order: so each is there as often as it is in the whole range."""
+"""Number of continuations that are read, evenly spaced in sorted order, so that frequencies match those of the whole range."""
 DOUBTS: Final = (5.0, 3.0, 2.0, 1.5, 1.2, 1.0, 0.6, 0.4, 0.3)
-"""By the length of the match from 1 on (the last entry: this long or longer): so many unseen continuations stand beside those
-that were found."""
+"""Pseudo-count of unseen continuations, by length of the match from 1 on (last entry: this long or longer)."""
 LEAST_CHANCE: Final = 0.06
-"""Tokens that are less likely than this are not worth a place in a step."""
+"""Tokens that are less likely than this are not drafted."""
 
 
 class RestDrafter(Drafter):
@@ -60,13 +59,13 @@ class RestDrafter(Drafter):
         return self._grow(length, start, end, min(request.num_drafts, MAX_DRAFTS))
 
     def _find_longest(self, tokens: array[int]) -> tuple[int, int, int]:
-        """Returns (length, start, end): the longest suffix of the known tokens that is in the datastore, and where.
+        """Returns (length, start, end): the longest suffix of the known tokens in the datastore, and its range.
 
-        A suffix is there if a longer one is: so its length is searched by halving.
+        A suffix is present if a longer one is, so binary search finds the length.
         """
         suffix = tokens[-MAX_MATCH:].tolist()
         found, least, most = (0, 0, 0), 1, len(suffix)
-        length = min(4, most)  # most are about so long
+        length = min(4, most)  # most are about this long
         while least <= most:
             start, end = self._datastore.find(suffix[-length:])
             if start < end:
@@ -77,7 +76,7 @@ class RestDrafter(Drafter):
         return found
 
     def _grow(self, length: int, start: int, end: int, num_drafts: int) -> Draft:
-        """Makes a tree of the continuations in a range, best first; no child is likelier than its parent."""
+        """Builds a tree of the continuations in a range, best first; no child is more likely than its parent."""
         step = -(-(end - start) // NUM_SAMPLED)
         rows = self._datastore.read(start, end, step, length, MAX_DEPTH)
         token_ids: list[int] = []
@@ -94,7 +93,7 @@ class RestDrafter(Drafter):
 
 
 class _Node(NamedTuple):
-    """Rows that have the same tokens up to a depth; `negative` is how likely these are, below 0: heaps give the least first."""
+    """Rows that have the same tokens up to a depth; `negative` is their negated probability, for a min-heap."""
 
     negative: float
     parent: int
@@ -105,7 +104,7 @@ class _Node(NamedTuple):
 
 
 def _children(rows: Continuations, step: int, length: int, node: _Node) -> list[_Node]:
-    """Returns what goes on from a node and is likely enough; `node.parent` is its own place in the draft."""
+    """Returns the sufficiently likely children of a node; `node.parent` is its own index in the draft."""
     negative, place, _, first, last, depth = node
     num_found = (last - first) * step
     trust = negative / (num_found + DOUBTS[min(length + depth, len(DOUBTS)) - 1]) * step
@@ -118,7 +117,7 @@ def _children(rows: Continuations, step: int, length: int, node: _Node) -> list[
 
 @DRAFTERS.register("rest", THREAT)
 def make_rest_drafter(context: DrafterContext) -> Drafter:
-    """Makes the drafter (`DrafterFactory`) with the datastore that the settings name, or the one beside the model."""
+    """Creates the drafter (`DrafterFactory`) with the datastore from the settings or the model's directory."""
     if context.files is None and not (context.model_path / "drafters" / "rest" / HEADER).is_file():
         raise ConfigError(f"this model brings no datastore to draft from; {BUILD}, and name it", param="datastore")
     path = context.model_path / "drafters" / "rest" if context.files is None else Path(context.files).expanduser()

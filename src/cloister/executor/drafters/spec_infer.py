@@ -1,4 +1,4 @@
-"""SpecInfer (Miao et al. 2024): the guesses of one small model or several, merged into one token tree."""
+"""SpecInfer (Miao et al. 2024): the predictions of one or several small models, merged into one token tree."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cloister.executor.drafters.draft_model import DRAFT_MODEL_THREAT, PagedDraf
 from cloister.executor.drafters.token_trees import grow_shape
 
 RATES: Final = ((0.401, 0.113, 0.059, 0.038, 0.028, 0.022),) * 8
-"""How often the child of each rank is accepted, at any depth: cloister-draft for cloister-5m (`benchmarks/drafters.py`)."""
+"""Acceptance rate of the child of each rank, at any depth: cloister-draft for cloister-5m (`benchmarks/drafters.py`)."""
 MAX_NODES: Final = 16
 
 
 class SpecInferDrafter(PagedDrafter):
-    """Drafts trees of a fixed shape, of which a request gets as many of the best places as it asks for.
+    """Drafts trees of a fixed shape, cut to the best nodes that a request wants.
 
     Args:
-        models: take turns at the children of a node, the most trusted one first.
+        models: draft the children of a node in turn, the best model first.
     """
 
     def __init__(self, context: DrafterContext, models: Sequence[DraftModel]) -> None:
@@ -31,19 +31,19 @@ class SpecInferDrafter(PagedDrafter):
         self._grower: TreeGrower | None = None
 
     def allocate(self, kv: KVLayout) -> None:
-        """Builds the small models, with KV for as many blocks as the model has."""
+        """Builds the small models, with as many KV blocks as the model has."""
         super().allocate(kv)
         self._grower = TreeGrower(self._programs, self._context.vocab_size, kv.block_size, self._context.sampling_metadata)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Returns a tree for each; `NOTHING` while the small models catch up, or beyond the positions that they learned."""
+        """Returns a tree for each request; `NOTHING` while the small models catch up, or beyond their maximum position."""
         drafts = [NOTHING] * len(requests)
         ready = self._begin(requests)
         if ready and self._grower is not None:
             shapes = [(requests[place].parents or self.shape or ())[: stretch.num_drafts] for place, stretch in ready]
             trees = self._grower.grow([stretch for _, stretch in ready], shapes)
             for (place, stretch), tree in zip(ready, trees, strict=True):
-                # several models do not all compute the deepest level, and what counts is what each of them computed
+                # with several models not all compute the deepest level; count what all of them computed
                 chain = kept_chain(tree.parents) if len(self._models) == 1 else []
                 self._keep(stretch, [tree.token_ids[node] for node in chain], num_written=stretch.num_drafts - 1)
                 drafts[place] = _pruned(tree)
@@ -51,7 +51,7 @@ class SpecInferDrafter(PagedDrafter):
 
 
 def _pruned(tree: DraftTree) -> Draft:
-    """Returns a tree without what could not be chosen, what follows that, and what follows the end of a sequence."""
+    """Returns a tree without nodes that could not be chosen, their descendants, and nodes after the end of the sequence."""
     stops = tree.stretch.state.stops
     places: list[int] = []
     new_places = {-1: -1}
@@ -69,5 +69,5 @@ def _pruned(tree: DraftTree) -> Draft:
 
 @DRAFTERS.register("spec_infer", DRAFT_MODEL_THREAT)
 def make_spec_infer(context: DrafterContext) -> Drafter:
-    """Opens the small models (errors as of `open_drafts`)."""
+    """Opens the small models (errors as in `open_drafts`)."""
     return SpecInferDrafter(context, open_drafts(context))

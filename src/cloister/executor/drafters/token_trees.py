@@ -1,4 +1,4 @@
-"""Token trees: continuations merged into one, trees cut to a shape, and the shapes that are worth their places. Pure."""
+"""Token trees: merging continuations, cutting trees to a shape, and choosing good shapes. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cloister.executor.drafters.base import Draft
 class Trie:
     """Weighted continuations of one sequence, merged (the tree of SpecInfer, Miao et al. 2024, section 3).
 
-    A node's weight is the sum of those that run through it.
+    A node's weight is the sum of the continuations through it.
     """
 
     __slots__ = ("_children", "_parents", "_tokens", "_weights")
@@ -24,10 +24,10 @@ class Trie:
         self._children: dict[tuple[int, int], int] = {}
 
     def add(self, token_ids: Sequence[int], weights: Sequence[float]) -> None:
-        """Adds a continuation, or as much of it as has weights.
+        """Adds a continuation, cut to the length of `weights`.
 
         Args:
-            weights: how likely it is that it holds up to each of its tokens; they never rise.
+            weights: probability that it is right up to each of its tokens; non-increasing.
         """
         parent = -1
         for token, weight in zip(token_ids, weights, strict=False):
@@ -41,9 +41,9 @@ class Trie:
             parent = node
 
     def best(self, num_drafts: int, least: float = 0.0) -> Draft:
-        """Returns the heaviest nodes as a tree, heaviest first; those lighter than `least` are left out.
+        """Returns the heaviest nodes as a tree, heaviest first; nodes lighter than `least` are omitted.
 
-        No child weighs more than its parent, and of equal ones the parent came first: so parents stand before children.
+        No child weighs more than its parent, and of equal ones the parent was added first: so parents precede children.
         """
         weights = self._weights
         order = sorted([node for node, weight in enumerate(weights) if weight >= least], key=lambda node: -weights[node])
@@ -53,15 +53,15 @@ class Trie:
 
 
 def fill_shape(draft: Draft, shape: Sequence[int]) -> Draft:
-    """Returns the nodes of a tree that fit into a shape (`Draft.parents`), those that its drafter trusts most.
+    """Returns the best nodes of a tree that fit into a shape (`Draft.parents`).
 
-    Each place of the shape takes the first node that is left below its parent's; places for which there is none are left out.
+    Each node of the shape takes the first remaining child of its parent's node; shape nodes without one are omitted.
     """
     waiting: dict[int, list[int]] = {}
     parents = range(-1, len(draft.token_ids) - 1) if draft.parents is None else draft.parents
     for node in reversed(range(len(draft.token_ids))):
         waiting.setdefault(parents[node], []).append(node)
-    node_at, kept_at = {-1: -1}, {-1: -1}  # by the place in the shape; the kept ones are numbered anew
+    node_at, kept_at = {-1: -1}, {-1: -1}  # by index in the shape; the kept ones are renumbered
     kept_parents: list[int] = []
     for place, parent in enumerate(shape):
         if parent in node_at and (rivals := waiting.get(node_at[parent])):
@@ -72,19 +72,20 @@ def fill_shape(draft: Draft, shape: Sequence[int]) -> Draft:
 
 
 def grow_shape(rates: Sequence[Sequence[float]], num_nodes: int) -> tuple[int, ...]:
-    """Returns the parents of the tree with the most accepted tokens a step, best place first: any prefix is the best so small.
+    """Returns the parents of the tree with the most accepted tokens per step, best node first: any prefix is the best tree of
+    its size.
 
-    Which branches are worth a place follows from measured rates (Sequoia, Chen et al. 2024, section 3.1).
+    Branches are chosen by measured rates (Sequoia, Chen et al. 2024, section 3.1).
 
     Args:
-        rates: how often the child of rank r at depth d is the one that is accepted, given that its parent was; depths and ranks
-            that are not there have a rate of 0.
+        rates: probability that the child of rank r at depth d is accepted, given that its parent was; missing depths and ranks
+            have a rate of 0.
 
     Returns:
-        For each node the place of its parent, -1 for the root; fewer than `num_nodes` if rates end before.
+        For each node the index of its parent, -1 for the root; fewer than `num_nodes` if the rates have fewer.
     """
     parents: list[int] = []
-    # (less than all others' chance to be accepted, order of discovery, parent, depth, rank)
+    # (negated acceptance probability, order of discovery, parent, depth, rank)
     waiting: list[tuple[float, int, int, int, int]] = []
     num_found = 0
 
@@ -108,7 +109,7 @@ def grow_shape(rates: Sequence[Sequence[float]], num_nodes: int) -> tuple[int, .
 
 @lru_cache(maxsize=256)
 def rank_places(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns for each place of a shape how many places before it have the same parent."""
+    """Returns for each node of a shape how many earlier nodes have the same parent."""
     counts: dict[int, int] = {}
     ranks = []
     for parent in parents:

@@ -84,7 +84,7 @@ def _feed_v2(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[Ml
     if method == "greedy":
         fields.drop(("n_group", "topk_group"))
     else:
-        moe = _limit_groups(fields, moe, num_group_scores=1)
+        moe = limit_groups(fields, moe, num_group_scores=1)
     return _place(fields, mlp, moe, num_layers)
 
 
@@ -97,7 +97,7 @@ def feed_v3(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[Mlp
     fields.require("topk_method", "noaux_tc")
     moe = replace(_take_moe(fields, mlp), scoring="sigmoid", correction_bias=True)
     renormalized = replace(moe, renormalize=fields.take("norm_topk_prob", bool, True))
-    return _place(fields, mlp, _limit_groups(fields, renormalized, num_group_scores=2), num_layers)
+    return _place(fields, mlp, limit_groups(fields, renormalized, num_group_scores=2), num_layers)
 
 
 def _take_moe(fields: ConfigFields, mlp: MlpSpec) -> MoeSpec:
@@ -113,7 +113,8 @@ def _take_moe(fields: ConfigFields, mlp: MlpSpec) -> MoeSpec:
     )
 
 
-def _limit_groups(fields: ConfigFields, moe: MoeSpec, num_group_scores: int) -> MoeSpec:
+def limit_groups(fields: ConfigFields, moe: MoeSpec, num_group_scores: int) -> MoeSpec:
+    """Returns a mixture whose tokens choose in the best of `n_group` groups of experts, `topk_group` of them."""
     num_groups, num_chosen = fields.take_size("n_group"), fields.take_size("topk_group")
     group_size = moe.num_experts // num_groups
     if moe.num_experts % num_groups or group_size < num_group_scores:

@@ -346,16 +346,17 @@ def _fit_biases(file: GGUFFile, number: int, layer: LayerSpec) -> LayerSpec:
     def has(*names: str) -> bool:
         return any(f"blk.{number}.{name}.bias" in file.tensors for name in names)
 
-    attention: Any = replace(layer.attention, qkv_bias=has("attn_q", "attn_qkv"), output_bias=has("attn_output"))
+    attention: Any = replace(layer.grouped_attention, qkv_bias=has("attn_q", "attn_qkv"), output_bias=has("attn_output"))
     mlp = replace(layer.mlp, bias=has("ffn_down")) if isinstance(layer.mlp, MlpSpec) else layer.mlp
     return replace(layer, attention=attention, mlp=mlp)
 
 
 def _slow(file: GGUFFile, layer: LayerSpec) -> LayerSpec:
     """Divides each frequency by a factor of its own, which is how a file says what Llama 3.1's scaling came to."""
-    rope = layer.attention.rope
+    attention = layer.grouped_attention
+    rope = attention.rope
     if rope is None:
         return layer
     scaled = np.array(rope.inv_freq, np.float32) / read_factors(file, ROPE_FACTORS, len(rope.inv_freq))
     slowed = RopeSpec(tuple(float(frequency) for frequency in scaled), rope.attention_scale)
-    return replace(layer, attention=replace(layer.attention, rope=slowed))
+    return replace(layer, attention=replace(attention, rope=slowed))

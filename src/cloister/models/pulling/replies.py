@@ -1,4 +1,5 @@
-"""Opening a URL: every address on the way is checked before it is asked, and the head of a reply has a deadline."""
+"""Opening a URL: every address of a redirect chain is checked before it is requested, and the head of a reply has a
+deadline."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from cloister.types.errors import ModelError
 T = TypeVar("T")
 
 HEAD_TIMEOUT_S: Final = 20.0
-"""How long a server may take to begin its answer, connecting included."""
+"""Timeout until a server begins its reply, including the connection."""
 _MOST_REDIRECTS: Final = 10
 
 
 class AddressRules:
-    """Which addresses may be asked for a file.
+    """Rules for addresses from which a file may be fetched.
 
     Args:
-        first: where it begins: an index, or the URL of the file. What a public one leads to is public: no server elsewhere
-            has this machine ask its own network (server-side request forgery, CWE-918).
-        is_pinned: a digest that is known says whether it is the right file, so that plain HTTP may carry it.
-        trusted_hosts: those that plain HTTP may be used with, and that may be private.
+        first: the first address: an index, or the URL of the file. A public one must only lead to public ones, which prevents
+            server-side request forgery (CWE-918).
+        is_pinned: a known digest verifies the file, so plain HTTP is allowed.
+        trusted_hosts: hosts that may use plain HTTP and may be private.
     """
 
     def __init__(self, first: str, *, is_pinned: bool = False, trusted_hosts: Collection[str] = ()) -> None:
@@ -38,7 +39,7 @@ class AddressRules:
         self._trusted_hosts = trusted_hosts
 
     def check(self, url: httpx.URL) -> None:
-        """Raises ModelError for an address that may not be asked or believed."""
+        """Raises ModelError for an address that may not be used."""
         if url.scheme not in ("http", "https"):
             raise ModelError("the address of the file is no web address; it begins with https://", param="source")
         if url.host in self._trusted_hosts:
@@ -61,21 +62,21 @@ def open_reply(
     headers: Mapping[str, str],
     auth: httpx.Auth | None = None,
 ) -> Iterator[httpx.Response]:
-    """Yields the reply that a URL leads to, its body unread.
+    """Yields the final reply of a URL, after redirects, with its body unread.
 
     Args:
-        auth: login of the URL's host; None is the one in the URL.
+        auth: login of the URL's host; None uses the one in the URL.
 
     Raises:
-        ModelError: an address on the way may not be asked.
+        ModelError: an address of a redirect is not allowed.
         httpx.HTTPError: there is no reply within `HEAD_TIMEOUT_S`.
-        httpx.InvalidURL: there is an address that is none.
+        httpx.InvalidURL: an address is malformed.
     """
     request = client.build_request("GET", url, headers={"accept-encoding": "identity", **headers})
     for _ in range(_MOST_REDIRECTS):
         rules.check(request.url)
         reply = _send(client, request, auth)
-        following, auth = reply.next_request, None  # httpx keeps a login for the host that it is for
+        following, auth = reply.next_request, None  # httpx sends a login only to its own host
         if following is None:
             try:
                 yield reply
@@ -88,7 +89,7 @@ def open_reply(
 
 
 def _send(client: httpx.Client, request: httpx.Request, auth: httpx.Auth | None) -> httpx.Response:
-    """Sends a request. A timeout of httpx begins anew with every byte, so that another thread waits for the reply."""
+    """Sends a request. httpx's timeout restarts with every byte, so a separate thread waits for the reply."""
     login = auth or httpx.USE_CLIENT_DEFAULT
     send = partial(client.send, request, auth=login, stream=True, follow_redirects=False)
     try:
@@ -98,13 +99,13 @@ def _send(client: httpx.Client, request: httpx.Request, auth: httpx.Auth | None)
 
 
 def call_within(timeout_s: float, function: Callable[[], T]) -> T:
-    """Calls a function on a thread of its own, and returns or raises what it does; TimeoutError leaves it to itself."""
+    """Calls a function on a separate thread, and returns or raises its result; on TimeoutError the thread is abandoned."""
     found: Future[T] = Future()
 
     def call() -> None:
         try:
             found.set_result(function())
-        except Exception as error:  # whatever it is, it is raised where somebody waits for it
+        except Exception as error:  # any exception is raised in the waiting thread
             found.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
@@ -119,7 +120,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_private(host: str) -> bool:
-    """Whether a host is on this machine or its networks; a name that is not known here is not."""
+    """Whether a host is on this machine or its networks; an unresolvable name is not."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):

@@ -20,26 +20,26 @@ import msgspec
 from cloister.types.errors import ModelError
 
 MANIFEST: Final = "model.json"
-"""What a pulled model's directory says of it; by it the model is found by its name."""
+"""Manifest of a pulled model's directory, by which the model is found."""
 _SAMPLING: Final = "generation_config.json"
 _SCRATCH: Final = ".pulling-"
 _OLDER: Final = f"{_SCRATCH}older-"
-"""A model whose place is being taken; it gets it back if that comes to nothing."""
+"""Suffix of a model that is being replaced; restored if the replacement fails."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,127}")
 _SPARE_BYTES: Final = 64 << 20
-"""Room that a download leaves on the disk."""
+"""Disk space that a download leaves free."""
 
 
 @dataclass(frozen=True, slots=True)
 class PulledModel:
-    """One model that was pulled, as its directory's `model.json` says.
+    """One pulled model, as described in its `model.json`.
 
     Attributes:
-        source: where it came from: `pypi:PACKAGE==VERSION`, or a URL without its query.
+        source: its source: `pypi:PACKAGE==VERSION`, or a URL without its query.
         file: name of the GGUF file in the directory.
-        sha256: of that file when it was pulled (hex).
-        licence: SPDX identifier or name of the terms; "unknown" where the source does not say.
-        sampling: defaults of sampling, kept as generation_config.json.
+        sha256: digest of that file when it was pulled (hex).
+        licence: SPDX identifier or name of the terms; "unknown" if the source does not state it.
+        sampling: default sampling parameters, stored as generation_config.json.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Store:
         self.root = root if root is not None else _own_root()
 
     def list(self) -> Iterator[PulledModel]:
-        """Yields what was pulled, by name. A directory without a readable manifest is not the store's and is left out."""
+        """Yields pulled models, by name. Directories without a readable manifest are skipped."""
         for place in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             if not place.name.startswith(".") and (model := self.find(place.name)) is not None:
                 yield model
 
     def find(self, name: str) -> PulledModel | None:
-        """Returns a pulled model, None if there is none of that name."""
+        """Returns a pulled model, None if there is none of this name."""
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -83,7 +83,7 @@ class Store:
         return self.root / model.name / Path(model.file).name
 
     def remove(self, name: str) -> int:
-        """Deletes a pulled model; returns the bytes that its file took.
+        """Deletes a pulled model; returns the size of its file in bytes.
 
         Raises:
             ModelError: there is none of that name, or it cannot be deleted.
@@ -95,7 +95,7 @@ class Store:
             gone = self.root / f"{_SCRATCH}removed-{name}"
             try:
                 shutil.rmtree(gone, ignore_errors=True)
-                (self.root / name).rename(gone)  # from here on nobody finds half of it
+                (self.root / name).rename(gone)  # from here on it cannot be found partially deleted
                 shutil.rmtree(gone)
             except OSError as error:
                 raise ModelError(f"{name} cannot be deleted from {self.root}: {error.strerror}") from None
@@ -103,13 +103,13 @@ class Store:
 
     @contextmanager
     def adding(self, need_bytes: int) -> Iterator[Path]:
-        """Yields a scratch directory on the store's disk, which is gone afterwards. One process adds at a time.
+        """Yields a temporary directory on the store's disk. One process adds at a time.
 
         Args:
-            need_bytes: what will lie in it at most.
+            need_bytes: maximum size of its content.
 
         Raises:
-            ModelError: the disk has too little room or fills up, the store cannot be written, or another process adds.
+            ModelError: the disk has too little space or fills up, the store cannot be written, or another process adds.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Store:
         with self._lock():
             scratch = None
             try:
-                for left_behind in self.root.glob(f"{_SCRATCH}*"):  # by a process that was killed here
+                for left_behind in self.root.glob(f"{_SCRATCH}*"):  # left by a killed process
                     self._clear(left_behind)
                 scratch = Path(mkdtemp(prefix=_SCRATCH, dir=self.root))
                 yield scratch
@@ -132,7 +132,7 @@ class Store:
                     shutil.rmtree(scratch, ignore_errors=True)
 
     def check_room(self, need_bytes: int) -> None:
-        """Raises ModelError where the disk has no room for so many bytes more."""
+        """Raises ModelError if the disk lacks space for this many more bytes."""
         free_bytes = shutil.disk_usage(self.root).free
         if free_bytes < need_bytes + _SPARE_BYTES:
             raise ModelError(
@@ -141,13 +141,13 @@ class Store:
             )
 
     def commit(self, scratch: Path, model: PulledModel, chat_template: str | None = None) -> PulledModel:
-        """Moves a directory that holds the model's file to its place, where it takes that of an older one.
+        """Moves a directory with the model's file into place, replacing an older one.
 
         Args:
-            chat_template: Jinja that goes over the one in the file; None keeps that.
+            chat_template: Jinja that replaces the one in the file; None keeps that.
 
         Raises:
-            ModelError: the name cannot be one.
+            ModelError: the name is invalid.
         """
         check_name(model.name)
         if model.sampling:
@@ -168,7 +168,7 @@ class Store:
         return model
 
     def _clear(self, left_behind: Path) -> None:
-        """Removes what no model needs; one that was on its way out goes back to its place if nothing is there."""
+        """Cleans up temporary files; restores a model whose replacement failed."""
         name = left_behind.name.removeprefix(_OLDER)
         if name != left_behind.name and left_behind.is_dir() and not (self.root / name).exists():
             left_behind.rename(self.root / name)
@@ -190,15 +190,15 @@ class Store:
 
 
 def _own_root() -> Path:
-    """Returns this user's store; one that is empty and cannot be written for a user without a home, as in many containers."""
+    """Returns this user's store; for a user without a home directory, as in many containers, an empty read-only one."""
     try:
         return Path.home() / ".cache" / "cloister" / "models"
-    except RuntimeError:  # neither HOME nor an entry in the list of users
+    except RuntimeError:  # neither HOME nor a user entry
         return Path(os.devnull) / "cloister"
 
 
 def check_name(name: str) -> None:
-    """Raises ModelError for what cannot be the name of a pulled model."""
+    """Raises ModelError for an invalid model name."""
     if not _NAME.fullmatch(name):
         raise ModelError("a model's name has letters, digits, `.`, `-` and `_`, 128 at most; give another", param="name")
 

@@ -14,14 +14,14 @@ from cloister.models.pulling.replies import AddressRules, open_reply
 from cloister.types.errors import ModelError
 
 TIMEOUT_S: Final = 20.0
-"""To connect, and between two pieces of the file."""
+"""Timeout for connecting, and between two pieces of the file."""
 GRACE_S: Final = 60.0
-"""After so long a file has to come with `_SLOWEST_BYTES_PER_S` on average."""
+"""After this time the average rate must be at least `_SLOWEST_BYTES_PER_S`."""
 _SLOWEST_BYTES_PER_S: Final = 1024
 ROOM_EVERY_BYTES: Final = 32 << 20
-"""How much of a file whose length nobody says is written before the disk is looked at again."""
+"""Bytes of a file of unknown length between two checks of the disk space."""
 _TRIES: Final = 3
-"""Attempts of one command, each of which must bring something."""
+"""Attempts of one command, each of which must make progress."""
 _RANGE: Final = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18}|\*)", re.ASCII)
 _LENGTH: Final = re.compile(r"\d{1,18}", re.ASCII)
 _STRONG: Final = re.compile(r'"[!#-~\x80-\xff]*"')
@@ -41,19 +41,19 @@ def download_file(
     auth: httpx.Auth | None = None,
     most_bytes: int | None = None,
 ) -> None:
-    """Completes a file with what a URL leads to. It begins anew where the server has another state of the file, or cannot tell.
+    """Completes a file from a URL. Starts again if the server has another version of the file, or cannot tell.
 
     Args:
-        rules: for the URL, and what it leads to.
-        check_room: told how many bytes will come, before any does, and again on the way; raises where they do not fit.
-        on_bytes: told how many bytes are there, out of how many (None: the server does not say).
-        auth: login of the host that the URL names.
-        most_bytes: what the file has at most; None where nobody knows.
+        rules: rules for the URL and its redirects.
+        check_room: called with the expected bytes before the download and during it; raises if they do not fit.
+        on_bytes: called with received and total bytes (None if unknown).
+        auth: login of the URL's host.
+        most_bytes: maximum size of the file; None if unknown.
 
     Raises:
-        BrokenDownloadError: the server does not answer, or the file was cut off `_TRIES` times, or came too slowly.
+        BrokenDownloadError: the server does not answer, or the download was interrupted `_TRIES` times, or was too slow.
         LengthMismatchError: the file has more than `most_bytes`.
-        ModelError: the server refuses, sends more than it said, or plain HTTP would carry the file unchecked.
+        ModelError: the server refuses, sends more than declared, or the file would be fetched unverified over plain HTTP.
         OSError: the file cannot be written.
     """
     for left in reversed(range(_TRIES)):
@@ -71,7 +71,7 @@ def download_file(
 
 
 def shown_address(url: str) -> str:
-    """Returns a URL without what may be somebody's secret: login, query and fragment."""
+    """Returns a URL without parts that may be secret: login, query and fragment."""
     try:
         bare = httpx.URL(url)
     except httpx.InvalidURL:
@@ -80,7 +80,7 @@ def shown_address(url: str) -> str:
 
 
 def _continuing(partial: Partial) -> dict[str, str]:
-    """Returns headers that ask for the rest of a file, or for all of it if it has changed; only a strong tag tells that."""
+    """Returns headers to request the rest of a file, or all of it if it has changed, which only a strong tag shows."""
     if not partial.num_bytes or partial.state is None:
         return {}
     return {"range": f"bytes={partial.num_bytes}-", "if-range": partial.state.etag}
@@ -121,10 +121,10 @@ def _receive(
 
 
 def _begin(reply: httpx.Response, partial: Partial) -> tuple[int, int | None]:
-    """Returns how many bytes are there before those of a reply, and of how many (None: the server does not say).
+    """Returns the offset of a reply's bytes, and the total length (None if unknown).
 
     Raises:
-        ModelError: it brings neither the file nor the rest of the state that is there.
+        ModelError: it is neither the whole file nor the rest of the existing version.
     """
     num_here, state = partial.num_bytes, partial.state
     if reply.status_code == 200:
@@ -136,7 +136,7 @@ def _begin(reply: httpx.Response, partial: Partial) -> tuple[int, int | None]:
     if state is not None and num_total == state.num_bytes:
         if reply.status_code == 416 and num_here == num_total:
             return num_here, num_total
-        # A server that ignores If-Range sends the rest of what the file is now.
+        # A server that ignores If-Range sends the rest of the current version.
         if reply.status_code == 206 and num_here and begins == num_here and reply.headers.get("etag") == state.etag:
             return num_here, num_total
     if reply.status_code in (206, 416):
@@ -146,7 +146,8 @@ def _begin(reply: httpx.Response, partial: Partial) -> tuple[int, int | None]:
 
 
 def _read_range(reply: httpx.Response) -> tuple[int | None, int | None]:
-    """Returns where the content of a reply begins and how long the whole file is, None for what its `Content-Range` lacks."""
+    """Returns the offset of a reply's content and the length of the whole file, None for values missing in its
+    `Content-Range`."""
     found = _RANGE.fullmatch(reply.headers.get("content-range", ""))
     begins, num_total = found.groups() if found else (None, None)
     return None if begins is None else int(begins), None if num_total in (None, "*") else int(num_total)

@@ -140,7 +140,7 @@ def _progressive_parts(tensor: ProgressiveTensor) -> dict[str, Array]:
 
 _COPIED = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json", "LICENSE*", "NOTICE*",
+    "chat_template.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
-"""Content in short-lived processes: one worker a sealed request, forked from a zygote that never sees any; keys in a key
-service.
+"""Processes content in short-lived workers: one worker for each sealed request, forked from a zygote that never sees content.
 
-The front, which has the network, carries sealed bytes only. A worker gets them from it, the secrets of this one request from
-the key service, and a channel of its own to the engine; when its answer is sealed it ends, and the kernel takes its memory
-back.
+The front has network access and forwards sealed bytes only. A worker receives them from the front, the secrets of this one
+request from the key service, and its own channel to the engine. It exits when its response is sealed, and the kernel
+reclaims its memory.
 """

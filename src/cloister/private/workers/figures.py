@@ -1,4 +1,4 @@
-"""What an operator may see of a sealed node's work: how many requests ended in a minute, and how long they took, with noise."""
+"""Metrics of a sealed node for its operator: requests completed per minute and their durations, with noise."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from cloister.policy.counts import NoisyWindows
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS_S: Final = (1, 5, 20, 60)
-"""Upper bounds of what a request may have taken, from its last byte in to its last byte out; one more cell takes the rest."""
+"""Upper bounds of the histogram of durations, from a request's last byte to its response's last; one more cell counts the rest.
+"""
 _CELLS: Final = (*(f'outcome="answered",seconds="{bound}"' for bound in (*BOUNDS_S, "+Inf")), 'outcome="cut"')
 _CUT: Final = len(_CELLS) - 1
 
 
 class Figures:
-    """Counts requests as the front sees them: sealed bytes in, sealed bytes out.
+    """Counts requests at the front, which sees sealed bytes only.
 
     Args:
-        windows: with a cell for each of `BOUNDS_S`, one for longer ones, and one for those that were cut off.
-        now: Unix seconds.
+        windows: counts with a cell for each of `BOUNDS_S`, one for longer requests, and one for interrupted ones.
+        now: returns Unix seconds.
     """
 
     def __init__(self, windows: NoisyWindows | None = None, now: Callable[[], float] = time.time) -> None:
@@ -29,15 +30,15 @@ class Figures:
         self._now = now
 
     def count(self, elapsed_s: float, *, answered: bool) -> None:
-        """Counts a request that ended.
+        """Counts a finished request.
 
         Args:
-            answered: all of an answer was sent; else it broke off, or whoever asked hung up.
+            answered: the whole response was sent; otherwise it was cut off, or the client disconnected.
         """
         self._windows.count(bisect_left(BOUNDS_S, elapsed_s) if answered else _CUT, self._now())
 
     def render(self, *, is_healthy: bool) -> bytes:
-        """Returns the figures as Prometheus reads them."""
+        """Returns the metrics in the Prometheus text format."""
         lines = [
             "# HELP cloister_engine_healthy 1 while steps advance or nothing waits.",
             "# TYPE cloister_engine_healthy gauge",

@@ -1,4 +1,4 @@
-"""The front of a sealed node as an application: sealed exchange, keys, evidence, health, figures. It never holds content."""
+"""ASGI application of a sealed node's front: sealed exchange, keys, evidence, health, metrics. It never holds content."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from cloister.trust.sealing import KEYS_MEDIA_TYPE
 
 WORKER_ENTRY: Final = "cloister.private.workers.worker:build_worker"
 STALLED: Final = "requests wait and the engine makes no progress; it is replaced if that goes on"
-"""Why a node is unavailable, where its processes run. The engine's own words have numbers of requests in them."""
+"""Why a node is unavailable while its processes run. The engine's own message contains request counts."""
 WAITING_WORKERS: Final = 64
-"""Workers that may wait for the engine, beside those whose sequences run."""
+"""Number of workers that may wait for the engine, in addition to those whose sequences run."""
 
 
 def worker_node_app(
@@ -41,7 +41,7 @@ def worker_node_app(
     Args:
         health: of the engine.
         evidence: returns the evidence document for the current key; None while there is none.
-        gateway_secret: that a gateway has to show; None takes requests of whoever has one that opens.
+        gateway_secret: secret that a gateway must present; None accepts any request that opens.
     """
 
     def check(scope: Scope) -> None:

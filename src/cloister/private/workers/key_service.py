@@ -1,11 +1,11 @@
-"""The key service: the one process with private keys. `python -m cloister.private.workers.key_service FD`, its end of a socket
-pair.
+"""The key service: the only process with private keys. Started as `python -m cloister.private.workers.key_service FD`, where FD
+is its end of a socket pair.
 
-It gives the secrets of one request against the header of that request, remembers what was opened, and replaces its keys on
-time. It never sees a body. Its memory is locked, so that no key reaches swap; it ends with its parent, and its keys with it.
+Given the header of a request, it returns the secrets of that request. It keeps the replay cache and rotates its keys on time.
+It never sees a body. Its memory is locked, so that no key reaches swap. It exits with its parent, which destroys its keys.
 
-Its socket is the front's, which gets public keys and nothing else. Once, at the start, a descriptor of a listener comes through
-it, which the front hands on to the zygote and forgets; through the listener come channels of workers
+The front holds the other end of the socket, through which it gets public keys only. At the start, the front sends one
+listener's descriptor, which it then passes to the zygote and closes. Workers open channels through that listener
 (`engine.worker_channels`). Questions are datagrams: publish, begin, accept, sign.
 """
 
@@ -53,7 +53,7 @@ class KeyServiceBoot(msgspec.Struct, frozen=True):
     """The first message to a key service.
 
     Attributes:
-        must_lock: it does not start if its memory cannot be locked and there is swap.
+        must_lock: refuse to start if memory cannot be locked and there is swap.
     """
 
     life_s: float = NODE_KEY_LIFE_S
@@ -62,14 +62,14 @@ class KeyServiceBoot(msgspec.Struct, frozen=True):
 
 
 class KeyServiceReady(msgspec.Struct, frozen=True):
-    """Its answer: how its memory is kept from swap, or why it does not start."""
+    """Its reply: how its memory is kept from swap, or why it cannot start."""
 
     memory: str = ""
     error: str = ""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What a channel asks: publish, begin, accept or sign, with the header of a request, its media type, and what to sign."""
+    """A question on a channel: publish, begin, accept or sign, with a request's header, its media type, and what to sign."""
 
     what: str
     header: bytes = b""
@@ -78,7 +78,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class KeyServiceAnswer(msgspec.Struct, frozen=True):
-    """What it gets: an error, or what it asked for."""
+    """The reply to a question: an error or the result."""
 
     error: str = ""
     keys: bytes = b""
@@ -96,7 +96,7 @@ class KeyService:
     """Answers questions; no I/O.
 
     Args:
-        now: a clock that never goes back, in seconds.
+        now: a monotonic clock, in seconds.
     """
 
     def __init__(self, boot: KeyServiceBoot, now: Callable[[], float] = time.monotonic) -> None:
@@ -105,15 +105,15 @@ class KeyService:
 
     @property
     def patience_s(self) -> float:
-        """How long there is nothing to do unless somebody asks."""
+        """Seconds until the next key rotation is due."""
         return max(0.0, self._receiver.ring.next_change_s - self._now())
 
     def turn(self) -> None:
-        """Replaces and destroys the keys whose time has come."""
+        """Rotates and destroys keys that are due."""
         self._receiver.ring.rotate(self._now())
 
     def answer(self, question: Question) -> KeyServiceAnswer:
-        """Returns the answer; what cannot be opened gets secrets too, of a key that nobody seals to (`Receiver`)."""
+        """Returns the reply. A request that cannot be opened gets secrets of a key that no client seals to (`Receiver`)."""
         try:
             match question.what:
                 case "publish":
@@ -147,10 +147,10 @@ class KeyService:
 
 
 def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
-    """Locks all memory of this process, now and later; says what keeps it from swap.
+    """Locks all present and future memory of this process. Returns how it is kept from swap.
 
     Raises:
-        OSError: it cannot be locked, and there is swap.
+        OSError: memory cannot be locked, and there is swap.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mlockall(_MCL_CURRENT | _MCL_FUTURE) == 0:
@@ -161,7 +161,7 @@ def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
 
 
 def serve(control: socket.socket, key_service: KeyService) -> None:
-    """Answers every channel until the other end of `control` is gone."""
+    """Serves every channel until the other end of `control` is closed."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     listener: socket.socket | None = None
@@ -194,7 +194,7 @@ def serve(control: socket.socket, key_service: KeyService) -> None:
 
 
 def _rehearse(boot: KeyServiceBoot) -> None:
-    """Does once what requests will ask, with keys that are dropped, so that all code for it is loaded."""
+    """Runs every operation once with temporary keys, so that all of its code is loaded."""
     key_service = KeyService(boot)
     for configuration in parse_keys(key_service.answer(Question("publish")).keys):
         header = begin_request(configuration, CHUNKED).header.encode()
@@ -203,7 +203,7 @@ def _rehearse(boot: KeyServiceBoot) -> None:
 
 
 def main(descriptor: int) -> int:
-    """Becomes a key service; returns the exit status."""
+    """Runs the key service; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

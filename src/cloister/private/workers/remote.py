@@ -1,4 +1,4 @@
-"""The key service as others see it: an `Unsealer` behind a channel."""
+"""Client of the key service: an `Unsealer` over a channel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER_TIMEOUT_S: Final = 10.0
 
 
 class RemoteUnsealer:
-    """Asks a key service. One question at a time."""
+    """Sends questions to a key service, one at a time."""
 
     def __init__(self) -> None:
         self._sock: socket.socket | None = None

@@ -29,7 +29,7 @@ class BodyPiece(msgspec.Struct, frozen=True, tag="piece"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Front to worker: whoever asked has hung up."""
+    """Front to worker: the client has disconnected."""
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class SealedPart(msgspec.Struct, frozen=True, tag="part"):
-    """Worker to front: a piece of the sealed answer."""
+    """Worker to front: a piece of the sealed response."""
 
     body: bytes
     more: bool
@@ -61,21 +61,21 @@ def frame(message: ToWorker | ToFront) -> bytes:
 
 
 async def receive_for_worker(reader: asyncio.StreamReader) -> ToWorker | None:
-    """Reads what the front says; None when it is gone."""
+    """Reads a message from the front; None when it has closed the socket."""
     payload = await _receive(reader)
     message: ToWorker | None = None if payload is None else _to_worker.decode(payload)
     return message
 
 
 async def receive_for_front(reader: asyncio.StreamReader) -> ToFront | None:
-    """Reads what a worker says; None when it is gone."""
+    """Reads a message from a worker; None when it has closed the socket."""
     payload = await _receive(reader)
     message: ToFront | None = None if payload is None else _to_front.decode(payload)
     return message
 
 
 def to_scope(head: Head) -> Scope:
-    """Returns the ASGI scope of a request that the front took."""
+    """Returns the ASGI scope of a request that the front accepted."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -94,14 +94,14 @@ def to_scope(head: Head) -> Scope:
 
 
 def from_asgi(message: Message) -> ToFront:
-    """Returns what an application sends as a message to the front."""
+    """Converts an ASGI message of the application to a message to the front."""
     if message["type"] == "http.response.start":
         return Start(message["status"], [(bytes(name), bytes(value)) for name, value in message.get("headers", ())])
     return SealedPart(bytes(message.get("body", b"")), bool(message.get("more_body", False)))
 
 
 def to_asgi(message: Start | SealedPart) -> dict[str, Any]:
-    """Returns what a worker sends as an ASGI message."""
+    """Converts a worker's message to an ASGI message."""
     if isinstance(message, Start):
         return {"type": "http.response.start", "status": message.status, "headers": message.headers}
     return {"type": "http.response.body", "body": message.body, "more_body": message.more}

@@ -1,4 +1,4 @@
-"""What one worker serves, put together in the zygote before there is any request."""
+"""The application of a worker, built in the zygote before any request arrives."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ _REHEARSED = (
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'),
     ("/v1/completions", b'{"prompt": "Hello", "max_tokens": 4, "stream": true}'),
     ("/v1/embeddings", b'{"input": "Hello"}'),
+    ("/v1/rerank", b'{"query": "Hello", "documents": ["Hello"]}'),
     ("/v1/chat/completions", b'{"messages": 1}'),
 )
-"""Requests of nobody's, sealed to a key that is dropped; those that need the engine end with an error, as there is none yet."""
+"""Warm-up requests, sealed to a temporary key; those that need the engine fail, because it is not connected yet."""
 
 
 class NodeServing:
@@ -52,9 +53,9 @@ class NodeServing:
 
     Args:
         node: opens and seals (`private.node.node_app`).
-        link: has the node reach the engine through a channel.
-        rehearsal: the same with a key of its own, to which `configuration` belongs; it is dropped after the warm-up.
-        close: closes this process when it has all that it needs.
+        link: connects the node to the engine through a channel.
+        rehearsal: the same node with a temporary key, whose configuration is `configuration`; dropped after the warm-up.
+        close: locks down this process once everything is loaded.
     """
 
     def __init__(
@@ -124,11 +125,11 @@ WORKER_PACKAGES: Final = tuple(
 )
 LATE_MODULES: Final = ("anyio._backends._asyncio", "pydantic._internal._dataclasses", "llguidance")
 NOWHERE: Final = "sealed"
-"""In place of an address: workers have none, and a sealed request has no Host that could be checked."""
+"""Placeholder for the address: workers have none, and a sealed request has no Host header to check."""
 
 
 def build_worker(boot: ZygoteBoot) -> NodeServing:
-    """Returns what a worker does.
+    """Returns the worker's handler.
 
     Raises:
         ConfigError: the API key file cannot be used.

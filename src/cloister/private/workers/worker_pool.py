@@ -1,4 +1,4 @@
-"""The front's side: starts key service and zygote, has workers made, and carries sealed bytes to them and back."""
+"""The front's side: starts key service and zygote, requests workers, and forwards sealed bytes to them and back."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _BUSY: Final = "This node has as many requests as it takes; try again in a momen
 _FAILED: Final = "The request could not be answered; send it again."
 
 Start_ = Callable[[str, socket.socket], ProcessHandle]
-"""Starts a module as a process of its own, which gets the socket."""
+"""Starts a module in a separate process, which inherits the socket."""
 R = TypeVar("R")
 
 
 def start_module(module: str, sock: socket.socket) -> ProcessHandle:
-    """Executes the interpreter anew, with memory that is overwritten when it is freed."""
+    """Re-executes the interpreter with an allocator that overwrites freed memory."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(sock.fileno())],
         stdin=subprocess.DEVNULL,
@@ -59,7 +59,7 @@ class WorkerPool:
     """Key service and zygote of one node.
 
     Args:
-        start: makes their processes.
+        start: starts their processes.
 
     Attributes:
         unsealer: the front's own channel to the key service, which publishes keys.
@@ -82,13 +82,13 @@ class WorkerPool:
 
     @property
     def fault(self) -> str | None:
-        """Why no request can be answered any more; None while key service and zygote run."""
+        """Why requests can no longer be answered; None while key service and zygote run."""
         if any(process.poll() is not None for process in self._processes):
             return "the key service or the zygote of this node has ended; start the node again"
         return None
 
     def keep_listener(self, listener: socket.socket) -> None:
-        """Takes the listener of a new engine and hands it on; this process keeps no way to the engine's content."""
+        """Passes on the listener of a new engine; this process keeps no access to the engine's content."""
         self._engine_listener = listener
         if self._zygote is not None:
             self._pass_listener(self._zygote)
@@ -108,16 +108,16 @@ class WorkerPool:
         if told.error:
             raise EngineError(f"the zygote does not start: {told.error}")
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with near, far:  # the key service takes no other, so this process has no way to a request's secrets from here on
+        with near, far:  # the key service accepts no other, so from here on this process cannot get a request's secrets
             socket.send_fds(self._key_service, [CONNECT], [far.fileno()])
             socket.send_fds(self._zygote, [KEY_SERVICE_LISTENER], [near.fileno()])
         self._pass_listener(self._zygote)
 
     async def fork(self) -> socket.socket:
-        """Has a worker made and returns the way to it.
+        """Requests a worker and returns the socket to it.
 
         Raises:
-            EngineError: there is no zygote any more.
+            EngineError: the zygote has ended.
         """
         if self._zygote is None:
             raise EngineError("there is no zygote")
@@ -131,13 +131,13 @@ class WorkerPool:
                     await self._hear(self._zygote)
             except BaseException as error:
                 near.close()
-                if isinstance(error, OSError):  # a timeout is one
+                if isinstance(error, OSError):  # includes timeouts
                     raise EngineError("the zygote makes no workers any more; the node has to be restarted") from None
                 raise
         return near
 
     def close(self) -> None:
-        """Ends both, and with them every worker and every key."""
+        """Stops both, which ends every worker and destroys every key."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -161,7 +161,7 @@ class WorkerPool:
             with far:
                 self._processes.append(self._start(module, far))
             said = b""
-            with contextlib.suppress(OSError):  # a timeout is one
+            with contextlib.suppress(OSError):  # includes timeouts
                 near.send(boot)
                 near.setblocking(False)
                 async with asyncio.timeout(START_TIMEOUT_S):
@@ -178,12 +178,13 @@ class WorkerPool:
 
 
 class WorkerFront:
-    """ASGI application of `POST /ohttp` in the front: reads a sealed body whole, has a worker made, and carries both ways.
+    """ASGI application of `POST /ohttp` in the front: reads the whole sealed body, requests a worker, and forwards in both
+    directions.
 
     Args:
-        check: raises `ProblemError` for who may not ask.
-        figures: counts what was handed to a worker.
-        max_workers: at once; more are told to come again.
+        check: raises `ProblemError` for an unauthorized request.
+        figures: counts requests passed to a worker.
+        max_workers: maximum number of concurrent workers; further requests are refused with a request to retry.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class WorkerFront:
             self._check_room()
             pieces = [piece async for piece in body.pieces(keeps=True)]
             num_bytes = sum(map(len, pieces))
-            self._check_room(num_bytes)  # a place is for requests that are there: slow ones hold none
+            self._check_room(num_bytes)  # take a slot only for a complete request: slow clients hold none
             self.num_workers += 1
             self._memory.reserve(num_bytes)
             try:
@@ -236,18 +237,17 @@ class WorkerFront:
             body.close()
 
     def _check_room(self, num_bytes: int = 0) -> None:
-        """Raises `ProblemError` where there is no place, or no memory for the copies of so long a body."""
+        """Raises `ProblemError` if there is no slot, or no memory for the copies of a body of this length."""
         if self.num_workers >= self._max_workers or not self._memory.has_room(num_bytes):
             raise ProblemError(503, _BUSY, fields=((b"retry-after", b"1"),))
 
     async def _carry(
         self, scope: Scope, body: Body, pieces: list[bytes], near: socket.socket, receive: Receive, send: Send
     ) -> bool:
-        """Returns whether all of an answer was sent.
+        """Returns whether the whole response was sent.
 
         Args:
-            pieces: of the body; they are dropped and their memory is given back as soon as the worker has them, since an
-                answer may take minutes.
+            pieces: of the body; they are released as soon as the worker has them, because a response may take minutes.
         """
         reader, writer = await asyncio.open_unix_connection(sock=near, limit=_LIMIT_BYTES)
         watching = asyncio.create_task(_tell_when_gone(receive, writer))
@@ -268,13 +268,13 @@ class WorkerFront:
         finally:
             watching.cancel()
             handing.cancel()
-            writer.transport.abort()  # what a worker has not read by now it does not need
+            writer.transport.abort()  # the worker needs nothing that it has not read by now
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
 
 async def _hand_over(pieces: list[bytes], body: Body, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # the worker has ended; whoever reads its answer notices
+    with contextlib.suppress(OSError):  # the worker has ended; the reader of its response will notice
         more = True
         while more:
             piece = pieces.pop(0) if pieces else b""

@@ -1,7 +1,7 @@
 """The zygote: `python -m cloister.private.workers.zygote FD`. It loads everything once, and forks a worker for each request.
 
-It has one thread and never holds content: it hands on descriptors, of the front's exchange, of a channel to the engine and of
-one to the key service, and reads none of them. A worker serves one exchange and ends, whatever comes of it.
+It has one thread and never holds content: it passes on descriptors (the front's exchange, a channel to the engine, a channel to
+the key service) and reads none of them. A worker serves one exchange and exits, whatever the outcome.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from cloister.types.processes import name_process
 
 MESSAGE_BYTES: Final = 1 << 20
 ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"
-"""Words to a zygote, each with a descriptor: a new engine's listener, the key service's, and an exchange to serve."""
+"""Commands to a zygote, each with a descriptor: a new engine's listener, the key service's, and an exchange to serve."""
 TAKEN: Final = b"+"
-"""The answer to `WORK`; a listener gets none."""
+"""The reply to `WORK`; a listener gets none."""
 _PR_SET_PDEATHSIG: Final = 1
 THREADS_END_S: Final = 5.0
 LIFE_MARGIN_S: Final = 120
-"""How much longer than its request may take a worker lives at most."""
+"""Grace period of a worker beyond the deadline of its request."""
 
 
 class ZygoteBoot(msgspec.Struct, frozen=True):
-    """The first message to a zygote: what its workers serve.
+    """The first message to a zygote: configuration of its workers.
 
     Attributes:
         entry: "module:function"; the function takes this and returns a Serving.
-        ready: what the engine said of itself.
+        ready: the engine's description of itself.
         import_path: the front's `sys.path`.
     """
 
@@ -59,20 +59,20 @@ class ZygoteBoot(msgspec.Struct, frozen=True):
 
 
 class ZygoteReady(msgspec.Struct, frozen=True):
-    """Its answer: how many threads it has, which must be one, or why it does not start."""
+    """Its reply: its number of threads, which must be one, or why it cannot start."""
 
     num_threads: int = 0
     error: str = ""
 
 
 class Serving(Protocol):
-    """What a worker does; made before any request, so that all it needs is there."""
+    """The work of a worker, prepared before any request, so that everything is loaded."""
 
     async def warm_up(self) -> None:
-        """Loads what is only loaded when a request comes, with requests of nobody's."""
+        """Runs synthetic requests, to load what is loaded on first use."""
 
     def close(self) -> None:
-        """Takes from this process, and all that it forks, what is not needed any more."""
+        """Drops privileges of this process, and of all that it forks, that are no longer needed."""
 
     async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
         """Serves one exchange."""
@@ -85,8 +85,8 @@ class Zygote:
     """Forks workers.
 
     Args:
-        control: the front's questions.
-        life_s: after so long a worker is killed.
+        control: receives the front's commands.
+        life_s: a worker is killed after this time, in seconds.
     """
 
     def __init__(self, control: socket.socket, serving: Serving, life_s: float) -> None:
@@ -96,7 +96,7 @@ class Zygote:
         self._listeners: dict[bytes, socket.socket] = {}
 
     def run(self) -> None:
-        """Answers until the front is gone."""
+        """Serves until the front closes the socket."""
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
             if not message:
@@ -113,7 +113,7 @@ class Zygote:
             _reap()
 
     def _work(self, front: socket.socket) -> None:
-        """Forks a worker; one that cannot reach engine or key service is not made, and the front sees its exchange close."""
+        """Forks a worker. If engine or key service cannot be reached, none is forked and the front's exchange is closed."""
         with front:
             try:
                 with self._channel(ENGINE_LISTENER) as engine, self._channel(KEY_SERVICE_LISTENER) as key_service:
@@ -130,7 +130,7 @@ class Zygote:
         return near
 
     def _become_worker(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
-        """Serves and ends; never returns."""
+        """Serves one exchange and exits; never returns."""
         status = 1
         try:
             _end_with_parent()
@@ -149,7 +149,7 @@ class Zygote:
 
 
 def main(descriptor: int) -> int:
-    """Becomes a zygote; returns the exit status."""
+    """Runs the zygote; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
@@ -171,14 +171,14 @@ def main(descriptor: int) -> int:
         control.send(msgspec.msgpack.encode(ZygoteReady(error=f"it has {num_threads} threads, and forks of it would hang")))
         return 1
     gc.collect()
-    gc.freeze()  # workers share these pages and do not look through them
+    gc.freeze()  # workers share these pages, so the garbage collector must not touch them
     control.send(msgspec.msgpack.encode(ZygoteReady(num_threads=num_threads)))
     Zygote(control, serving, boot.engine.request_timeout_s + LIFE_MARGIN_S).run()
     return 0
 
 
 def _count_threads() -> int:
-    """Counts the threads of this process, the library's too, once those of the warm-up have ended."""
+    """Counts the threads of this process, including native ones, once those of the warm-up have ended."""
     tasks = Path("/proc/self/task")
     give_up_s = time.monotonic() + THREADS_END_S
     while (found := len(os.listdir(tasks)) if tasks.exists() else 1) > 1 and time.monotonic() < give_up_s:
@@ -187,7 +187,7 @@ def _count_threads() -> int:
 
 
 def _reap() -> None:
-    """Lets go of workers that ended."""
+    """Reaps finished workers."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

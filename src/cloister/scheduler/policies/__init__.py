@@ -1,4 +1,4 @@
-"""Scheduling policies, one a file, found by name."""
+"""Scheduling policies, one per file, selected by name."""
 
 from cloister.scheduler.policies import fair, fcfs, lpm, priority, static
 from cloister.scheduler.policies.base import POLICIES

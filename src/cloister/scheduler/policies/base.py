@@ -26,14 +26,15 @@ PRIORITY_THREAT = ThreatProfile(
 
 
 class SchedulingPolicy:
-    """Orders who waits and who runs. Without more all sequences are of one level, rank by arrival and keep their places.
+    """Orders waiting and running sequences. By default all sequences have one level, are ordered by arrival and are not
+    preempted.
 
-    A level is a class of urgency, smaller first. Prefill of one level holds up the levels behind it, but never its own
-    level's decodes; decodes go before prefill inside a level (stall-free batching).
+    A level is a class of urgency, smaller first. Prefill of one level delays less urgent levels, but never the decodes of its
+    own; inside a level decodes precede prefill (stall-free batching).
 
     Attributes:
-        push: queues a waiting sequence; one that was preempted keeps its place of arrival.
-        peek: returns who is admitted next, or None. Sequences that no longer wait are skipped.
+        push: queues a waiting sequence; a preempted one keeps its arrival rank.
+        peek: returns the sequence to admit next, or None. Skips sequences that no longer wait.
         pop: removes and returns what `peek` returned.
     """
 
@@ -42,39 +43,40 @@ class SchedulingPolicy:
     pop: Callable[[], SequenceRecord]
 
     def attach_cache(self, num_cached: Callable[[SequenceRecord], int]) -> None:
-        """Called once, before the first sequence: what says how many tokens of a waiting sequence the prefix cache holds."""
+        """Called once, before the first sequence, with a function that returns how many tokens of a waiting sequence are
+        cached."""
 
     def may_admit(self, num_running: int) -> bool:
-        """Asked once a step: may sequences join the `num_running` that run?"""
+        """Called once a step: whether sequences may join the `num_running` running ones."""
         return True
 
     def level(self, sequence: SequenceRecord) -> int:
         return 0
 
     def rank(self, sequence: SequenceRecord) -> Any:
-        """Sort key inside a level; the last one is preempted first."""
+        """Sort key inside a level; the last sequence is preempted first."""
         return sequence.request_state.order
 
     def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
-        """True if `victim` may lose its place so that `candidate` can start."""
+        """True if `victim` may be preempted so that `candidate` can start."""
         return False
 
     def charge(self, sequence: SequenceRecord, num_prefill: int, num_decode: int) -> None:
-        """Counts committed work against whom it was done for."""
+        """Charges committed work to its sequence."""
 
     def join(self, sequence: SequenceRecord) -> None:
-        """A sequence starts to run: popped from the queue, or forked."""
+        """Called when a sequence starts to run: popped from the queue, or forked."""
 
     def leave(self, sequence: SequenceRecord) -> None:
-        """A running sequence ended or was preempted."""
+        """Called when a running sequence has ended or was preempted."""
 
 
 MIN_SWEEP = 64
-"""A queue shorter than this is not swept."""
+"""Minimum length of a queue that is swept."""
 
 
 class OrderedQueue:
-    """Waiting sequences by a key that never changes while they wait. Those that ended are swept out, with their tokens."""
+    """Waiting sequences, ordered by a key that is constant while they wait. Ended ones are swept out, with their tokens."""
 
     def __init__(self, key: Callable[[SequenceRecord], Any]) -> None:
         self._key = key

@@ -2,10 +2,10 @@
 
 Each tenant has a counter of the work done for it. The tenant with the smallest counter goes first. A tenant that was idle
 starts at the virtual time: absence earns no credit, and neither does an engine that only one tenant used. It starts earlier
-only by work that another tenant has running on several sequences at once, up to `burst`: virtual time is then a start tag
-(start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which took every slot makes room at once. What a
-tenant has asked for behind its first request counts as well, up to `burst`: of a flood that has just begun nothing is computed
-yet. It only puts those before the tenant who have done no more: else short requests under many names would pass long ones.
+only by the work that another tenant has in progress on several sequences at once, up to `burst`: virtual time is then a start
+tag (start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which holds every slot yields at once. A tenant's
+requests queued behind its first one count as well, up to `burst`, because nothing of a new flood is computed yet. They only put
+tenants first that have received no more work: otherwise short requests under many names would overtake long ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ DECODE_WEIGHT = 2.0
 
 
 class _Tenant:
-    """Its counter, and what it has asked for.
+    """A tenant's counter and its backlog.
 
     Attributes:
         starts: by seq_id, the counter at which each of its running sequences started, oldest first.
         num_uncomputed: by seq_id, the prompt tokens that each of them still has to compute.
-        backlog: prompt tokens that it has asked for and that are not computed yet; waiting sequences that ended count until
-            they are swept out.
+        backlog: requested prompt tokens that are not computed yet; ended waiting sequences count until they are swept out.
     """
 
     __slots__ = ("backlog", "counter", "num_uncomputed", "queue", "starts", "sweep_at")
@@ -46,12 +45,12 @@ class _Tenant:
 
     @property
     def crowd_start(self) -> float:
-        """Counter at which its second sequence started: what it did since then, it did beside itself."""
+        """Counter at which its second sequence started: since then it has run several sequences concurrently."""
         return next(itertools.islice(self.starts.values(), 1, None), self.counter)
 
     @property
     def queued_behind(self) -> int:
-        """Its backlog without what its oldest request still asks for: a start tag counts the work before a request."""
+        """Its backlog without the rest of its oldest request: a start tag counts the work before a request."""
         if self.starts:
             return self.backlog - self.num_uncomputed[next(iter(self.starts))]
         return self.backlog - (len(self.queue[0].token_ids) if self.queue else 0)
@@ -68,7 +67,7 @@ class _Tenant:
         self.backlog -= len(self.queue.popleft().token_ids)
 
     def head(self) -> SequenceRecord | None:
-        """Returns its first waiting sequence, and drops those before it that ended."""
+        """Returns its first waiting sequence, and drops ended ones before it."""
         while self.queue and self.queue[0].status is not Status.WAITING:
             self.dequeue()
         return self.queue[0] if self.queue else None
@@ -76,11 +75,11 @@ class _Tenant:
 
 @POLICIES.register("fair", PRIORITY_THREAT)
 class Fair(SchedulingPolicy):
-    """Tenants share the engine; one that floods it waits for itself.
+    """Fair sharing between tenants: a tenant that floods the engine delays only itself.
 
     Args:
-        burst: most work that a flood which is running may be set back by, in prefill tokens.
-        quantum: a tenant that lags behind the one farthest ahead by more than this goes before it.
+        burst: most work by which a running flood may be set back, in prefill tokens.
+        quantum: a tenant that lags behind the leading one by more than this goes first.
     """
 
     def __init__(self, burst: float = 16384.0, quantum: float = 2048.0) -> None:
@@ -117,8 +116,8 @@ class Fair(SchedulingPolicy):
     def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         if self.level(candidate) >= self.level(victim):
             return False
-        # It must still lag when its own start and the victim's second one are paid for: else two tenants with long
-        # prompts would take each other's place for ever, and compute nothing but beginnings.
+        # It must still lag after its own start and the victim's restart are charged. Otherwise two tenants with long prompts
+        # would preempt each other forever, and compute only the beginnings of prompts.
         winner, loser = self._tenant_of(candidate), self._tenant_of(victim)
         ahead = loser.counter - winner.counter
         if len(loser.starts) > 1:
@@ -142,7 +141,7 @@ class Fair(SchedulingPolicy):
 
     def leave(self, sequence: SequenceRecord) -> None:
         tenant = self._tenant_of(sequence)
-        self._survey()  # while it still counts: who comes when all are gone must not gain from its work
+        self._survey()  # while it still counts: a tenant that arrives after all have left must not gain from its work
         del tenant.starts[sequence.seq_id]
         tenant.backlog -= tenant.num_uncomputed.pop(sequence.seq_id)
         self._ahead = None
@@ -159,7 +158,7 @@ class Fair(SchedulingPolicy):
         return tenant
 
     def _start(self) -> float:
-        """Returns the virtual time: where a tenant starts that was idle."""
+        """Returns the virtual time, at which an idle tenant starts."""
         self._survey()
         crowds = [t.crowd_start for t in self._tenants.values() if len(t.starts) > 1]
         return min(self._floor, max(self._floor - self._burst, min(crowds, default=self._floor)))
@@ -168,10 +167,10 @@ class Fair(SchedulingPolicy):
         return self._tenants[sequence.request_state.request.tenant]
 
     def _committed(self, tenant: _Tenant) -> float:
-        """Returns its counter with the prompts it has asked for behind its oldest one, up to `burst` of them.
+        """Returns its counter plus the prompt tokens queued behind its oldest request, up to `burst`.
 
-        A flood of which nothing is computed yet is ahead of others already (start tags again: the requests of a flood
-        have later ones, each by the work of those before it).
+        So a flood is ahead of others before anything of it is computed (as with start tags, where each request of a flood is
+        later by the work of those before it).
         """
         return tenant.counter + min(self._burst, tenant.queued_behind)
 
@@ -182,7 +181,7 @@ class Fair(SchedulingPolicy):
         return self._committed(tenant) + self._quantum < committed and tenant.counter <= counter
 
     def _survey(self) -> tuple[float, tuple[float, float]]:
-        """Returns how far ahead the first tenant is, by work done, and by work asked for with what that one has done.
+        """Returns how far ahead the first tenant is: by work done, and by work done plus backlog.
 
         The floor follows the last one.
         """
@@ -194,7 +193,8 @@ class Fair(SchedulingPolicy):
         return self._ahead
 
     def _forget_idle(self) -> None:
-        """Drops tenants whose counter the virtual time would replace anyway (it never sinks), so that names do not pile up."""
+        """Drops tenants whose counter the virtual time would replace anyway (it never decreases), so that names do not
+        accumulate."""
         idle = [n for n, t in self._tenants.items() if not t.is_active]
         for name in idle:
             if self._tenants[name].counter <= self._floor - self._burst:

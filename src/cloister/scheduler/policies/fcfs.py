@@ -12,7 +12,7 @@ def order_of_arrival(sequence: SequenceRecord) -> int:
 
 @POLICIES.register("fcfs", BATCHING_THREAT)
 class FirstComeFirstServed(SchedulingPolicy):
-    """Requests join as soon as there is room, in the order in which they came."""
+    """Requests join as soon as there is capacity, in order of arrival."""
 
     def __init__(self) -> None:
         queue = OrderedQueue(order_of_arrival)

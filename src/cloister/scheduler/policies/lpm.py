@@ -1,7 +1,7 @@
 """Longest prefix match first: cache-aware order (RadixAttention, Zheng et al. 2024, section 3, "cache-aware scheduling"). Pure.
 
-Requests that share a prefix then run close to each other, before it is evicted. Nobody starves: a request lets a bounded
-number of later ones pass.
+Requests that share a prefix then run close together, before it is evicted. No request starves: a bounded number of later ones
+may overtake it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arri
 from cloister.scheduler.sequence import SequenceRecord, Status
 
 WINDOW = 64
-"""Waiting sequences that are looked up in the cache, the oldest ones: each costs a look at every block of its prompt."""
+"""Number of waiting sequences, oldest first, that are looked up in the cache: each costs a lookup of every block of
+its prompt."""
 MAX_PASSES = 64
-"""So many later sequences may go before one; then it is the next."""
+"""Number of later sequences that may overtake one; then it is next."""
 
 
 @POLICIES.register("lpm", PREFIX_CACHE_THREAT)
 class LongestPrefixMatch(FirstComeFirstServed):
-    """The waiting sequence with the most tokens in the prefix cache joins first; of equal ones the oldest."""
+    """The waiting sequence with the most cached tokens joins first; of equal ones the oldest."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ def urgency(sequence: SequenceRecord) -> tuple[int, float, int]:
 
 @POLICIES.register("priority", PRIORITY_THREAT)
 class Priority(FirstComeFirstServed):
-    """Smaller classes go first, and take the place of larger ones when there is no room."""
+    """Smaller classes go first, and preempt larger ones when there is no capacity."""
 
     def __init__(self) -> None:
         queue = OrderedQueue(urgency)

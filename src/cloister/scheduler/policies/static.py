@@ -1,4 +1,4 @@
-"""Request-level batching: the baseline that Orca is measured against. Pure."""
+"""Request-level batching: the baseline of Orca. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cloister.scheduler.sequence import SequenceRecord
 
 @POLICIES.register("static", BATCHING_THREAT)
 class Static(FirstComeFirstServed):
-    """Who waits when nobody runs makes up a batch, as far as there is room; nobody joins before its last one ended."""
+    """When nothing runs, the waiting sequences form a batch, up to capacity; no sequence joins until the whole batch
+    has ended."""
 
     def __init__(self) -> None:
         super().__init__()

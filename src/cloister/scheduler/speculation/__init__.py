@@ -1,4 +1,4 @@
-"""How many tokens each sequence drafts: as many as pay, none where that would cost. Pure: no clock, no arrays, no content."""
+"""Decides how many tokens each sequence drafts: as many as increase its speed. Pure: no clock, no arrays, no content."""
 
 from cloister.scheduler.speculation.adaptive import SPECULATION_THREAT, AdaptiveSpeculation, SpeculationConfig
 from cloister.scheduler.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits, Speculation

@@ -1,7 +1,7 @@
-"""How often drafts are accepted, by their position in the drafter's order of confidence. Pure: counts only.
+"""Acceptance rates of drafts, by their position in the drafter's order of confidence. Pure: counts only.
 
-Every prefix of a draft is a tree, so k drafts bring 1 + sum of the first k rates expected tokens, whatever the shape. Counts
-decay, so that a change inside an answer (copying begins, code ends) is followed.
+Every prefix of a draft is a tree, so k drafts yield 1 + sum of the first k rates expected tokens, whatever the shape. Counts
+decay, so that the rates follow changes inside an answer (copying begins, code ends).
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from typing import Final
 
 DECAY: Final = 0.9
-"""Weight that a position's past keeps when it is drafted again: about ten drafts are remembered."""
+"""Decay of a position's counts each time it is drafted: about ten drafts are remembered."""
 PRIOR_WEIGHT: Final = 2.0
-"""Drafts that the prior counts as at first; it decays as they do."""
+"""Weight of the prior in drafts; it decays as they do."""
 
 
 class AcceptanceRates:
-    """Acceptance of one drafter's drafts, for one sequence or for all of an engine.
+    """Acceptance rates of one drafter, for one sequence or a whole engine.
 
     Args:
-        prior: acceptance by position, before anything was seen; none above the one before it.
-        decay: weight that counts keep.
-        proposed: how often a draft has that many tokens, before anything was seen; None expects all that is asked for.
+        prior: prior acceptance by position, non-increasing.
+        decay: decay factor of the counts.
+        proposed: prior probability that a draft reaches each length; None assumes the requested length.
 
     Attributes:
-        proposed: by position: how often a draft was so long when it was asked to be.
+        proposed: by position: how often a draft reached this length when it was requested.
     """
 
     __slots__ = ("_accepted", "_decay", "_drafted", "_num_asked", "_prior_weight", "_rates", "_shape", "proposed")
@@ -41,7 +41,7 @@ class AcceptanceRates:
         self.proposed = [1.0] * len(prior) if proposed is None else list(proposed)
 
     def learn(self, num_asked: int, num_drafted: int, accepted: tuple[int, ...]) -> None:
-        """Takes in one draft: its size as wanted and as made, and the positions that were accepted."""
+        """Adds one draft: its requested and actual size, and the accepted positions."""
         decay, drafted, counts, proposed, weight = self._decay, self._drafted, self._accepted, self.proposed, self._prior_weight
         self._rates = None
         self._num_asked += 1
@@ -58,7 +58,7 @@ class AcceptanceRates:
 
     @property
     def rates(self) -> list[float]:
-        """Accepted part by position, falling: the tokens that each draft brings where it is made."""
+        """Acceptance rate by position, non-increasing: expected tokens of each draft that is made."""
         if self._rates is None:
             self._rates = rates = []
             before = 1.0

@@ -1,12 +1,12 @@
-"""As many drafts as pay: draft length, tree size and drafter from measured acceptance and measured time. Pure.
+"""Adaptive speculation: chooses draft length, tree size and drafter from measured acceptance and times. Pure.
 
-A step with drafts brings each of its sequences 1 + sum(rates) expected tokens and takes T(rows) + attention + drafting. What is
-maximised is the geometric mean of the sequences' tokens per second (`allocation`): drafts of all sequences are sorted by what
-they bring beyond their own cost, and the list is cut where that mean is best, or before the first one. Compare Leviathan et
+A step with drafts yields 1 + sum(rates) expected tokens for each of its sequences and takes T(rows) + attention + drafting. The
+objective is the geometric mean of the sequences' tokens per second (`allocation`): drafts of all sequences are sorted by their
+gain minus their own cost, and the list is cut where that mean is largest, possibly before the first draft. Compare Leviathan et
 al. 2023, section 3.4, who choose one length from one rate.
 
-What would lose is tried from time to time: each sequence saves 0.8% of its time, and a trial may cost what it saved. Where
-nothing is known of earlier requests, a prior's promise is believed only as far as a sequence can bear to lose it.
+Exploration: each sequence saves 0.8% of its time, and a trial of drafts that are expected to lose may cost what it saved.
+Without measurements of earlier requests, the prior is trusted only as far as the sequence can afford to be wrong.
 """
 
 from __future__ import annotations
@@ -31,73 +31,72 @@ SPECULATION_THREAT = ThreatProfile(
     threats=frozenset({Requirement.STATELESS, Requirement.NON_TARGETABLE}),
     residue="what the tuner learned",
     where=("host memory",),
-    attack="infers from its own speed whether others' texts are easy to draft",
+    attack="infers from its own speed whether others' texts are predictable",
     mitigations=(
-        "accepted counts are kept by sequence and end with it, except where one user has the engine alone",
-        "what all share are times of steps and of drafters by their sizes, which say nothing of what was accepted",
+        "accepted counts are kept by sequence and end with it, unless a single user has the engine",
+        "shared state is times of steps and drafters by size, which reveal nothing about accepted drafts",
     ),
 )
 
 FIRST_RATE: Final = 0.4
 NEXT_RATE: Final = 0.75
-"""What is expected of a drafter of which nothing is known: how often its first draft is accepted, and each further one where
-the one before it is."""
+"""Prior of a drafter without measurements: acceptance of its first draft, and of each further draft given the previous one."""
 SHARED_DECAY: Final = 0.99
-"""Weight that the counts of all sequences keep: about a hundred drafts are remembered."""
+"""Decay of the counts of all sequences: about a hundred drafts are remembered."""
 MARGIN: Final = 1.02
-"""Drafts must be expected to bring this ratio, else noise would decide."""
+"""Minimum expected speedup of drafts, so that noise does not decide."""
 DOUBTED: Final = 0.8
-"""Factor on the assumed cost of drafters, and of steps that verify, each time a sequence cannot pay for a trial with all the
-time that it may save up."""
+"""Factor on the assumed cost of drafters and verification steps, applied each time a sequence cannot pay for a trial with the
+most time that it may save."""
 FIRST_DRAFT: Final = 0.5
-"""Most that a drafter's first calls are assumed to take, as a share of a step without drafts."""
+"""Upper limit of the assumed time of a drafter's first calls, as a share of a step without drafts."""
 FIRST_SIZE: Final = 2
-"""Drafts that a drafter is asked for at most until its time was measured."""
+"""Most drafts requested from a drafter before its time is measured."""
 TRIAL_SIZE: Final = 4
-"""Drafts of a trial of another drafter at least, if a sequence can pay for them; else one."""
+"""Minimum number of drafts in a trial of another drafter, if the sequence can pay for them; else one."""
 TRIAL_GAP: Final = 8
-"""Steps between two that try something, at least; more where decisions stand longer."""
+"""Minimum number of steps between two trials; more if decisions stay in force longer."""
 NUM_PER_TRIAL: Final = 8
-"""Of so many sequences one is on trial at a time."""
+"""One in this many sequences is on trial at a time."""
 DECISION_S: Final = (20e-6, 5e-6)
 DECISION_SHARE: Final = 0.005
-"""What a decision takes, and each sequence of it, as measured; and the part of the time that may go into decisions. Where there
-is news it may be twice as much."""
+"""Measured time of a decision and of each sequence in it, and the share of time that decisions may take. It may double when
+there is new information."""
 LEAST_STEPS: Final = 2
 MOST_STEPS: Final = 32
-"""Steps that a decision stands at least and at most."""
+"""Fewest and most steps for which a decision stays in force."""
 MOST_EVERY_STEP: Final = 16
-"""So many sequences more let a decision stand a step longer."""
+"""For each of this many further sequences, a decision stays in force one step longer."""
 FIRST_STEPS: Final = 16
-"""Steps of an engine after each of which it may decide anew: it begins with guesses."""
+"""Number of first steps of an engine after each of which it may decide again: it begins with guesses."""
 NUM_QUICK: Final = 4
-"""Decisions in quick succession when a sequence is new."""
+"""Number of decisions in quick succession for a new sequence."""
 PLAIN_EVERY: Final = 128
-"""Steps after which one goes without drafts, to see what that takes now."""
+"""Interval of steps without drafts, which measure the current baseline."""
 PLAIN_RETRY: Final = 2
-"""The same while such steps were never measured alone; there may be prompts in all of them."""
+"""The same until such a step was measured; all so far may have contained prompts."""
 GROWTH: Final = 2
-"""A step has so many times the rows at most that any one had which was timed."""
+"""Largest ratio of a step's rows to the most rows measured so far."""
 MOST_ROWS: Final = 256
-"""Drafts that one step is considered for, over all sequences: what bounds the time of a decision."""
+"""Most drafts considered for one step, over all sequences; limits the time of a decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """What bounds speculation.
+    """Limits of speculation.
 
     Attributes:
-        shares_rates: what was accepted of one request is expected of the next one; only where one user has the engine alone.
+        shares_rates: acceptance of earlier requests is the prior of later ones; only if a single user has the engine.
     """
 
     shares_rates: bool = False
 
 
 class AdaptiveSpeculation:
-    """Learns what drafts bring and cost, and asks for those that pay (protocol `Speculation`).
+    """Learns gain and cost of drafts, and requests those that increase speed (protocol `Speculation`).
 
     Args:
-        drafters: by the names that plans know them by.
+        drafters: drafters by their names in plans.
     """
 
     def __init__(self, config: SpeculationConfig, drafters: Mapping[str, DrafterLimits]) -> None:
@@ -136,10 +135,10 @@ class AdaptiveSpeculation:
         self._idle_s = 0.0
         self._num_since_plain = PLAIN_EVERY
 
-    # What a step drafts
+    # Decisions
 
     def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
-        """Returns a choice for each sequence (`Speculation.choose`); most of the time those that stand."""
+        """Returns a decision for each sequence (`Speculation.choose`); usually those in force."""
         self._num_steps += 1
         num = len(sequences)
         if self._num_steps < self._next_decision and num == self._num_sequences and self._num_asked <= num_left:
@@ -190,11 +189,11 @@ class AdaptiveSpeculation:
         self._idle_s = 0.0 if self._num_asked else self._idle_s + plain_s * since
         if self._idle_s * TRIAL_SHARE > MOST_SAVED * plain_s:
             self._idle_s = 0.0
-            self._doubt(self._drafters)  # answers may be too short to save for a trial
+            self._doubt(self._drafters)  # answers may be too short to save up for a trial
         return [stats.decision for stats in all_stats]
 
     def _plan_decisions(self, num: int, plain_s: float) -> None:
-        """Says when to decide again: as seldom as a small part of the time allows, and sooner where there is news."""
+        """Sets when to decide again: so that decisions take a small share of the time, and sooner with new information."""
         first, each = DECISION_S
         least = LEAST_STEPS + num // MOST_EVERY_STEP if self._num_steps > FIRST_STEPS else 1
         interval = min(int((first + each * num) / plain_s / DECISION_SHARE), MOST_STEPS)
@@ -205,7 +204,7 @@ class AdaptiveSpeculation:
             self._next_decision = self._num_steps + least
 
     def _propose(self, stats: SequenceStats, sequence: SequenceRecord, attention: AttentionCost, most: int) -> Proposal | None:
-        """Returns what the drafter that promises most would draft for one sequence."""
+        """Returns the proposal of the most promising drafter for one sequence."""
         row_s = _row_s(sequence, attention)
         most = stats.bound(most, self._plain_s / self._num_sequences, self._draft_row_s)
         best: Proposal | None = None
@@ -218,19 +217,19 @@ class AdaptiveSpeculation:
         return best
 
     def _max_drafts(self, name: str) -> int:
-        """Returns how many drafts a drafter may be asked for."""
+        """Returns how many drafts may be requested from a drafter."""
         most = self._drafters[name].max_drafts
         return most if self._draft_times[name].is_known else min(most, FIRST_SIZE)
 
     def _value(
         self, stats: SequenceStats, name: str, max_drafts: int, row_s: float, step_row_s: float | None = None
     ) -> Proposal:
-        """Returns one drafter's proposal, worth what its drafts bring beyond their cost, in tokens.
+        """Returns one drafter's proposal; its value is the expected gain of its drafts minus their cost, in tokens.
 
         Args:
-            row_s: of attention, for each draft.
-            step_row_s: what a row costs the step, to say what all drafts are worth; None to say what the best number of them
-                is worth at the average price of a row.
+            row_s: seconds of attention for each draft.
+            step_row_s: seconds of a row, to value all drafts; None values the best number of drafts at the average cost of a
+                row.
         """
         rates = stats.rates[name]
         call_s, in_row_s, each_s, sequence_s = self._draft_times[name].terms
@@ -248,7 +247,7 @@ class AdaptiveSpeculation:
         return Proposal(name, accepted, proposed, max_drafts, row_s, draft, value)
 
     def _apply(self, all_stats: list[SequenceStats], proposals: list[Proposal]) -> int:
-        """Turns proposals into decisions; returns drafts that are asked for."""
+        """Converts proposals to decisions; returns the number of requested drafts."""
         watched = [stats.decision.is_watched for stats in all_stats]
         num_asked = 0
         self._num_users = {}
@@ -264,7 +263,8 @@ class AdaptiveSpeculation:
         return num_asked
 
     def _ask(self, stats: SequenceStats, name: str, num_drafts: int, *, is_watched: bool) -> int:
-        """Asks a drafter, or lets it watch first, and asks a step later; returns drafts that are asked for."""
+        """Requests drafts, or lets the drafter observe this step and requests them in the next; returns the number
+        requested."""
         stats.last_asked[name] = self._num_steps
         if self._drafters[name].watches and not is_watched:
             stats.decision = WATCHED
@@ -273,12 +273,12 @@ class AdaptiveSpeculation:
         stats.decision = self._decisions[name][num_drafts]
         return num_drafts
 
-    # Trials of what is expected to lose
+    # Trials
 
     def _try(
         self, sequences: Sequence[SequenceRecord], all_stats: list[SequenceStats], num_left: int, attention: AttentionCost
     ) -> None:
-        """Puts drafters on trial for some sequences that saved enough for that."""
+        """Puts drafters on trial for some sequences that have saved enough."""
         if self._num_steps < self._next_trial:
             return
         num, num_asked = len(all_stats), self._num_asked
@@ -291,8 +291,8 @@ class AdaptiveSpeculation:
             self._next_trial = self._num_steps + max(TRIAL_GAP, 4 * self._news_interval)
 
     def _try_one(self, sequence: SequenceRecord, stats: SequenceStats, num_left: int, attention: AttentionCost) -> int:
-        """Puts the drafter on trial that was not heard of for longest, or more drafts of the one that is asked, in turns;
-        returns how many drafts more are asked for."""
+        """Alternates between a trial of the least recently used drafter and a trial of more drafts of the current one; returns
+        the number of additional drafts."""
         now, row_s, step_row_s = stats.decision, _row_s(sequence, attention), self._draft_row_s
         name = min((n for n in self._drafters if n != now.drafter), key=lambda n: stats.last_asked.get(n, -1), default="")
         stats.was_longer = bool(now.num_drafts) and not (name and stats.was_longer)
@@ -305,7 +305,7 @@ class AdaptiveSpeculation:
         before_s = self._times.predict(num_rows, attention) if self._num_asked else self._plain_s
         for size in (min(max(TRIAL_SIZE, 2 * least), most), least + 1):
             num_more = size - now.num_drafts
-            if num_more > 0:  # the leap to another kernel's tile counts
+            if num_more > 0:  # includes the jump to another kernel's tile
                 more_s = self._times.predict(num_rows + num_more, attention) - before_s
                 step_row_s = max(self._draft_row_s, more_s / num_more)
             loss_s = max(0.0, value - self._value(stats, name, size, row_s, step_row_s).value) / self._rate
@@ -313,28 +313,28 @@ class AdaptiveSpeculation:
                 stats.saved_s -= loss_s
                 stats.trial, stats.trial_size = name, size
                 return self._hold_trial(stats, is_watched=now.is_watched) - now.num_drafts
-        if stats.saved_s >= MOST_SAVED * self._plain_s:  # it will never be tried at that price
+        if stats.saved_s >= MOST_SAVED * self._plain_s:  # at that cost it will never be tried
             self._doubt((name,))
         return 0
 
     def _doubt(self, names: Iterable[str]) -> None:
-        """Believes less of what drafting costs with these drafters, and steps that verify."""
+        """Lowers the estimated cost of these drafters and of verification steps."""
         self._times.doubt(DOUBTED)
         for name in names:
             self._draft_times[name].doubt(DOUBTED)
 
     def _hold_trial(self, stats: SequenceStats, *, is_watched: bool) -> int:
-        """Holds the trial of a sequence, or lets its drafter watch first; returns drafts that are asked for."""
+        """Runs the trial of a sequence, or lets its drafter observe first; returns the number of requested drafts."""
         num_asked = self._ask(stats, stats.trial, stats.trial_size, is_watched=is_watched)
         if num_asked:
             stats.trial = ""
         self._next_decision = self._num_steps + 1
         return num_asked
 
-    # What a step says
+    # Learning from steps
 
     def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None:
-        """Takes in which drafts were accepted (`Speculation.learn`)."""
+        """Records which drafts were accepted (`Speculation.learn`)."""
         stats = sequence.drafting
         if not isinstance(stats, SequenceStats) or choice.drafter not in stats.rates:
             return
@@ -350,13 +350,13 @@ class AdaptiveSpeculation:
             self._next_decision = min(self._next_decision, self._last_decision + self._news_interval)
 
     def _drafting_s(self, choice: DraftDecision) -> float:
-        """Returns one sequence's part of what asking its drafter took."""
+        """Returns one sequence's share of the time of its drafter's call."""
         call_s, in_row_s, each_s, sequence_s = self._draft_times[choice.drafter].terms
         users = max(1, self._num_users.get(choice.drafter, 1))
         return sequence_s + each_s * choice.num_drafts + (call_s + in_row_s * choice.num_drafts) / users
 
     def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
-        """Takes in what drafting took (`Speculation.learn_cost`)."""
+        """Records the time of drafting (`Speculation.learn_cost`)."""
         for name, (num_sequences, num_drafts) in num_drafted.items():
             times = self._draft_times.get(name)
             if times is not None:
@@ -364,15 +364,15 @@ class AdaptiveSpeculation:
                 times.learn(num_sequences, num_drafts, draft_s.get(name, 0.0), FIRST_DRAFT * self._plain_s)
 
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
-        """Takes in what a step took (`Speculation.learn_step`)."""
-        if self._cost is not None and not self._is_first_call:  # which reads weights, and takes memory
+        """Records the time of a step (`Speculation.learn_step`)."""
+        if self._cost is not None and not self._is_first_call:  # reading weights and memory
             times = self._times if num_drafted else self._plain_times
             times.learn(size, elapsed_s, self._cost)
         self._is_first_call = False
         if not num_drafted:
             self._num_since_plain = 0
 
-    # What is kept
+    # State of sequences
 
     def _stats(self, sequence: SequenceRecord) -> SequenceStats:
         stats = sequence.drafting
@@ -388,7 +388,7 @@ class AdaptiveSpeculation:
         return stats
 
     def _rest(self, all_stats: list[SequenceStats]) -> list[DraftDecision]:
-        """Lets everybody do without drafts for a step, and watch where they watched."""
+        """Disables drafts for one step; drafters that observed still do."""
         self._next_decision = self._num_steps + 1
         self._num_asked = 0
         self._num_since_plain = 0
@@ -398,5 +398,5 @@ class AdaptiveSpeculation:
 
 
 def _row_s(sequence: SequenceRecord, attention: AttentionCost) -> float:
-    """Returns what the attention of a draft costs beyond that of an average one."""
+    """Returns the attention cost of a draft above that of an average one."""
     return attention.key_s * (sequence.num_planned - attention.context)

@@ -1,8 +1,8 @@
 """Shares the rows of one step out among drafts. Pure.
 
-What is made as large as possible is the geometric mean of the sequences' tokens per second (proportional fairness: Kelly,
-Maulloo and Tan 1998): a sequence whose drafts are all accepted does not slow down fifteen others for it, as it would if tokens
-were only added up. Of a single sequence both are the same.
+The objective is the geometric mean of the sequences' tokens per second (proportional fairness: Kelly, Maulloo and Tan 1998): a
+sequence whose drafts are all accepted does not slow down fifteen others, as it would if the sum of tokens were maximised. For a
+single sequence both are the same.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from cloister.scheduler.speculation.draft_times import DraftTimes
 from cloister.scheduler.speculation.step_times import AttentionCost, StepTimes, bucket_of
 
 LEAST_RATE: Final = 0.02
-"""Drafts that are accepted more seldom are not considered."""
+"""Minimum acceptance rate of drafts that are considered."""
 NUM_MARGINAL: Final = 4
-"""Rows that the cost of one more is judged by at first: a single time may have been held up."""
+"""Number of rows over which the marginal cost is first averaged: a single time may be an outlier."""
 STOP_RATIO: Final = 0.85
 STOP_ROWS: Final = 32
-"""More rows are not considered once so many made the speed so much worse: there is no cheaper tile to come."""
+"""The search stops once this many rows have lowered the speed by this ratio: no cheaper tile follows."""
 
 
 @dataclass(slots=True)
 class Proposal:
-    """The drafter that promises most for one sequence.
+    """The most promising drafter for one sequence.
 
     Attributes:
-        rates, proposed: by position, as `AcceptanceRates` has them.
-        max_drafts: tokens at most.
-        row_s: of attention, for each draft, beyond an average one's.
-        draft_price: tokens that the time of one more draft would bring otherwise.
-        value: tokens that it brings beyond its cost, as expected before the step's rows are shared out.
-        num_drafts: what it is given.
-        index: of the sequence in the step.
+        rates, proposed: by position, as in `AcceptanceRates`.
+        max_drafts: maximum number of tokens.
+        row_s: seconds of attention for each draft, above the average.
+        draft_price: tokens that the time of one more draft would otherwise yield.
+        value: expected tokens minus cost, before the step's rows are allocated.
+        num_drafts: number of drafts allocated.
+        index: index of the sequence in the step.
     """
 
     drafter: str
@@ -51,14 +51,14 @@ class Proposal:
 
 @dataclass(slots=True)
 class Allocation:
-    """Finds how many drafts of each proposal make the sequences fastest, all together.
+    """Finds the number of drafts of each proposal that maximises the objective.
 
     Attributes:
-        num: sequences in the step.
-        plain_s: of the step without drafts.
+        num: number of sequences in the step.
+        plain_s: seconds of the step without drafts.
         attention: of the step without drafts.
         draft_times: by drafter.
-        draft_row_s: what a draft's row costs in the end, on average.
+        draft_row_s: average cost of a draft's row in the result.
     """
 
     num: int
@@ -69,12 +69,12 @@ class Allocation:
     draft_row_s: float = 0.0
 
     def fill(self, proposals: Sequence[Proposal], price: float, num_left: int) -> float:
-        """Sets `num_drafts` of each proposal; returns the tokens per second that the step is worth: the geometric mean of what
-        each sequence is expected to make, times their number.
+        """Sets `num_drafts` of each proposal. Returns the value of the step in tokens per second: the geometric mean of the
+        sequences' expected speeds, times their number.
 
         Args:
-            price: tokens per second that time is worth.
-            num_left: drafts at most.
+            price: value of time, in tokens per second.
+            num_left: maximum number of drafts.
         """
         candidates = []
         for number, proposal in enumerate(proposals):
@@ -93,15 +93,15 @@ class Allocation:
         return best
 
     def _cut(self, candidates: Sequence[tuple[float, int, int]], proposals: Sequence[Proposal]) -> tuple[int, float]:
-        """Returns how many of the drafts, best first, make the best speed, and that speed."""
+        """Returns how many of the drafts, best first, give the highest speed, and that speed."""
         num, plain_s, last = self.num, self.plain_s, len(candidates)
         self.draft_row_s = max(0.0, self._rows_s(num + NUM_MARGINAL) - plain_s) / NUM_MARGINAL
         best, num_taken = num / plain_s, 0
         rows = worth = attention_s = 0.0
         tokens = [1.0] * len(proposals)
-        """Expected of each proposal's sequence so far; `worth` is the sum of their logarithms."""
+        """Expected tokens of each proposal's sequence so far; `worth` is the sum of their logarithms."""
         idle = 1.0
-        """How likely it is that nobody drafts anything."""
+        """Probability that no sequence drafts anything."""
         asked: dict[str, list[int]] = {}
         """Drafter -> sequences, drafts, most drafts in a row."""
         bucket = bucket_of(num + 1)
@@ -142,6 +142,6 @@ class Allocation:
         return num_taken, best
 
     def _rows_s(self, rows: float) -> float:
-        """Returns the seconds of a step of so many rows."""
+        """Returns the seconds of a step with this many rows."""
         step_s = self.times.predict(rows, self.attention)
         return step_s if step_s > 0.0 else self.plain_s + self.attention.row_s * (rows - self.num)

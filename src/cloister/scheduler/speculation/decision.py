@@ -1,4 +1,4 @@
-"""What a sequence drafts in a step, and who decides it. Pure: no clock, no arrays, no content."""
+"""Draft decisions, and the protocol of what makes them. Pure: no clock, no arrays, no content."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cloister.types.step import Sample
 
 
 class DraftDecision(NamedTuple):
-    """What one sequence drafts in a step.
+    """The draft decision of one sequence for a step.
 
     Attributes:
-        drafter: by name; empty drafts nothing.
-        num_drafts: tokens at most.
-        parents: the shape of the tree; None leaves it to the drafter.
-        is_watched: the drafters are shown what the model says in this step.
+        drafter: name of the drafter; empty for no drafts.
+        num_drafts: maximum number of tokens.
+        parents: the shape of the tree; None lets the drafter choose.
+        is_watched: drafters observe the model's output of this step.
     """
 
     drafter: str = ""
@@ -32,12 +32,12 @@ NO_DRAFTS = DraftDecision()
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
-    """What the scheduler knows of a drafter.
+    """The scheduler's description of a drafter.
 
     Attributes:
-        max_drafts: tokens at most for one sequence.
-        shape: parents of the tree that it fills best first; None if it decides itself.
-        watches: it drafts only after steps that it was shown.
+        max_drafts: maximum number of tokens for one sequence.
+        shape: parents of its tree, filled best first; None if the drafter chooses.
+        watches: it can draft only after steps that it observed.
     """
 
     max_drafts: int
@@ -45,43 +45,43 @@ class DrafterLimits:
     watches: bool = True
 
     def choose(self, drafter: str, num_drafts: int) -> DraftDecision:
-        """Returns the choice of so many drafts, under this drafter's name."""
+        """Returns a decision for this many drafts of this drafter."""
         parents = None if self.shape is None else self.shape[:num_drafts]
         return DraftDecision(drafter, num_drafts, parents, self.watches)
 
 
 class Speculation(Protocol):
-    """Says how many tokens to draft."""
+    """Decides how many tokens to draft."""
 
     def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
-        """Returns a choice for each sequence that decodes in a step.
+        """Returns a decision for each sequence that decodes in a step.
 
         Args:
-            cost: what steps of the model cost, drafting aside.
-            size: what the step does without drafts: its decodes.
-            num_left: tokens that the step may still hold beside its decodes.
+            cost: cost model of steps, without drafting.
+            size: size of the step without drafts: its decodes.
+            num_left: tokens that still fit into the step in addition to its decodes.
         """
         ...
 
     def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None:
-        """Takes in what became of a choice."""
+        """Records the outcome of a decision."""
         ...
 
     def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
-        """Takes in what drafting took.
+        """Records the time of drafting.
 
         Args:
-            num_drafted: drafter -> (sequences that it was asked for, drafts that it was asked for).
-            draft_s: drafter -> seconds that it took.
+            num_drafted: drafter -> (number of sequences, number of requested drafts).
+            draft_s: drafter -> seconds.
         """
         ...
 
     def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
-        """Takes in what a step took that did nothing but decode.
+        """Records the time of a step that only decoded.
 
         Args:
-            size: what it did, drafts that were verified included.
-            num_drafted: drafts that were verified.
-            elapsed_s: time that it took, drafting aside.
+            size: its size, including verified drafts.
+            num_drafted: number of verified drafts.
+            elapsed_s: its time without drafting.
         """
         ...

@@ -1,4 +1,4 @@
-"""What it costs to ask a drafter. Pure: no clock."""
+"""Cost model of drafter calls. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Final
 from cloister.scheduler.budget import StepCost, StepSize
 
 STRIDE: Final = 16
-"""After so many calls every so many are taken in: the fit takes longer than a drafter's search."""
+"""After this many calls only every n-th is recorded: the fit takes longer than a drafter's search."""
 NUM_UNSURE: Final = 3
 MOST_RATIO: Final = 3.0
-"""After so many calls, one that takes so many times what is predicted was held up."""
+"""After this many calls, one that takes this multiple of the predicted time is an outlier."""
 NUM_BELIEVED: Final = 5
-"""So many of those in a row are believed, the shortest of them, and all that was learned is forgotten."""
+"""After this many outliers in a row the model is reset to the shortest of them."""
 _UNITS = StepSize(1e3, 1e6, 1e4)
-"""What `StepCost` counts as one, so that nothing explains a time better only because of its unit."""
+"""Units of `StepCost` features, so that the fit does not depend on units."""
 
 
 class DraftTimes:
-    """Seconds of one drafter: for each call, each draft in a row, each draft, and each sequence.
+    """Seconds of one drafter: per call, per draft in a row, per draft, and per sequence.
 
     A draft model runs once for each draft in a row, over all sequences; an n-gram search once for each sequence.
     """
@@ -27,19 +27,19 @@ class DraftTimes:
         self._cost = StepCost()
         self._num_calls = 0
         self._late_s: list[float] = []
-        """Of the calls that took too long, since the last one that did not."""
+        """Times of the outliers since the last normal call."""
         self.terms = (0.0, 0.0, 0.0, 0.0)
 
     @property
     def is_known(self) -> bool:
-        """A time was taken in."""
+        """Whether a time was recorded."""
         return self._num_calls > 0
 
     def learn(self, num_sequences: int, num_drafts: int, elapsed_s: float, most_s: float) -> None:
-        """Takes in what it took to ask for so many drafts, for so many sequences together.
+        """Records the time of a call for the given numbers of drafts and sequences.
 
         Args:
-            most_s: what is believed at most while little is known: a first call may prepare things, or be held up.
+            most_s: upper limit of early measurements: a first call may include initialisation or be an outlier.
         """
         self._num_calls += 1
         if num_sequences < 1:
@@ -62,11 +62,11 @@ class DraftTimes:
         self.terms = (call, in_row, each, sequence)
 
     def doubt(self, share: float) -> None:
-        """Believes less of what was learned, which is so much that nobody would ask again and find out."""
+        """Lowers an estimate that is so high that the drafter would never be called and measured again."""
         call, in_row, each, sequence = self.terms
         self.terms = (call * share, in_row * share, each * share, sequence * share)
 
     def predict(self, num_sequences: int, num_drafts: int, depth: int) -> float:
-        """Returns the seconds of one call, of `depth` drafts in a row at most; 0 before anything was learned."""
+        """Returns the predicted seconds of one call with at most `depth` drafts in a row; 0 before the first measurement."""
         call, in_row, each, sequence = self.terms
         return call + in_row * depth + each * num_drafts + sequence * num_sequences

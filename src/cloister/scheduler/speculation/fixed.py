@@ -1,4 +1,4 @@
-"""The same number of drafts for everybody, whatever they bring: for tests, measurements, and who knows better. Pure."""
+"""A fixed number of drafts for every sequence, regardless of acceptance: for tests, benchmarks and manual tuning. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cloister.types.step import Sample
 
 
 class FixedSpeculation:
-    """Always asks one drafter for the same number of tokens (protocol `Speculation`); learns nothing.
+    """Always requests the same number of tokens from one drafter (protocol `Speculation`); learns nothing.
 
     Args:
-        drafter: by name.
-        num_drafts: tokens for one sequence, as far as the drafter's limits and the step allow.
+        drafter: its name.
+        num_drafts: tokens for one sequence, within the limits of the drafter and the step.
     """
 
     def __init__(self, drafter: str, num_drafts: int, limits: DrafterLimits) -> None:
@@ -26,7 +26,7 @@ class FixedSpeculation:
         ]
 
     def choose(self, sequences: Sequence[SequenceRecord], cost: StepCost, size: StepSize, num_left: int) -> list[DraftDecision]:
-        """Returns that many drafts for each sequence; the last ones go short where the step is full."""
+        """Returns this number of drafts for each sequence; the last sequences get fewer if the step is full."""
         choices = []
         for _ in sequences:
             num = min(self._num_drafts, max(0, num_left))

@@ -1,4 +1,4 @@
-"""What is kept of one sequence that may draft: counts, and the time that it may spend on what may not pay. Pure."""
+"""Statistics of one sequence for speculation: counts, and its exploration budget. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from cloister.scheduler.speculation.decision import DraftDecision
 
 WATCHED: Final = DraftDecision(is_watched=True)
 TRIAL_SHARE: Final = 0.008
-"""Of a sequence's time that may go into drafts that are expected to lose: a sequence that gains nothing is 0.8% slower."""
+"""Exploration budget: share of a sequence's time for drafts that are expected to lose. A sequence that gains nothing is 0.8%
+slower."""
 MOST_SAVED: Final = 1.0
-"""Steps' time that a sequence saves for trials at most."""
+"""Upper limit of the time saved for trials, in steps."""
 MOST_UNPROVEN: Final = 0.4
-"""Of a sequence's part of a step's time: what its drafts may take before the first one is accepted."""
+"""Time that a sequence's drafts may take before the first one is accepted, relative to its share of a step's time."""
 
 
 @dataclass(slots=True)
 class SequenceStats:
-    """One sequence.
+    """Statistics of one sequence.
 
     Attributes:
         rates: by drafter.
-        is_proven: a draft was accepted, or the prior is what others' drafts were worth.
-        decision: in force; the step that ends a prompt is shown to drafters.
-        saved_s: time for trials.
-        unproven_s: time that drafts took while none was accepted.
+        is_proven: a draft was accepted, or the prior comes from other requests.
+        decision: decision in force; drafters observe the step that ends a prompt.
+        saved_s: time saved for trials.
+        unproven_s: time of drafts while none was accepted.
         trial: the drafter on trial in the next step, for `trial_size` drafts.
-        was_longer: the last trial was of more drafts of the same drafter.
+        was_longer: the last trial was for more drafts of the same drafter.
         last_asked: drafter -> step of its last trial or use.
     """
 
@@ -43,21 +44,21 @@ class SequenceStats:
     last_asked: dict[str, int] = field(default_factory=dict)
 
     def pass_time(self, took_s: float, plain_s: float) -> None:
-        """Saves for trials.
+        """Adds to the time saved for trials.
 
         Args:
-            took_s: this sequence's part of the time that passed.
-            plain_s: of a step without drafts.
+            took_s: this sequence's share of the elapsed time.
+            plain_s: time of a step without drafts.
         """
         self.saved_s = min(self.saved_s + TRIAL_SHARE * took_s, MOST_SAVED * plain_s)
         self.unproven_s = max(0.0, self.unproven_s - TRIAL_SHARE * took_s)
 
     def bound(self, most: int, share_s: float, row_s: float) -> int:
-        """Returns how many of `most` drafts this sequence can bear to lose.
+        """Returns how many of `most` drafts this sequence can afford to lose.
 
         Args:
-            share_s: its part of a step without drafts.
-            row_s: what a draft takes.
+            share_s: its share of a step without drafts.
+            row_s: seconds of a draft.
         """
         if self.is_proven:
             return most

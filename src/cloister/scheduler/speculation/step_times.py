@@ -1,9 +1,9 @@
 """Seconds of a decode step by its number of rows, beside the linear `StepCost`. Pure: no clock.
 
 A step's time is far from linear in its rows where speculation matters. A matrix unit works on 16 rows at once, so 5 rows may
-cost as much as 16, a 17th a leap, and 4 more than 5, where another kernel takes over. So steps that only decode are measured
-by rows, each with the attention that it had; `StepCost` says what more or less attention costs, and what rows cost beyond
-those that were measured.
+cost as much as 16, a 17th adds a jump, and 4 may cost more than 5 if another kernel takes over. So the times of steps that only
+decode are measured by rows, each with its attention. `StepCost` gives the cost of more or less attention, and of rows beyond
+those measured.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Final
 from cloister.scheduler.budget import StepCost, StepSize
 
 LEAST_WEIGHT: Final = 0.03
-"""Of a new time in the mean of a bucket that was measured often: about 30 steps are remembered."""
+"""Weight of a new time in the mean of a bucket with many measurements: about 30 steps are remembered."""
 NUM_SURE: Final = 64
 STRIDE: Final = 4
-"""After so many times of a bucket only every so many steps are taken in, since learning costs processor time."""
+"""After this many measurements of a bucket only every n-th step is recorded, because learning costs CPU time."""
 FIRST_RATIO: Final = 2.5
-"""By what ratio the first time of a bucket may differ from what was predicted for it."""
+"""Largest ratio between the first time of a bucket and its prediction."""
 NUM_FIRST: Final = 4
-"""Of so many first times the shortest is believed: other programs slow steps down and speed none up."""
+"""The shortest of this many first times is used: other programs only slow steps down."""
 UP: Final = 1.1
-"""By what ratio another time may be longer."""
+"""Largest ratio of any further time."""
 LEAST_RATIO: Final = 0.25
-"""What less attention leaves of a time at least."""
+"""Lower limit of the factor by which less attention reduces a time."""
 
 _WIDTHS = ((16, 1), (32, 2), (64, 4), (1 << 30, 8))
 
 
 def bucket_of(rows: int) -> int:
-    """Returns the most rows that are measured together with these: single ones to 16, then 2, 4 and 8 at once."""
+    """Returns the upper bound of the bucket for this number of rows: width 1 up to 16, then 2, 4 and 8."""
     for most, width in _WIDTHS:
         if rows <= most:
             return -(-rows // width) * width
@@ -41,10 +41,10 @@ def bucket_of(rows: int) -> int:
 
 @dataclass(slots=True)
 class Point:
-    """One bucket.
+    """One bucket of row counts.
 
     Attributes:
-        time_s: of a step of the bucket's most rows, with this attention.
+        time_s: seconds of a step with the bucket's largest number of rows, with this attention.
         attended, read: as in `StepSize`.
     """
 
@@ -55,13 +55,13 @@ class Point:
 
 
 class AttentionCost:
-    """What attention costs now.
+    """The current cost of attention.
 
     Attributes:
-        attended, read: of the step that is asked about, without drafts.
-        row_s: seconds of a row, where nothing better is known.
+        attended, read: of the step to predict, without drafts.
+        row_s: seconds of a row, as a fallback.
         key_s, read_s: seconds of a key attended, and of a key read.
-        context: keys that one draft more attends to.
+        context: keys that one more draft attends to.
     """
 
     __slots__ = ("attended", "context", "key_s", "num", "read", "read_s", "row_s")
@@ -72,17 +72,17 @@ class AttentionCost:
         self.context = self.attended / self.num if self.num else 0.0
 
     def move(self, point: Point, rows: float) -> float:
-        """Returns a bucket's time with the attention of a step of so many rows."""
+        """Returns a bucket's time, adjusted to the attention of a step with this many rows."""
         more = rows - self.num
         attended, read = self.attended + more * self.context - point.attended, self.read + more - point.read
         return max(point.time_s + self.key_s * attended + self.read_s * read, LEAST_RATIO * point.time_s)
 
 
 class StepTimes:
-    """Seconds of decode steps by rows, as far as they were measured.
+    """Measured seconds of decode steps by rows.
 
     Args:
-        plain: the same without drafts, for steps that verify drafts: what predicts rows that were not measured.
+        plain: the same for steps without drafts; predicts rows that were not measured with drafts.
     """
 
     def __init__(self, plain: StepTimes | None = None) -> None:
@@ -97,7 +97,7 @@ class StepTimes:
         return self._rows[-1] if self._rows else 0
 
     def is_known(self, rows: int) -> bool:
-        """True if such a step was measured."""
+        """True if a step with this many rows was measured."""
         return self._find(rows) is not None
 
     def _find(self, rows: int) -> Point | None:
@@ -106,7 +106,7 @@ class StepTimes:
         return self._points[place] if place < len(self._rows) and self._rows[place] == key else None
 
     def learn(self, size: StepSize, elapsed_s: float, cost: StepCost) -> None:
-        """Takes in one measured step; one that took no time says nothing."""
+        """Records one measured step; steps of zero time are ignored."""
         if elapsed_s <= 0.0:
             return
         self._num_steps += 1
@@ -134,13 +134,13 @@ class StepTimes:
         point.read += weight * (attention.read - point.read)
 
     def doubt(self, share: float) -> None:
-        """Believes less of what was measured only a few times, and may have been held up each time."""
+        """Lowers estimates with few measurements, which may all be outliers."""
         for point in self._points:
             if point.num_times < NUM_FIRST:
                 point.time_s *= share
 
     def predict(self, rows: float, attention: AttentionCost) -> float:
-        """Returns the seconds of a step of so many rows, drafts among them; 0 if nothing was measured."""
+        """Returns the predicted seconds of a step with this many rows, including drafts; 0 if nothing was measured."""
         known, plain = self._rows, self._plain
         if plain is None or not plain.most_rows:
             return self._interpolate(rows, attention)
@@ -150,12 +150,12 @@ class StepTimes:
         end = max(known[0], min(known[-1], rows))
         if end == rows:
             return time_s
-        # Beyond what was measured, rows cost what they cost without drafts, and drafting as much more as at the last ones.
+        # Beyond the measured rows, use the cost without drafts plus the extra cost of drafts at the largest measured rows.
         extra_s = self._interpolate(end, attention) - plain.predict(end, attention)
         return max(plain.predict(rows, attention) + extra_s, 0.5 * time_s)
 
     def _interpolate(self, rows: float, attention: AttentionCost) -> float:
-        """Returns the seconds of so many rows from those that were measured; 0 if nothing was."""
+        """Interpolates the seconds of this many rows from measurements; 0 if there are none."""
         known, points = self._rows, self._points
         if not known:
             return 0.0

@@ -1,4 +1,4 @@
-"""Batches: requests, status and input lines, and the runner that works through them behind interactive requests."""
+"""Batches: requests, status and input lines, and a runner that processes them with lower priority than interactive requests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from cloister.types.errors import CloisterError, InvalidRequestError, NotFoundEr
 from cloister.types.logs import describe
 
 WINDOW_S: Final = 24 * 3600
-"""How long a batch may take; lines that were not answered until then are told so."""
+"""Deadline of a batch; lines without an answer by then get an error."""
 MAX_LINES: Final = 50_000
 MAX_MISTAKES: Final = 20
-"""Lines at fault that are named."""
+"""Maximum number of invalid lines that are reported."""
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
@@ -55,7 +55,7 @@ class BatchLine(Strict):
 
 
 class Mistake(msgspec.Struct):
-    """What is wrong with an input."""
+    """An error in an input."""
 
     code: str
     message: str
@@ -64,13 +64,13 @@ class Mistake(msgspec.Struct):
 
 
 class Batch(Kept, kw_only=True):
-    """A batch and how far it came.
+    """A batch and its progress.
 
     Attributes:
-        key: digest of the API key that it was made with, hex; None without keys.
-        output_id, error_id: of the files that its answers and its errors go to.
-        ended_at: when it came to its status, if that is an end.
-        has_output, has_errors: the files are there.
+        key: digest of its API key, hex; None without keys.
+        output_id, error_id: ids of the files for its answers and errors.
+        ended_at: time of its final status.
+        has_output, has_errors: whether the files exist.
     """
 
     endpoint: str
@@ -93,7 +93,7 @@ class Batch(Kept, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch. Its text says nothing of content."""
+    """One request of a batch. Its repr omits content."""
 
     custom_id: str
     body: bytes
@@ -103,7 +103,7 @@ class Line:
 
 
 def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[Mistake]]:
-    """Returns the requests of an input, and what is wrong with it; with any mistake, none of it may run."""
+    """Returns the requests of an input, and its errors; with any error, none of it may run."""
     lines: list[Line] = []
     mistakes: list[Mistake] = []
     seen: set[str] = set()
@@ -140,7 +140,7 @@ def _read_line(raw: bytes, endpoint: str, seen: set[str]) -> Line:
 
 
 def describe_batch(batch: Batch) -> dict[str, Any]:
-    """Returns a batch as the OpenAI API shows it."""
+    """Returns a batch in the format of the OpenAI API."""
     ends: Mapping[str, int | None] = {status: batch.ended_at if batch.status == status else None for status in ENDED}
     return {
         "id": batch.id,
@@ -175,13 +175,13 @@ class _Done(msgspec.Struct):
     custom_id: str
 
 
-# Runs batches a few lines at a time, behind interactive requests, and resumes after a restart.
+# Runs batches a few lines at a time, with lower priority than interactive requests, and resumes after a restart.
 
 
 SIDE_BY_SIDE: Final = 4
-"""Lines of one batch that are answered at once."""
+"""Lines of one batch that are processed concurrently."""
 MAX_RUNNING: Final = 2
-"""Batches of one owner that run at once; the owner's others wait for their turn."""
+"""Concurrent batches of one owner; the owner's others wait."""
 RETRY_S: Final = 1.0
 MOST_RETRY_S: Final = 30.0
 SWEEP_S: Final = 600.0
@@ -194,7 +194,7 @@ class BatchRunner:
     """The batches of one server. Used from its event loop.
 
     Args:
-        app: takes requests that have their admission already.
+        app: application for requests that are already admitted.
     """
 
     def __init__(self, files: FileStore, batches: Shelf[Batch], gate: Gate, app: ASGIApp) -> None:
@@ -208,7 +208,7 @@ class BatchRunner:
         self._loop = asyncio.get_running_loop()
 
     def begin(self) -> None:
-        """Goes on with batches that a server before this one did not end."""
+        """Resumes batches that an earlier server did not finish."""
         for batch in self._batches.all():
             if batch.status not in ENDED:
                 self.start(batch)
@@ -220,22 +220,22 @@ class BatchRunner:
         self._tasks[batch.id].add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     def start_from_thread(self, batch: Batch) -> None:
-        """As `start`, from any thread: a batch that was made runs, whoever still waits for the word of it."""
+        """Like `start`, from any thread: a stored batch runs even if its client has disconnected."""
         self._loop.call_soon_threadsafe(self.start, batch)
 
     async def cancel(self, batch: Batch) -> None:
-        """Ends a batch; what was answered stays."""
+        """Cancels a batch; finished answers are kept."""
         if batch.status in ENDED:
             return
         batch.status, batch.cancelling_at = "cancelling", self._batches.now()
         if (task := self._tasks.get(batch.id)) is not None:
             task.cancel()
             await asyncio.wait([task])
-        if batch.status == "cancelling":  # its task was not there, or had not begun
+        if batch.status == "cancelling":  # its task did not exist, or had not begun
             await self._end(batch, self._owner_of(batch), "cancelled")
 
     async def close(self) -> None:
-        """Stops; batches that run go on with the next server."""
+        """Stops; running batches resume on the next server."""
         tasks = [*self._tasks.values(), *([self._sweeper] if self._sweeper is not None else [])]
         for task in tasks:
             task.cancel()
@@ -275,7 +275,7 @@ class BatchRunner:
         failed = done_ids(await asyncio.to_thread(self._files.lines, batch.error_id, owner))
         batch.num_completed, batch.num_failed = len(answered), len(failed)
         left = iter([line for line in lines if line.custom_id not in answered | failed])
-        lock = asyncio.Lock()  # results are written one after the other
+        lock = asyncio.Lock()  # results are written sequentially
         try:
             async with asyncio.timeout(max(0, batch.completes_by - self._batches.now())), asyncio.TaskGroup() as group:
                 for _ in range(SIDE_BY_SIDE):
@@ -289,7 +289,7 @@ class BatchRunner:
 
     def _read(self, batch: Batch, owner: Owner) -> list[Line]:
         stored = self._files.shelf.find(batch.input_file_id, owner)
-        with noting(IgnoredFields(is_strict=False)):  # they were taken when the batch was made
+        with noting(IgnoredFields(is_strict=False)):  # they were accepted when the batch was created
             lines, mistakes = read_lines(self._files.content(stored, owner), batch.endpoint)
         if mistakes:
             raise CloisterError(mistakes[0].message, code=mistakes[0].code)
@@ -302,7 +302,7 @@ class BatchRunner:
                 await self._write(batch, owner, line, reply)
 
     async def _answer(self, batch: Batch, line: Line) -> RouteReply:
-        """Asks until there is an answer, or an error that stays one; the batch's deadline ends it."""
+        """Retries until there is an answer or a permanent error, up to the batch's deadline."""
         wait_s = RETRY_S
         while True:
             admission = self._admit(batch)
@@ -334,7 +334,7 @@ class BatchRunner:
                 await self._append(batch, owner, False, line, {"response": None, "error": told})
 
     async def _append(self, batch: Batch, owner: Owner, is_answer: bool, line: Line, result: dict[str, Any]) -> None:
-        """Writes a line's one result. It counts when it is on the disk; a cancelled batch waits until it is."""
+        """Writes a line's result. It counts once it is on the disk; a cancelled batch waits for that."""
         record = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id, **result}
         place = batch.num_completed if is_answer else batch.num_failed
         file_id = batch.output_id if is_answer else batch.error_id
@@ -351,7 +351,7 @@ class BatchRunner:
                     batch.num_failed += 1
 
     async def _end(self, batch: Batch, owner: Owner | None, status: Status) -> None:
-        """Makes files of the results and says how the batch ended. Where the disk refuses, the next server comes to the end."""
+        """Creates files of the results and sets the batch's final status. If the disk fails, the next server finishes it."""
         try:
             if owner is not None:
                 batch.has_output = await asyncio.to_thread(self._publish, owner, batch.output_id, f"{batch.id}_output.jsonl")

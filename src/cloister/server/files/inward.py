@@ -1,4 +1,4 @@
-"""Requests that the server makes to itself, under the same routes, limits and counts as external ones."""
+"""Requests that the server sends to itself, with the same routes, limits and counts as external ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cloister.policy.gate import Admission
 
 @dataclass(frozen=True, slots=True)
 class RouteReply:
-    """What a route answered. Its text says nothing of content."""
+    """A route's reply. Its repr omits content."""
 
     status: int
     headers: dict[str, str]
@@ -24,7 +24,7 @@ class RouteReply:
 
 
 async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> RouteReply:
-    """Posts JSON to a route of this server, on somebody's behalf. Cancelling it cancels the request."""
+    """Posts JSON to a route of this server on behalf of a user. Cancelling it cancels the request."""
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -56,6 +56,6 @@ async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> Ro
 
 
 async def _never() -> NoReturn:
-    """Waits until it is cancelled: whoever asks is not gone while the server runs."""
+    """Waits until cancelled: the requester never disconnects while the server runs."""
     await asyncio.Event().wait()
     raise AssertionError

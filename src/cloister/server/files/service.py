@@ -33,10 +33,10 @@ class FileService:
 
     @classmethod
     def open(cls, config: ServerConfig, gate: Gate) -> FileService | None:
-        """Opens the directory that the settings name; None where they name none.
+        """Opens the directory from the settings; None if unset.
 
         Raises:
-            ConfigError: it cannot be used, or owners cannot be told apart.
+            ConfigError: it cannot be used, or owners cannot be distinguished.
             PolicyError: the profile refuses to keep anything.
         """
         if config.files is None:
@@ -46,7 +46,7 @@ class FileService:
             raise ConfigError("a sealed node keeps nothing; leave `files` out", param="files")
         if not gate.tells_owners:
             raise ConfigError(
-                "`files` needs API keys here, since nobody can be told apart without: make one with `cloister keys add NAME`,"
+                "`files` needs API keys here, to distinguish users: make one with `cloister keys add NAME`,"
                 " then --api-keys FILE",
                 param="files",
             )
@@ -70,7 +70,7 @@ class FileService:
         """Returns whose files a request may see.
 
         Raises:
-            PolicyError: it came with a token of an issuer, whose people keep nothing.
+            PolicyError: it came with an issuer's token, whose users cannot store files.
         """
         if admission.owner is None:
             raise PolicyError("Files are kept for API keys alone; a token of the issuer has none.")
@@ -78,21 +78,21 @@ class FileService:
 
     @property
     def runner(self) -> BatchRunner:
-        """What runs the batches."""
+        """The batch runner."""
         assert self._runner is not None, "`begin` comes first"
         return self._runner
 
     def begin(self, app: ASGIApp) -> None:
-        """Begins to run batches, those of a server before this one first. Needs the server's event loop.
+        """Starts to run batches, those of an earlier server first. Needs the server's event loop.
 
         Args:
-            app: takes requests that have their admission already.
+            app: application for requests that are already admitted.
         """
         self._runner = BatchRunner(self.store, self.batches, self._gate, app)
         self._runner.begin()
 
     def close(self) -> None:
-        """Lets another server have the directory; the tasks of this one's loop are over."""
+        """Releases the directory to another server; the tasks of this one's loop have ended."""
         self._vault.close()
 
 
@@ -101,7 +101,7 @@ def require(files: FileService | None, gate: Gate) -> FileService:
 
     Raises:
         PolicyError: the profile refuses to keep anything.
-        NotFoundError: there is none.
+        NotFoundError: there is no store.
     """
     gate.policy.check({"files": Use(True, "the request")})
     if files is None:
@@ -116,13 +116,13 @@ def require(files: FileService | None, gate: Gate) -> FileService:
 
 MAX_PARTS: Final = 16
 MAX_HEAD_BYTES: Final = 4096
-"""Of one part's headers: reading them takes time with the square of their length."""
+"""Size limit of one part's headers: parsing time grows with the square of their length."""
 _MAX_BOUNDARY: Final = 70
 
 
 @dataclass(frozen=True, slots=True)
 class FormPart:
-    """One part of a form. Its text says nothing of content."""
+    """One part of a form. Its repr omits content."""
 
     data: bytes
     filename: str | None
@@ -132,10 +132,10 @@ class FormPart:
 
 
 def read_form(content_type: str, body: bytes) -> Mapping[str, FormPart]:
-    """Returns the parts of a form by their names; of two with one name, the last.
+    """Returns the parts of a form by name; the last one of equal names.
 
     Raises:
-        InvalidRequestError: it is no form.
+        InvalidRequestError: the body is not a form.
     """
     boundary = _boundary(content_type)
     _, *pieces = (b"\r\n" + body).split(b"\r\n--" + boundary, MAX_PARTS + 1)
@@ -159,7 +159,7 @@ def _read_part(piece: bytes) -> tuple[str, FormPart]:
     head, separator, data = piece.lstrip(b" \t").partition(b"\r\n\r\n")
     if len(head) > MAX_HEAD_BYTES:
         raise invalid(f"A part of the form has more than {MAX_HEAD_BYTES} bytes of headers.", code="invalid_form")
-    # Names are UTF-8 as they stand (RFC 7578, 5.1).
+    # Names are plain UTF-8 (RFC 7578, 5.1).
     headers = HeaderParser().parsestr(head.removeprefix(b"\r\n").decode(errors="replace"))
     name = headers.get_param("name", header="content-disposition")
     if not separator or not isinstance(name, str):

@@ -20,16 +20,16 @@ from cloister.types.errors import NotFoundError
 
 
 MAX_OBJECTS: Final = 1_000
-"""Of each kind, for each owner."""
+"""Most objects of each kind, for each owner."""
 
 _META: Final = ".meta"
 
 
 class Kept(msgspec.Struct, kw_only=True):
-    """What all things that are kept have in common.
+    """Common fields of all stored objects.
 
     Attributes:
-        owner: tag of whose it is, worked out from a secret that no name leads to.
+        owner: owner's tag, derived from a secret, not from a name.
     """
 
     id: str
@@ -43,11 +43,11 @@ K = TypeVar("K", bound=Kept)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose something is.
+    """The owner of stored objects.
 
     Attributes:
-        tag: says which things are the owner's.
-        key: of their contents.
+        tag: identifies the owner's objects.
+        key: encryption key of their contents.
     """
 
     tag: str
@@ -55,12 +55,12 @@ class Owner:
 
     @classmethod
     def of(cls, vault: Vault, secret: bytes) -> Owner:
-        """Returns the owner who has a secret (`Admission.owner`)."""
+        """Returns the owner with this secret (`Admission.owner`)."""
         return cls(vault.derive(b"tag\0" + secret).hex()[:32], vault.derive(b"content\0" + secret))
 
 
 class Shelf(Generic[K]):
-    """Everything of one kind: held in memory, and sealed on disk.
+    """All records of one kind: in memory, and encrypted on disk.
 
     Args:
         prefix: of ids, such as "file-".
@@ -82,30 +82,30 @@ class Shelf(Generic[K]):
                     self._kept[kept.id] = kept
 
     def new_id(self) -> str:
-        """Returns an id with nothing in it."""
+        """Returns a random id."""
         return f"{self._prefix}{secrets.token_hex(16)}"
 
     def now(self) -> int:
         return int(self._clock())
 
     def put(self, kept: K) -> None:
-        """Keeps something, or what became of it.
+        """Stores a new or updated object.
 
         Raises:
-            StorageFullError: there is no room.
+            StorageFullError: there is no space.
         """
         with self._lock:
             if kept.id not in self._kept and sum(each.owner == kept.owner for each in self._kept.values()) >= MAX_OBJECTS:
-                raise StorageFullError(f"Nobody may keep more than {MAX_OBJECTS}; delete some, or wait until they expire.")
+                raise StorageFullError(f"An owner may keep at most {MAX_OBJECTS}; delete some, or wait until they expire.")
         self._vault.replace(kept.id + _META, self._key, msgspec.json.encode(kept), is_small=True)
         with self._lock:
             self._kept[kept.id] = kept
 
     def find(self, kept_id: str, owner: Owner) -> K:
-        """Returns what an owner keeps under an id.
+        """Returns an owner's object by id.
 
         Raises:
-            NotFoundError: there is no such thing, or it is another's.
+            NotFoundError: it does not exist, or belongs to another owner.
         """
         kept = self._kept.get(kept_id)
         if kept is None or not self._is_there(kept) or not secrets.compare_digest(kept.owner, owner.tag):
@@ -113,24 +113,24 @@ class Shelf(Generic[K]):
         return kept
 
     def of(self, owner: Owner) -> list[K]:
-        """Returns all that an owner keeps, the newest first."""
+        """Returns all objects of an owner, newest first."""
         with self._lock:
             found = [kept for kept in self._kept.values() if kept.owner == owner.tag and self._is_there(kept)]
         return sorted(found, key=lambda kept: (-kept.created_at, kept.id))
 
     def all(self) -> list[K]:
-        """Returns what everybody keeps."""
+        """Returns the objects of all owners."""
         with self._lock:
             return list(self._kept.values())
 
     def remove(self, kept_id: str) -> None:
-        """Forgets something."""
+        """Deletes an object."""
         with self._lock:
             self._kept.pop(kept_id, None)
         self._vault.remove(kept_id + _META)
 
     def expired(self) -> list[str]:
-        """Returns the ids of what has had its time."""
+        """Returns the ids of expired objects."""
         with self._lock:
             return [kept.id for kept in self._kept.values() if not self._is_there(kept)]
 
@@ -139,21 +139,21 @@ class Shelf(Generic[K]):
 
 
 def page(items: Sequence[K], limit: int, after: str | None) -> tuple[list[K], bool]:
-    """Returns the items that follow the one called `after`, `limit` at most, and whether there are more."""
+    """Returns at most `limit` items after the one with id `after`, and whether there are more."""
     ids = [item.id for item in items]
     start = ids.index(after) + 1 if after in ids else 0
     return list(items[start : start + limit]), start + limit < len(items)
 
 
 LIFETIME_S: Final = 30 * 24 * 3600
-"""How long a file or batch stays; a client may want less."""
+"""Lifetime of a file or batch; a client may request less."""
 
 _DATA: Final = ".data"
 _ID: Final = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
 
 
 class StoredFile(Kept, kw_only=True):
-    """What is known of a file beside its content."""
+    """Metadata of a file."""
 
     filename: str
     purpose: Literal["batch", "batch_output"]
@@ -164,8 +164,8 @@ class FileStore:
     """The files of all owners.
 
     Args:
-        most_each_bytes: what the files of one owner may take, those included that are being written, so that others find
-            room; None for as much as there is.
+        most_each_bytes: size limit for the files of one owner, including those being written, so that others find space; None
+            for no limit.
     """
 
     def __init__(self, vault: Vault, clock: Callable[[], float] = time.time, *, most_each_bytes: int | None = None) -> None:
@@ -173,13 +173,13 @@ class FileStore:
         self._most_each_bytes = most_each_bytes
         self.shelf = Shelf(vault, StoredFile, "file-", clock)
         self._lock = threading.Lock()
-        self._unfinished: dict[str, tuple[str, int]] = {}  # id of what is no file yet -> tag of its owner, bytes
+        self._unfinished: dict[str, tuple[str, int]] = {}  # id of an unfinished file -> tag of its owner, bytes
 
     def create(self, owner: Owner, filename: str, content: bytes, lifetime_s: int = LIFETIME_S) -> StoredFile:
-        """Keeps a file that came whole.
+        """Stores a complete file.
 
         Raises:
-            StorageFullError: there is no room; nothing is kept.
+            StorageFullError: there is no space; nothing is stored.
         """
         file_id, now = self.shelf.new_id(), self.shelf.now()
         with self._reserving(owner, file_id, len(content)):
@@ -196,7 +196,7 @@ class FileStore:
         return self._put(stored)
 
     def publish(self, owner: Owner, file_id: str, filename: str, num_bytes: int) -> StoredFile:
-        """Makes a file of what was appended under an id."""
+        """Creates a file from the data appended under an id."""
         now = self.shelf.now()
         stored = StoredFile(
             id=file_id,
@@ -217,12 +217,12 @@ class FileStore:
                 self.vault.remove(stored.id + _DATA)
                 self._finish(stored.id)
             raise
-        self._finish(stored.id)  # from here on the shelf counts it
+        self._finish(stored.id)  # from here on the store counts it
         return stored
 
     @contextmanager
     def _reserving(self, owner: Owner, file_id: str, num_bytes: int) -> Iterator[None]:
-        """Counts bytes against their owner's share before they are written, unless the block fails.
+        """Charges bytes to their owner's share before they are written; reverted if the block fails.
 
         Raises:
             StorageFullError: the share is used up.
@@ -255,15 +255,15 @@ class FileStore:
         """Returns a file's content.
 
         Raises:
-            DamagedError: it was changed by others.
+            DamagedError: the file was tampered with.
         """
         content = b"".join(self.vault.read(stored.id + _DATA, owner.key))
-        if len(content) != stored.bytes:  # a row of records may lack its end
+        if len(content) != stored.bytes:  # the last records may be missing
             raise DamagedError
         return content
 
     def lines(self, file_id: str, owner: Owner) -> list[bytes]:
-        """Returns what was appended under an id so far, so that more can follow. It counts against the owner's share."""
+        """Returns the data appended under an id so far, so that more can follow. It counts against the owner's share."""
         records = self.vault.mend(file_id + _DATA, owner.key)
         with self._lock:
             self._unfinished.pop(file_id, None)
@@ -271,7 +271,7 @@ class FileStore:
         return records
 
     def append(self, file_id: str, owner: Owner, number: int, line: bytes) -> None:
-        """Adds a line to what becomes a file later; errors as in `create`, and what was there stays."""
+        """Appends a line to an unfinished file; errors as in `create`, after which existing data is kept."""
         record = line + b"\n"
         with self._reserving(owner, file_id, len(record)):
             self.vault.append(file_id + _DATA, owner.key, number, record)
@@ -288,10 +288,10 @@ class FileStore:
             self.remove(file_id)
 
     def tidy(self, in_work: Iterable[str]) -> None:
-        """Removes what a server that ended in the middle left behind; only while nothing is written.
+        """Removes data that an interrupted server left behind; only while nothing is written.
 
         Args:
-            in_work: ids of contents that become files later.
+            in_work: ids of unfinished files.
         """
         known = {kept.id for kept in self.shelf.all()} | set(in_work)
         for name in self.vault.names():

@@ -1,8 +1,8 @@
 """A directory of encrypted, authenticated records: unreadable without the key, and tampering is detected.
 
-A file is a row of records, each AES-256-GCM (NIST SP 800-38D) under a random nonce: 4 bytes of length (big-endian), 12 of
-nonce, the ciphertext. The file's name and the record's number are authenticated with it, so that no record can be moved, left
-out before another, or put into another file. A last record that was cut short, by a crash or a full disk, counts as never
+A file is a sequence of records, each AES-256-GCM (NIST SP 800-38D) under a random nonce: 4 bytes of length (big-endian), 12 of
+nonce, the ciphertext. The file's name and the record's number are authenticated with it, so that no record can be moved,
+omitted before another, or put into another file. A truncated last record, after a crash or a full disk, counts as never
 written.
 """
 
@@ -30,14 +30,14 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StorageFullError(CloisterError):
-    """There is no room for what should be kept (RFC 4918, 11.5)."""
+    """There is no space to store the data (RFC 4918, 11.5)."""
 
     code = "storage_full"
     status = 507
 
 
 class DamagedError(CloisterError):
-    """What was kept was changed by others, or is kept under another key."""
+    """Stored data was tampered with, or is encrypted under another key."""
 
     code = "damaged_file"
     status = 500
@@ -50,9 +50,9 @@ class Vault:
     """One directory, in use by one server at a time. Its methods may be called from any thread.
 
     Args:
-        path: the directory; it is made (0700) if it is not there.
+        path: the directory; created (0700) if it does not exist.
         key: 32 bytes.
-        most_bytes: what all files together may take.
+        most_bytes: size limit of all files together.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -77,7 +77,7 @@ class Vault:
             raise ConfigError(f"the directory {path} cannot be used for files: {error.strerror}", param="files") from None
 
     def close(self) -> None:
-        """Lets another server have the directory."""
+        """Releases the directory to another server."""
         if self._directory >= 0:
             os.close(self._directory)
             self._directory = -1
@@ -88,14 +88,14 @@ class Vault:
             return list(self._sizes)
 
     def derive(self, purpose: bytes) -> bytes:
-        """Returns a key of 32 bytes for one purpose, from the vault's own."""
+        """Derives a key of 32 bytes for one purpose from the vault's key."""
         return hmac.digest(self._key, b"cloister/files/1\0" + purpose, "sha256")
 
     def read(self, name: str, key: bytes) -> Iterator[bytes]:
-        """Yields the records of a file; none for a file that is not there.
+        """Yields the records of a file; none if it does not exist.
 
         Raises:
-            DamagedError: one was changed, or sealed under another key.
+            DamagedError: a record was changed, or encrypted under another key.
         """
         try:
             data = (self._path / name).read_bytes()
@@ -111,13 +111,13 @@ class Vault:
             place, number = end, number + 1
 
     def replace(self, name: str, key: bytes, record: bytes, *, is_small: bool = False) -> None:
-        """Writes a file of one record, all of it or nothing; it is on the disk afterwards.
+        """Writes a file of one record atomically and durably.
 
         Args:
-            is_small: there is room for it while the disk has some: what became of a batch must not be lost for want of it.
+            is_small: exempt from the limit while the disk has space: a batch's status must not be lost.
 
         Raises:
-            StorageFullError: there is no room.
+            StorageFullError: there is no space.
         """
         sealed = _seal(key, name, 0, record)
         draft = self._path / f".{name}"
@@ -136,10 +136,10 @@ class Vault:
             self._sizes[name] = len(sealed)
 
     def append(self, name: str, key: bytes, number: int, record: bytes) -> None:
-        """Adds record `number` to a file that has as many already; it is on the disk afterwards. One caller a file.
+        """Appends record `number` durably to a file with that many records. One caller per file.
 
         Raises:
-            StorageFullError: there is no room, and the file is as it was.
+            StorageFullError: there is no space; the file is unchanged.
         """
         sealed = _seal(key, name, number, record)
         self._make_room(len(sealed))
@@ -157,7 +157,7 @@ class Vault:
             self._sizes[name] = size + len(sealed)
 
     def mend(self, name: str, key: bytes) -> list[bytes]:
-        """Returns the records of a file, and forgets a last one that was cut short, so that others can follow."""
+        """Returns the records of a file, and removes a truncated last one, so that others can follow."""
         records = list(self.read(name, key))
         with self._lock:
             if name in self._sizes:
@@ -165,7 +165,7 @@ class Vault:
         return records
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file, if it exists."""
         with self._lock:
             self._sizes.pop(name, None)
         (self._path / name).unlink(missing_ok=True)
@@ -178,7 +178,7 @@ class Vault:
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """Says in words why the disk refuses."""
+    """Describes a disk error."""
     try:
         yield
     except OSError as error:
@@ -199,10 +199,10 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def read_key(path: Path) -> bytes:
-    """Returns the key in a file, which is made (0600) if it is not there.
+    """Returns the key in a file, which is created (0600) if it does not exist.
 
     Raises:
-        ConfigError: it cannot be read or made, is open to other users, or holds something else.
+        ConfigError: it cannot be read or created, is accessible to other users, or has other content.
     """
     try:
         with open(path, "rb") as file:

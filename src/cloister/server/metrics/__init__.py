@@ -1,9 +1,8 @@
 """Prometheus metrics. No label comes from a request.
 
-`Metrics` shows every figure; `ReleasedCounts` the few sums that a strict profile lets out. Both read the engine's events
-(one source for every figure) and the statuses of replies. `RecordedMetrics` remembers the
-last day. `EngineGauges` says what is known without a request,
-and `TenantFigures` what each tenant did, for operators.
+`Metrics` shows all metrics; `ReleasedCounts` only the few sums that a strict profile permits. Both use the engine's events (the
+source of all metrics) and the statuses of replies. `RecordedMetrics` keeps the last day. `EngineGauges` shows values that are
+known without a request, and `TenantFigures` those of each tenant, for operators.
 """
 
 from cloister.server.metrics.facts import CONTENT_TYPE, EngineGauges, Exposition, ReleasedCounts

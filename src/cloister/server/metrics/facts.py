@@ -16,10 +16,10 @@ from cloister.types.events import Ended, Event, Preempted, Stepped
 
 
 class EngineGauges:
-    """Figures read from an engine when they are asked for: an engine that was started again may differ.
+    """Gauges read from an engine on demand: a restarted engine may differ.
 
     Args:
-        model_name: as clients know it.
+        model_name: the model's name for clients.
     """
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
@@ -39,14 +39,14 @@ class EngineGauges:
         yield _gauges("startup_seconds", "Time that the start took, by phase.", "phase", self._engine.startup)
 
     def _processes(self) -> list[tuple[str, int | None]]:
-        pid = self._engine.pid  # an engine in a thread has none of its own
+        pid = self._engine.pid  # an engine in a thread has no own process
         return [("front", None), *([("engine", pid)] if pid is not None else [])]
 
     def _memory(self) -> list[tuple[str, float]]:
         return [(name, resident_bytes(pid)) for name, pid in self._processes()]
 
     def _cpu(self) -> Metric:
-        # Prometheus takes a counter that fell, such as that of an engine started again, for one that began anew.
+        # Prometheus treats a counter that fell, such as that of a restarted engine, as a reset.
         family = CounterMetricFamily("cloister_process_cpu_seconds", "Processor time of a process.", labels=("process",))
         for name, pid in self._processes():
             if (used_s := cpu_seconds(pid)) is not None:
@@ -80,18 +80,18 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Exposition(Protocol):
-    """Takes what happens, and tells it to Prometheus."""
+    """Collects metrics for Prometheus."""
 
     def observe(self, event: Event) -> None:
-        """Takes one event of the engine."""
+        """Records one event of the engine."""
         ...
 
     def count_reply(self, route: str, status: int) -> None:
-        """Takes the outcome of one HTTP request; `route` is the template, never the path."""
+        """Records the outcome of one HTTP request; `route` is the template, never the path."""
         ...
 
     def render(self) -> bytes:
-        """Returns the text that Prometheus reads."""
+        """Returns the metrics in the Prometheus text format."""
         ...
 
 
@@ -99,7 +99,7 @@ class Exposition(Protocol):
 
 
 class ReleasedCounts:
-    """Counts everything and shows what its release lets out."""
+    """Counts everything, and shows only released counts."""
 
     def __init__(self, release: CountRelease) -> None:
         self._release = release
@@ -107,7 +107,7 @@ class ReleasedCounts:
         self._counts = dict.fromkeys(sorted(ALLOWED_COUNTS), 0)
 
     def observe(self, event: Event) -> None:
-        """Takes one event of the engine."""
+        """Records one event of the engine."""
         match event:
             case Ended(last=last):
                 self._counts["prompt_tokens"] += event.num_prompt_tokens if last else 0
@@ -122,7 +122,7 @@ class ReleasedCounts:
                 pass
 
     def count_reply(self, route: str, status: int) -> None:
-        """Keeps nothing: refusals are not among the counts that may leave."""
+        """Does nothing: refusals are not among the releasable counts."""
 
     def render(self) -> bytes:
         """Returns the sums as they were last released."""

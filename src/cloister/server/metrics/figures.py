@@ -1,4 +1,4 @@
-"""All metrics, from the engine's events (one source for every figure) and reply statuses. Names follow vLLM's."""
+"""All metrics, from the engine's events (the source of all metrics) and reply statuses. Names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from prometheus_client.registry import Collector
 from cloister.types.events import Arrived, Ended, Event, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
 
-# A histogram that costs next to nothing, takes equal values at once, and has no `_created` series.
+# A cheap histogram that adds equal values at once, and has no `_created` series.
 
 
 class Histogram:
     """Counts values by the smallest bound that they do not exceed.
 
     Args:
-        bounds: upper bounds of its buckets, rising; one more takes what is above.
+        bounds: upper bounds of its buckets, increasing; one more bucket counts larger values.
     """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
@@ -34,12 +34,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Takes `value`, `count` times."""
+        """Adds `value`, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def family(self) -> HistogramMetricFamily:
-        """Returns it as Prometheus has it, with buckets that count everything up to their bound."""
+        """Returns it in Prometheus format, with cumulative buckets."""
         names = (*(str(float(bound)) for bound in self._bounds), "+Inf")
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
@@ -49,7 +49,7 @@ class Histogram:
 
 
 class Drafts:
-    """Sums over every request; none is kept apart."""
+    """Sums over all requests."""
 
     def __init__(self) -> None:
         self._num_drafts: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class Drafts:
         self._gained_s = 0.0
         self._spent_s = 0.0
         self._shown_s = 0.0
-        """The most that was spent so far: a counter does not fall, and a step may be quicker than predicted."""
+        """Running maximum of the time spent: a counter must not fall, but a step may be faster than predicted."""
 
     def observe(self, event: Stepped) -> None:
         """Takes one step."""
@@ -76,7 +76,7 @@ class Drafts:
                 self._accepted[name, place] += count
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the counters; those by drafter are empty until one drafted."""
+        """Yields the counters; those by drafter are empty until there are drafts."""
         names = sorted(self._num_drafts)
         drafted, accepted = ({n: _sum_of(counts, n) for n in names} for counts in (self._drafted, self._accepted))
         yield _by_drafter("num_drafts", "Drafts that were verified, one a sequence and step.", self._num_drafts)
@@ -129,12 +129,12 @@ _COUNTERS: Final = {
 
 
 class Lives:
-    """What must be remembered of a request until it ends.
+    """State of requests until they end.
 
     Attributes:
         waiting, running: ids of requests.
-        last_token_s: (id, index of the sequence) -> when it last gained tokens.
-        scheduled_s: id -> when it got its first slot.
+        last_token_s: (id, index of the sequence) -> time of its last tokens.
+        scheduled_s: id -> time of its first slot.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Lives:
         self.scheduled_s: dict[str, float] = {}
 
     def follow(self, event: Event) -> None:
-        """Moves a request to where the event says it is."""
+        """Updates the state of a request from an event."""
         match event:
             case Arrived(request_id=request_id) | Preempted(request_id=request_id):
                 self.running.discard(request_id)
@@ -167,13 +167,13 @@ class Lives:
 
 
 class Metrics:
-    """Collects figures in plain numbers, and makes families of them only when they are asked for.
+    """Collects plain numbers, and builds metric families only on demand.
 
     Args:
-        others: whatever else has figures to show.
+        others: further collectors.
 
     Attributes:
-        before_change: called before an event is taken, but for tokens: there are too many of them.
+        before_change: called before an event is recorded, except for token events, which are too frequent.
     """
 
     def __init__(self, *others: Collector) -> None:
@@ -184,7 +184,7 @@ class Metrics:
         self._sums = dict.fromkeys(_COUNTERS, 0)
         self._ended: Counter[tuple[str, ...]] = Counter({(reason.value,): 0 for reason in FinishReason})
         self._replies: Counter[tuple[str, ...]] = Counter()
-        self._blocks: dict[str, int] = {}  # by state; not known before the first step
+        self._blocks: dict[str, int] = {}  # by state; unknown before the first step
         self._queue = Histogram("cloister_request_queue_time_seconds", "Arrival to first slot.", _QUEUE_S)
         self._ttft = Histogram("cloister_time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
         self._gaps = Histogram("cloister_inter_token_latency_seconds", "Time per token after the first.", _BETWEEN_TOKENS_S)
@@ -197,14 +197,14 @@ class Metrics:
         self._step_tokens = Histogram("cloister_step_tokens", "Positions computed by one step.", _NUM_TOKENS)
 
     def observe(self, event: Event) -> None:
-        """Takes one event of the engine."""
+        """Records one event of the engine."""
         match event:
             case Progressed():
                 self._sums["generation_tokens"] += event.num_tokens
                 key = (event.request_id, event.index)
                 before = self._lives.last_token_s.get(key)
                 self._lives.last_token_s[key] = event.now_s
-                if before is not None and event.num_tokens:  # tokens that one step gives together share its time
+                if before is not None and event.num_tokens:  # tokens of one step share its time
                     self._gaps.observe((event.now_s - before) / event.num_tokens, event.num_tokens)
                 return
             case _:
@@ -223,11 +223,11 @@ class Metrics:
         self._lives.follow(event)
 
     def count_reply(self, route: str, status: int) -> None:
-        """Takes the outcome of one HTTP request."""
+        """Records the outcome of one HTTP request."""
         self._replies[route, str(status)] += 1
 
     def render(self) -> bytes:
-        """Returns every figure as Prometheus reads it."""
+        """Returns all metrics in the Prometheus text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -283,7 +283,7 @@ class Metrics:
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Does nothing."""
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

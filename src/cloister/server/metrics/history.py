@@ -1,6 +1,6 @@
-"""The metrics of the last hour by minute and of the last day by ten minutes, for pages opened later.
+"""The metrics of the last hour per minute and of the last day per ten minutes, for pages opened later.
 
-Numbers only, sums over everybody, in memory only. No I/O but what the collector does; the clock is an argument.
+Numbers only, sums over all users, in memory only. No I/O except that of the collector; the clock is an argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_FINE: Final = 60
 COARSE_EVERY: Final = 10
 NUM_COARSE: Final = 144
 _LEFT_OUT: Final = frozenset({"route", "drafter"})
-"""Labels that are summed over: the board does not tell them apart."""
+"""Labels that are summed over: the board does not distinguish them."""
 _KEPT: Final = frozenset(
     f"cloister_{name}"
     for name in (
@@ -48,11 +48,11 @@ _NONE: Final = float("nan")
 
 
 class PastReading(msgspec.Struct, frozen=True):
-    """Figures as they were.
+    """Past values.
 
     Attributes:
-        age_s: how long ago.
-        values: one for each series of the report; None where there was no such series yet.
+        age_s: age in seconds.
+        values: one for each series of the report; None if the series did not exist yet.
     """
 
     age_s: float
@@ -72,14 +72,14 @@ class MetricsReport(msgspec.Struct, frozen=True):
 
 
 class RecordedMetrics:
-    """Metrics that also keep readings of themselves.
+    """Metrics that also record their history.
 
-    Between two events no figure of the engine changes, so whatever is about to change one closes the periods that are over
-    first: no timer runs, and a period in which nothing happened is known too. Tokens are not asked about, to keep them cheap:
-    those of the step in which a period ends count for it.
+    Values change only on events, so each event first closes the periods that have ended: this needs no timer, and covers
+    periods without events. Token events are skipped to keep them cheap: tokens of the step in which a period ends count for
+    that period.
 
     Args:
-        metrics: what is read.
+        metrics: the metrics to record.
         clock: seconds, never set back.
     """
 
@@ -91,27 +91,27 @@ class RecordedMetrics:
         self._began_s = clock()
         self._num_closed = 0
         self._places: dict[str, int] = {}
-        """Series -> its place in a reading. They come of this server's routes, statuses and processes, never of a request."""
+        """Series -> index in a reading. Series depend on this server's routes, statuses and processes, never on a request."""
         self._fine: deque[tuple[int, array[float]]] = deque(maxlen=NUM_FINE)
         self._coarse: deque[tuple[int, array[float]]] = deque(maxlen=NUM_COARSE)
 
     @property
     def observe(self) -> Callable[[Event], None]:
-        """Takes one event of the engine: the metrics do, with no call in between for each token."""
+        """Records one event of the engine; bound directly to the metrics to avoid a call for each token."""
         return self._metrics.observe
 
     def count_reply(self, route: str, status: int) -> None:
-        """Takes the outcome of one HTTP request."""
+        """Records the outcome of one HTTP request."""
         self._close_periods()
         self._metrics.count_reply(route, status)
 
     def render(self) -> bytes:
-        """Returns every figure of now as Prometheus reads it."""
+        """Returns all current metrics in the Prometheus text format."""
         self._close_periods()
         return self._metrics.render()
 
     def report(self) -> MetricsReport:
-        """Returns the readings that are kept."""
+        """Returns the stored readings."""
         self._close_periods()
         now_s = self._clock() - self._began_s
         oldest_fine = self._fine[0][0] if self._fine else 0
@@ -126,7 +126,7 @@ class RecordedMetrics:
         if num_over == self._num_closed:
             return
         values = self._read()
-        # Nothing has happened since the first of these periods ended, so they all end alike.
+        # Nothing has happened since the first of these periods ended, so all get the same values.
         for number in range(max(self._num_closed + 1, num_over - NUM_COARSE * COARSE_EVERY), num_over + 1):
             self._fine.append((number, values))
             if number % COARSE_EVERY == 0:
@@ -145,7 +145,7 @@ class RecordedMetrics:
 
 
 def _sum_series(families: Iterable[Metric]) -> dict[str, float]:
-    """The figures that are kept, by name with labels, without sums of histograms."""
+    """The recorded values, by name with labels, without sums of histograms."""
     found: defaultdict[str, float] = defaultdict(float)
     for family in families:
         if family.name not in _KEPT:

@@ -1,6 +1,6 @@
 """Per-tenant metrics for operators: requests and tokens, running and waiting. Counts only, in memory only.
 
-They stand beside `/metrics` and not in it: whoever holds a key may read that, and would see when others are busy.
+They are separate from `/metrics`, which any key holder may read and could use to see others' activity.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from cloister.types.events import Arrived, Ended, Preempted, Scheduled
 from cloister.types.request import Request
 
 MAX_TENANTS: Final = 1_000
-"""Tenants that are told apart: those that used most, as an OpenID issuer may know any number of people."""
+"""Number of tenants shown separately, those with the most usage: an OpenID issuer may have any number of users."""
 
 
 class TenantReport(msgspec.Struct, frozen=True):
-    """What one tenant did since the start, and has open.
+    """One tenant's usage since the start, and its open requests.
 
     Attributes:
-        name: as the file of keys has it, or the hash that stands for a person of an issuer; null for all without a row.
-        requests: that the engine took; a request with several prompts counts as many.
+        name: name from the key file, or the hash of an issuer's user; null for all tenants without a row.
+        requests: number of requests in the engine; a request with several prompts counts as many.
     """
 
     name: str | None
@@ -58,28 +58,28 @@ class _Figures:
         return not (self.running or self.waiting)
 
     def add(self, others: _Figures) -> None:
-        """Takes in the figures of a tenant that has nothing open."""
+        """Adds the figures of a tenant without open requests."""
         self.num_requests += others.num_requests
         self.num_prompt_tokens += others.num_prompt_tokens
         self.num_output_tokens += others.num_output_tokens
 
 
 class TenantFigures:
-    """Those of all tenants of one server. Used from one event loop."""
+    """Figures of all tenants of one server. Used from one event loop."""
 
     def __init__(self) -> None:
         self._figures: dict[str | None, _Figures] = {}
-        self._open: dict[str, _Figures] = {}  # by id of a request that the engine has
+        self._open: dict[str, _Figures] = {}  # by id of a request in the engine
 
     def begin(self, request: Request) -> None:
-        """Notes that the engine is about to get a request."""
+        """Records that a request is sent to the engine."""
         figures = self._figures.setdefault(self._name(request.tenant), _Figures())
         figures.num_requests += 1
         figures.waiting.add(request.request_id)
         self._open[request.request_id] = figures
 
     def _name(self, tenant: str) -> str | None:
-        """Returns the row of a tenant; the one that used least makes room for it, so that a crowd of names hides nobody."""
+        """Returns the row of a tenant, replacing the one with the least usage, so that many names cannot hide a large user."""
         if tenant in self._figures or len(self._figures) - (None in self._figures) < MAX_TENANTS:
             return tenant
         idle = [name for name, figures in self._figures.items() if name is not None and figures.is_idle]
@@ -90,7 +90,7 @@ class TenantFigures:
         return tenant
 
     def observe(self, event: Arrived | Scheduled | Preempted | Ended) -> None:
-        """Takes one event of a request."""
+        """Records one event of a request."""
         if (figures := self._open.get(event.request_id)) is None:
             return
         match event:
@@ -107,13 +107,13 @@ class TenantFigures:
                 pass
 
     def end(self, request_id: str) -> None:
-        """Notes that the engine has nothing left to do for a request."""
+        """Records that the engine has finished a request."""
         if (figures := self._open.pop(request_id, None)) is not None:
             figures.running.discard(request_id)
             figures.waiting.discard(request_id)
 
     def report(self) -> TenantsReport:
-        """Returns the figures as they are."""
+        """Returns the current figures."""
         found = [
             TenantReport(
                 name,
@@ -129,10 +129,10 @@ class TenantFigures:
 
 
 def make_tenant_figures(gate: Gate) -> TenantFigures | None:
-    """Returns an empty collection where tenants are told apart and the profile lets operators see them, else None."""
+    """Returns an empty collection if there are tenants and the profile permits operators to see them, else None."""
     return TenantFigures() if tells_tenants(gate) else None
 
 
 def tells_tenants(gate: Gate) -> bool:
-    """Whether operators may see figures of tenants here."""
+    """Whether operators may see figures of tenants."""
     return gate.asks_for_keys and gate.policy.allows("tenant-figures")

@@ -1,1 +1,1 @@
-"""Middleware around every route. Pure ASGI, so that a disconnect is seen at once."""
+"""Middleware around every route. Pure ASGI, so that a disconnect is noticed immediately."""

@@ -16,7 +16,7 @@ from cloister.types.errors import CloisterError
 
 
 def read_bearer(authorization: str) -> str | None:
-    """Returns the credential in the value of an Authorization header; None if its scheme is another one."""
+    """Returns the credential in the value of an Authorization header; None for another scheme."""
     scheme, _, credential = authorization.partition(" ")
     return credential.strip() if scheme.lower() == "bearer" else None
 
@@ -26,7 +26,7 @@ OPEN_FOLDER = "/page/"
 
 
 class AuthenticationMiddleware:
-    """Puts the gate's admission into the request's state, or answers 401; 400 or 403 for a session that cannot be."""
+    """Stores the gate's admission in the request's state, or replies 401; 400 or 403 for an invalid or forbidden session."""
 
     def __init__(self, app: ASGIApp, gate: Gate, verifier: TokenVerifier | None = None) -> None:
         self._app = app
@@ -50,14 +50,15 @@ class AuthenticationMiddleware:
 
 
 def is_open(path: str) -> bool:
-    """Whether a route answers everybody: health, the page, the reference, and the policy, to be known before a key is used."""
+    """Whether a route is unauthenticated: health, the page, the reference, and the policy, which clients read before they use a
+    key."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def presented_key(scope: Scope) -> str | None:
     """Returns the key of the one Authorization header, else of the one `x-api-key`, as Anthropic's clients send it.
 
-    None when there is neither, or the first is of another kind than Bearer.
+    None if there is neither, or the first is not a Bearer credential.
     """
     given = _values(scope, b"authorization")
     if not given:
@@ -69,7 +70,7 @@ def presented_key(scope: Scope) -> str | None:
 
 
 def _session(scope: Scope) -> str | None:
-    """Returns the secret of the request's session; two of them are none that can be meant."""
+    """Returns the secret of the request's session; two of them are an error."""
     given = _values(scope, SESSION_HEADER.encode())
     return ",".join(given) if given else None
 
@@ -82,7 +83,7 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
 
 
 class LocalHostMiddleware:
-    """Answers 403 unless the Host header is an IP address or localhost: names are what rebinding needs."""
+    """Answers 403 unless the Host header is an IP address or localhost: rebinding needs a name."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

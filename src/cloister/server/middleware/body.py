@@ -1,5 +1,4 @@
-"""Reads the request body before its route runs, within limits of size and time; cancels the request of a client that
-disconnects."""
+"""Reads the request body before its route runs, with limits on size and time; cancels the request if the client disconnects."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ class _GoneError(Exception):
 
 
 class BodyMiddleware:
-    """Hands the route a request whose body is there. One that is refused is not read on: the server below discards it.
+    """Passes requests with complete bodies to routes. A refused body is not read further: the ASGI server discards it.
 
     Args:
-        limit_bytes: longest body.
-        budget: for the bodies of all requests at once, each until its request has ended.
-        timeout_s: how long a body may take to arrive.
-        paths: those that read a body; elsewhere its kind is not looked at and nothing of it is kept (some of these paths ask
-            for no key), and the router says what is wrong.
-        forms: those of them whose body is a form with a file.
-        origins: pages that may send one, beside the server's own.
+        limit_bytes: maximum body size.
+        budget: memory budget of all request bodies, each charged until its request has ended.
+        timeout_s: timeout for receiving a body.
+        paths: paths that read a body. For other paths (some are unauthenticated) its media type is not checked and nothing of
+            it is kept; the router reports errors.
+        forms: paths among them whose body is a form with a file.
+        origins: origins of pages that may send one, in addition to the server's own.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class BodyMiddleware:
 
 
 def _check_media_type(scope: Scope, *, is_form: bool) -> None:
-    # A browser may send text/plain or a form to any address without asking it first; JSON it may not.
+    # A browser may send text/plain or a form to any address without a preflight, but not JSON.
     media_type = _header(scope, b"content-type").partition(";")[0].strip()
     if is_form:
         if media_type != "multipart/form-data":
@@ -149,9 +148,9 @@ def _check_origin(scope: Scope, origins: Collection[str]) -> None:
 
 
 def _is_curl(scope: Scope, media_type: str) -> bool:
-    """Whether a body is JSON that only its header calls a form, as `curl -d` sends it and Ollama's documentation has it.
+    """Whether a body is JSON with a form's media type, as from `curl -d` in Ollama's documentation.
 
-    A browser that is led to send such a form says where from (Fetch, 3.2 and Fetch Metadata, 2.3).
+    A browser that sends such a form states its origin (Fetch, 3.2 and Fetch Metadata, 2.3).
     """
     is_browser = any(_header(scope, name) for name in (b"origin", b"sec-fetch-site", b"referer"))
     return scope["path"].startswith("/api/") and media_type == "application/x-www-form-urlencoded" and not is_browser
@@ -167,13 +166,13 @@ def _header(scope: Scope, wanted: bytes) -> str:
 
 
 WRITE_TIMEOUT_S: Final = 60.0
-"""How long a client may leave a reply unread before it counts as gone."""
+"""Write timeout: a client that leaves a reply unread for longer counts as disconnected."""
 
 
 class DisconnectMiddleware:
-    """Runs a route beside a watch on the connection. Expects the whole body in the first message (see `BodyMiddleware`).
+    """Runs a route while watching the connection. Expects the whole body in the first message (see `BodyMiddleware`).
 
-    The route's task is cancelled, which closes the engine's iterator: the blocks are free at the next step.
+    On a disconnect it cancels the route's task, which closes the engine's iterator: the blocks become free at the next step.
     """
 
     def __init__(self, app: ASGIApp, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
@@ -221,7 +220,7 @@ class DisconnectMiddleware:
             await _end(gone)
             await _end(work)
         if finished and not stuck.is_set():
-            work.result()  # passes its error on
+            work.result()  # propagates its error
 
 
 async def _wait_until_gone(receive: Receive) -> None:
@@ -230,22 +229,22 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 
 async def _end(task: asyncio.Future[None]) -> None:
-    """Cancels a task and waits until it is over; what it raised stays in it."""
+    """Cancels a task and waits until it ends; its exception is not raised."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not log it
+        task.exception()  # retrieved, so that asyncio does not log it
 
 
 class Patience:
-    """A bound for each of many waits, one after the other.
+    """A timeout for each of many consecutive waits.
 
     Args:
-        limit_s: how long one wait may last.
-        give_up: called once when one has lasted that long.
+        limit_s: timeout of one wait.
+        give_up: called once after a timeout.
 
     Attributes:
-        since_s: when the present wait began, on the loop's clock; None between waits. Set by whoever waits, for every token.
+        since_s: start of the current wait, on the loop's clock; None between waits. Set by the waiter, for every token.
     """
 
     def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:

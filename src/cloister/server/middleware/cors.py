@@ -1,7 +1,7 @@
 """CORS (Fetch standard, section 3.2): no other origin, unless the operator allowed it.
 
-A browser asks before it sends JSON or an API key across origins; that question (a preflight) carries no key and is answered
-here, before authentication. A page of an origin that was not named can read no reply.
+Before a browser sends JSON or an API key across origins, it sends a preflight request without a key, which is answered here,
+before authentication. A page of an origin that is not allowed cannot read replies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MAX_NAMES_BYTES: Final = 1024
 
 
 def parse_origins(setting: str) -> frozenset[str]:
-    """Returns the origins that a setting names.
+    """Returns the origins in a setting.
 
     Raises:
-        ConfigError: one is no origin.
+        ConfigError: one is not an origin.
     """
     origins = frozenset(part.strip().lower() for part in setting.split(",") if part.strip())
     for origin in origins - {ANY}:
@@ -50,10 +50,10 @@ def is_allowed(origin: str, origins: Collection[str]) -> bool:
 
 
 class CorsMiddleware:
-    """Answers preflights, and says on every reply whether the page that asked may read it.
+    """Answers preflights, and states on every reply whether the requesting page may read it.
 
     Args:
-        origins: who may; `*` is everybody.
+        origins: allowed origins; `*` allows all.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -82,12 +82,12 @@ _VARY: Final = [(b"vary", b"origin")]
 
 
 def _origin(origin: bytes) -> list[tuple[bytes, bytes]]:
-    # Keys travel in a header that the page sets itself; cookies there are none, so credentials give nobody anything.
+    # Keys are in a header that the page sets itself, and there are no cookies, so credentials need not be allowed.
     return [(b"access-control-allow-origin", origin), (b"access-control-allow-credentials", b"true"), *_VARY]
 
 
 async def _answer_preflight(scope: Scope, send: Send, origin: bytes) -> None:
-    # `*` would not cover Authorization (Fetch, 4.9), so what was asked for is named, if it is names.
+    # `*` would not cover Authorization (Fetch, 4.9), so the requested headers are listed, if they are valid names.
     asked = _header(scope, b"access-control-request-headers") or b""
     named = len(asked) <= _MAX_NAMES_BYTES and _NAMES.fullmatch(asked)
     headers = [

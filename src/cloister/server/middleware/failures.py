@@ -15,11 +15,11 @@ from cloister.server.errors import error_body, error_headers
 from cloister.server.logs import public_error
 from cloister.types.errors import CloisterError
 
-# Rate-limit headers: what remains of an API key's limits.
+# Rate-limit headers: the remainders of an API key's limits.
 
 
 def limit_headers(call: HttpCall) -> list[tuple[bytes, bytes]]:
-    """Returns the headers that say what is left of a key's limits, named and written as OpenAI does."""
+    """Returns the headers with the remainders of a key's limits, with OpenAI's names and formats."""
     if call.account is None:
         return []
     headers = []
@@ -30,7 +30,7 @@ def limit_headers(call: HttpCall) -> list[tuple[bytes, bytes]]:
 
 
 def format_duration(duration_s: float) -> str:
-    """Returns a time as OpenAI's headers have it, such as `6m0s`, `1s` or `120ms`."""
+    """Returns a duration in the format of OpenAI's headers, such as `6m0s`, `1s` or `120ms`."""
     if duration_s < 1:
         return f"{math.ceil(max(0.0, duration_s) * 1000)}ms"
     minutes, seconds = divmod(math.ceil(duration_s), 60)
@@ -52,12 +52,12 @@ Header = tuple[bytes, bytes]
 
 
 class ErrorMiddleware:
-    """Turns errors that pass through it into replies, and adds the headers that every reply has.
+    """Converts exceptions to replies, and adds the headers of every reply.
 
     Args:
-        calls: told of every request and of its end.
-        paths: those that name a route by themselves.
-        has_tls: browsers are told to come back over TLS only (RFC 6797).
+        calls: notified of the start and end of every request.
+        paths: paths without parameters.
+        has_tls: send HSTS (RFC 6797).
     """
 
     def __init__(self, app: ASGIApp, calls: HttpCalls, paths: frozenset[str] = frozenset(), *, has_tls: bool = False) -> None:
@@ -79,7 +79,7 @@ class ErrorMiddleware:
                 status = message["status"]
                 message["headers"] = [*_with_defaults(message.get("headers", ()), self._defaults), *_headers_of(call)]
             elif not message.get("more_body", False):
-                # Before its end is sent: who has a whole reply finds it among the figures.
+                # Before its end is sent: a client with a whole reply finds it in the metrics.
                 self._calls.close(call, self._route(scope), status)
             await send(message)
 
@@ -93,7 +93,7 @@ class ErrorMiddleware:
             self._calls.close(call, self._route(scope), status)
 
     def _route(self, scope: Scope) -> str:
-        """The template of the route, so that no path that a client made up becomes a label."""
+        """The template of the route, so that client-chosen paths never become labels."""
         path = getattr(scope.get("route"), "path", None)
         if isinstance(path, str):
             return path
@@ -101,10 +101,10 @@ class ErrorMiddleware:
 
 
 async def send_error(send: Send, error: CloisterError, *, close: bool = False) -> None:
-    """Sends an error as a whole reply.
+    """Sends an error as a complete reply.
 
     Args:
-        close: the connection cannot be used again, since the rest of the request was not read.
+        close: the connection cannot be reused, because the rest of the request was not read.
     """
     body = error_body(error)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
@@ -125,7 +125,7 @@ def _headers_of(call: HttpCall) -> list[Header]:
     return [(b"x-request-id", call.call_id.encode()), *limit_headers(call)]
 
 
-# Error replies in each API's format, from whichever layer they come.
+# Error replies in each API's format, from any layer.
 
 
 ErrorForm = Callable[[int, str], Any]
@@ -133,10 +133,10 @@ ErrorForm = Callable[[int, str], Any]
 
 
 class ErrorFormMiddleware:
-    """Rewrites error replies of the form `errors.error_object` where an API has a form of its own.
+    """Rewrites error replies of the form `errors.error_object` for APIs with another error format.
 
     Args:
-        forms: by the folder that the API's paths stand in, such as `/v1/messages`.
+        forms: by path prefix of the API, such as `/v1/messages`.
     """
 
     def __init__(self, app: ASGIApp, forms: Mapping[str, ErrorForm]) -> None:
@@ -181,11 +181,11 @@ def _with_length(headers: list[tuple[bytes, bytes]], length: int) -> list[tuple[
 
 PREFIX: Final = "/v1"
 UNPREFIXED: Final = frozenset({"/chat/completions", "/completions", "/models", "/embeddings", "/responses", "/messages"})
-"""Only these: what else the server knows stands where it is documented."""
+"""Only these: all other routes are at their documented paths."""
 
 
 class V1PrefixMiddleware:
-    """Puts `/v1` before the path of a route that clients ask for without it."""
+    """Adds `/v1` to the path of a route that clients request without it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

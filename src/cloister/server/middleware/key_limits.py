@@ -13,7 +13,7 @@ from cloister.types.errors import RateLimitError
 
 
 class KeyLimitMiddleware:
-    """Charges a request to its key. What reads only (GET) is free; tokens are charged when the prompt is known."""
+    """Charges a request to its key. GET requests are free; tokens are charged when the prompt is known."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -14,14 +14,14 @@ from cloister.text.infill import Infill
 from cloister.text.tools import detect_family
 
 FOREVER: Final = datetime(9999, 12, 31, tzinfo=UTC)
-"""When a model leaves the memory of a server whose operator decides that."""
+"""Expiry time of a model on a server whose operator controls unloading."""
 
 _UNKNOWN: Final = "0" * 64
-"""Digest of a model that was not loaded; clients show its first twelve characters."""
+"""Digest of a model that is not loaded; clients show its first twelve characters."""
 
 
 class OllamaDetails(msgspec.Struct, frozen=True):
-    """What kind of model it is; empty where that is not known."""
+    """Details of a model; empty if unknown."""
 
     parent_model: str = ""
     format: str = ""
@@ -32,7 +32,7 @@ class OllamaDetails(msgspec.Struct, frozen=True):
 
 
 class OllamaModel(msgspec.Struct, frozen=True):
-    """One entry of a list. `digest` is the fingerprint of answers, `size` the bytes that its weights take in memory."""
+    """One entry of a list. `digest` is the fingerprint of answers, `size` the bytes of its weights in memory."""
 
     name: str
     model: str
@@ -68,7 +68,7 @@ class OllamaRunningModels(msgspec.Struct, frozen=True):
 
 
 class OllamaShown(msgspec.Struct, frozen=True):
-    """Reply of /api/show. `template` is Jinja, as the model brings it; `parameters` has its own sampling defaults."""
+    """Reply of /api/show. `template` is the model's Jinja template; `parameters` has its sampling defaults."""
 
     modelfile: str
     parameters: str
@@ -85,7 +85,7 @@ def list_tags(state: ServerState) -> OllamaModels:
 
 
 def list_running(state: ServerState) -> OllamaRunningModels:
-    """Returns what is in memory: all that is served."""
+    """Returns the loaded models: all that are served."""
     model = state.reader.model
     return OllamaRunningModels(
         [
@@ -105,7 +105,7 @@ def list_running(state: ServerState) -> OllamaRunningModels:
 
 
 def show_model(state: ServerState, name: str) -> OllamaShown:
-    """Returns what is known of the model that is served under a name."""
+    """Returns the description of the model that is served under a name."""
     reader, model = state.reader, state.reader.model
     created_s = dict(_names(state))[name]
     family = model.family or "unknown"
@@ -130,12 +130,12 @@ def show_model(state: ServerState, name: str) -> OllamaShown:
 
 
 def list_entries(models: Iterable[Model]) -> OllamaModels:
-    """Returns models of which only the list's entry is known, since others may have their place in memory."""
+    """Returns models of which only the list entry is known, because they may not be loaded."""
     return OllamaModels([OllamaModel(m.id, m.id, _time(m.created), 0, _UNKNOWN, OllamaDetails()) for m in models])
 
 
 def describe_details(state: ServerState, name: str) -> OllamaDetails:
-    """Returns what kind of model stands behind a name."""
+    """Returns the details of the model with a name."""
     model = state.reader.model
     return OllamaDetails(
         parent_model=state.reader.model_name if name in state.reader.adapters else "",
@@ -148,7 +148,7 @@ def describe_details(state: ServerState, name: str) -> OllamaDetails:
 
 
 def write_count(count: int) -> str:
-    """Returns a number of weights as people say it, such as `4.7M` or `1.2B`."""
+    """Formats a number of weights, such as `4.7M` or `1.2B`."""
     for size, unit in ((1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K")):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -167,12 +167,17 @@ def _names(state: ServerState) -> Iterable[tuple[str, int]]:
 
 
 def _capabilities(state: ServerState) -> Iterable[str]:
+    if state.reader.model.encoder is not None:
+        yield "embedding"
+        return
     yield "completion"
     template = state.reader.chat_format.template
     if template.exists and detect_family(template.source) is not None:
         yield "tools"
     if state.reader.chat_format.marks is not None:
         yield "thinking"
+    if state.reader.chat_format.takes_images:
+        yield "vision"
     if Infill.of(state.reader.tokenizer) is not None:
         yield "insert"
 
@@ -185,7 +190,7 @@ def _time(seconds: int) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-# Names of models as Ollama's clients write them: `NAME:latest` is `NAME`. Pure.
+# Model names of Ollama's clients: `NAME:latest` is `NAME`. Pure.
 
 
 LATEST: Final = ":latest"

@@ -42,11 +42,11 @@ PROMPT_NAMES: Final[Mapping[str, str]] = {**NAMES, r"messages.*": "prompt"}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request for an answer asks for.
+    """A parsed request for an answer.
 
     Attributes:
-        model_name: as clients know the model.
-        job: None where nothing is asked of the model but to be there.
+        model_name: the model's name for clients.
+        job: None if the request only checks that the model is available.
     """
 
     model_name: str
@@ -87,9 +87,9 @@ def read_generate(reader: PromptReader, raw: bytes, admission: Admission) -> Ask
 
 
 def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, Any], admission: Admission) -> GenerationJob:
-    """Returns a job that goes on with a text as it stands, or fills in what stands before a suffix."""
+    """Returns a job that continues a raw text, or fills in the text before a suffix."""
     if body.system and body.raw:
-        raise invalid("A `raw` prompt goes to the model as it stands; put `system` into it.", "system")
+        raise invalid("A `raw` prompt goes to the model unchanged; put `system` into it.", "system")
     if body.suffix:
         infill = Infill.of(reader.tokenizer)
         if infill is None or body.system:
@@ -128,7 +128,7 @@ def read_embedding(reader: PromptReader, raw: bytes, admission: Admission) -> Ge
 
 
 def find_name(reader: PromptReader, name: str | None) -> str:
-    """Returns the served name of a model that a client names, or of the one that is served.
+    """Returns the served name for a client's model name, or the default one.
 
     Raises:
         NotFoundError: there is no such model.
@@ -139,7 +139,7 @@ def find_name(reader: PromptReader, name: str | None) -> str:
 
 
 def _streams(reader: PromptReader, wish: bool | None) -> bool:
-    """Ollama streams unless told otherwise; where the profile does not, an answer is one line."""
+    """Ollama streams by default; if the profile forbids it, an answer is one line."""
     return reader.gate.may_stream if wish is None else wish
 
 
@@ -147,7 +147,7 @@ def _sampling(options: Options | None) -> dict[str, Any]:
     given = check_fields({}, Options) if options is None else options
     most = given.num_predict
     fields = {
-        "max_tokens": most if most is None or most > 0 else INT32 - 1,  # -1 is no bound, -2 the end of the window
+        "max_tokens": most if most is None or most > 0 else INT32 - 1,  # -1 is no limit, -2 the end of the window
         "repetition_penalty": 1.0 if given.repeat_last_n == 0 else given.repeat_penalty,
         "seed": None if given.seed == -1 else given.seed,
     }
@@ -179,11 +179,11 @@ def _logprobs(body: OllamaChatBody | OllamaGenerateBody) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Returns messages as chat completions has them. Calls and results that have no ids get some, in their order."""
+    """Returns messages in the format of chat completions. Calls and results without ids get some, in order."""
     made: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []
     for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        fields: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.thinking and message.role == "assistant":
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -205,6 +205,16 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     return made
 
 
+def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
+    """Returns a message's text, with its images before it."""
+    text = message.content or ""
+    if not message.images:
+        return text
+    # what an image is is read in its own header
+    urls = [f"data:image/png;base64,{image}" for image in message.images]
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": text}]
+
+
 def _close_call(open_calls: list[tuple[str, str]], name: str | None) -> str:
     """Returns the id of the call that a result belongs to: the first one of its name that has no result yet."""
     fitting = next((i for i, (_, called) in enumerate(open_calls) if name in (None, called)), None)
@@ -212,7 +222,7 @@ def _close_call(open_calls: list[tuple[str, str]], name: str | None) -> str:
 
 
 def _fitting(reader: PromptReader, text: str) -> Text:
-    """Returns a text, or as many of its first tokens as the window holds; a token that ends every text stays at the end."""
+    """Returns a text, truncated to the window; a token that ends every text stays at the end."""
     token_ids = reader.tokenizer.encode(text, add_special_tokens=True)
     window, end = reader.model.max_model_len, reader.tokenizer.eos_token_id
     if len(token_ids) <= window:

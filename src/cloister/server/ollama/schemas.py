@@ -34,7 +34,7 @@ _CUT: Final = "a prompt that is too long is refused, not cut"
 REFUSED: Final[Mapping[str, Refused]] = {
     "template": Refused("the template is the model's own; a client's would run here as a program", ("",)),
     "context": Refused("nothing is kept here; send the whole conversation to /api/chat", ([],)),
-    "images": Refused(_TEXT, ([],)),
+    "images": Refused("send images to /api/chat", ([],)),
     "width": Refused(_TEXT, (0,)),
     "height": Refused(_TEXT, (0,)),
     "steps": Refused(_TEXT, (0,)),
@@ -55,7 +55,7 @@ def _check_options(value: object) -> object:
 
 
 class Options(Strict):
-    """How to sample. What a client leaves open is taken from the model's own generation_config.json."""
+    """Sampling parameters. Unset ones are taken from the model's generation_config.json."""
 
     num_predict: int | None = Field(None, gt=-INT32, lt=INT32)
     temperature: Temperature | None = None
@@ -69,7 +69,7 @@ class Options(Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 
-    # How a model is loaded is the operator's affair: checked for their type and forgotten.
+    # Load options, which are the operator's: type-checked and ignored.
     num_ctx: int | None = None
     num_keep: int | None = None
     num_batch: int | None = None
@@ -94,7 +94,7 @@ KeepAlive = int | float | Annotated[str, Field(max_length=32)]
 
 
 class _Body(Strict):
-    """What requests for computing have in common; `keep_alive` has no effect, since the operator says what is in memory."""
+    """Common fields of inference requests; `keep_alive` has no effect, because the operator controls loading."""
 
     model: str | None = None
     options: CheckedOptions | None = None
@@ -112,7 +112,7 @@ class _GenerationBody(_Body):
 
 
 class OllamaFunction(Strict):
-    """Which function was called before, with which arguments."""
+    """An earlier function call with its arguments."""
 
     name: FunctionName
     arguments: dict[str, Any]
@@ -133,7 +133,7 @@ class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    images: Annotated[list[str], Field(max_length=MAX_MESSAGES)] | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -147,14 +147,14 @@ class OllamaTool(Strict):
 
 
 class OllamaChatBody(_GenerationBody):
-    """Body of /api/chat. Without messages it asks whether the model is there."""
+    """Body of /api/chat. Without messages it only checks that the model is available."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(_GenerationBody):
-    """Body of /api/generate. Without a prompt it asks whether the model is there."""
+    """Body of /api/generate. Without a prompt it only checks that the model is available."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -170,7 +170,7 @@ Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MA
 
 
 class OllamaEmbedBody(_Body):
-    """Body of /api/embed. `truncate` false refuses a text that is longer than the window; else its end is left out."""
+    """Body of /api/embed. `truncate` false refuses a text that is longer than the window; else it is truncated."""
 
     input: Annotated[Texts, BeforeValidator(_as_list, json_schema_input_type=str | Texts)]
     truncate: bool | None = None

@@ -42,7 +42,7 @@ class OllamaToolCall(msgspec.Struct, frozen=True):
 
 
 class OllamaAnswer(msgspec.Struct, frozen=True):
-    """What the assistant said, or more of it."""
+    """The assistant's message, or a piece of it."""
 
     content: str
     role: str = "assistant"
@@ -65,13 +65,13 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaChatLine(_Line, frozen=True, kw_only=True):
-    """Reply of /api/chat, or a line of its stream. Durations are in nanoseconds, and stand on the last line."""
+    """Reply of /api/chat, or a line of its stream. Durations are in nanoseconds, on the last line."""
 
     message: OllamaAnswer
 
 
 class OllamaGenerateLine(_Line, frozen=True, kw_only=True):
-    """Reply of /api/generate, or a line of its stream. Durations are in nanoseconds, and stand on the last line."""
+    """Reply of /api/generate, or a line of its stream. Durations are in nanoseconds, on the last line."""
 
     response: str
     thinking: str | UnsetType = UNSET
@@ -79,7 +79,7 @@ class OllamaGenerateLine(_Line, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Gain:
-    """What an answer gained: in one step, or in all of them."""
+    """The delta of an answer: of one step, or of all."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Gain:
         return bool(self.texts or self.thoughts or self.calls or self.logprobs)
 
     def add(self, other: Gain) -> None:
-        """Appends what came later."""
+        """Appends a later delta."""
         self.texts += other.texts
         self.thoughts += other.thoughts
         self.calls += other.calls
@@ -99,7 +99,7 @@ class Gain:
 
 
 Shape = Callable[[Gain], dict[str, Any]]
-"""Returns the fields of a line that hold the answer."""
+"""Returns the answer fields of a line."""
 
 
 def shape_chat(gain: Gain) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def shape_generate(gain: Gain) -> dict[str, Any]:
 
 
 class ToolCallCollector:
-    """Gathers the calls of an answer: a line has whole ones only."""
+    """Accumulates the calls of an answer: a line has complete ones only."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -122,7 +122,7 @@ class ToolCallCollector:
         self._num_calls = 0
 
     def read(self, turn: Turn) -> Gain:
-        """Returns what one step added."""
+        """Returns the delta of one step."""
         gain = Gain()
         if turn.output.logprobs is not None:
             gain.logprobs = chat_logprobs(turn.output.logprobs).content
@@ -148,9 +148,9 @@ class LineWriter:
     """Writes the lines of one reply.
 
     Attributes:
-        kind: of a line.
-        shape: makes its fields of what the answer gained.
-        call: the HTTP request, for its times; None where nobody watches.
+        kind: type of a line.
+        shape: creates its fields from a delta.
+        call: the HTTP request, for its times; None if it is not tracked.
     """
 
     kind: Callable[..., OllamaChatLine | OllamaGenerateLine]
@@ -174,7 +174,7 @@ class LineWriter:
         )
 
     def present(self) -> OllamaChatLine | OllamaGenerateLine:
-        """Returns the reply to a request that asks nothing of the model but to be there."""
+        """Returns the reply to a request that only checks that the model is available."""
         return self._line(Gain(), done=True, done_reason="load")
 
     def _line(self, gain: Gain, **fields: Any) -> OllamaChatLine | OllamaGenerateLine:
@@ -183,7 +183,7 @@ class LineWriter:
 
 
 def durations(call: HttpCall | None, job: GenerationJob) -> dict[str, int]:
-    """Returns how long a job took, in nanoseconds, as far as it is known."""
+    """Returns the durations of a job in nanoseconds, if known."""
     times = read_timings(call, job)
     named = {
         "total_duration": times.total_s,
@@ -200,7 +200,7 @@ def lines(objects: Iterable[Any]) -> bytes:
 
 
 def write_failure(error: CloisterError) -> bytes:
-    """Returns the line that ends a stream that cannot go on."""
+    """Returns the line that ends a failed stream."""
     return lines([OllamaError(error.message)])
 
 

@@ -1,7 +1,7 @@
 // The box that a message is written in: its height, its keys, and the files that go with it.
 
 import { byId, h, icon, iconButton } from "./dom.js";
-import { readTextFile } from "./files.js";
+import { readFile } from "./files.js";
 
 const MAX_HEIGHT = 0.4;
 
@@ -86,7 +86,7 @@ export class Composer {
     this.numReading += 1;
     for (const file of files) {
       try {
-        this.files.push(await readTextFile(file, this.page.api));
+        this.files.push(await readFile(file, this.page.api));
       } catch (fault) {
         this.page.toast(fault.message);
       }

@@ -5,7 +5,7 @@
 // failed), error, exchange (what was sent and what came back), figures (counts and times of the answer), variants (other answers that
 // stand beside this one until one is chosen) and label (what a variant was asked with).
 
-import { withFiles } from "./files.js";
+import { contentOf, isImage, withFiles } from "./files.js";
 
 const TITLE_LENGTH = 60;
 
@@ -93,8 +93,8 @@ export function importJson(text) {
 
 function importTurn({ role, content, files = [], reasoning = "", toolCalls = [], toolCallId }) {
   const called = toolCalls.flatMap(({ id, function: { name, arguments: said } }) => [id, name, said]);
-  const attached = files.map(({ name, text }) => ({ name, text }));
-  const texts = [content, reasoning, ...called, ...attached.flatMap(({ name, text }) => [name, text])];
+  const attached = files.map(({ name, text, image }) => (isImage(image) ? { name, image } : { name, text }));
+  const texts = [content, reasoning, ...called, ...attached.flatMap(({ name, text, image }) => [name, image ?? text])];
   const isKnown = ["user", "assistant", "tool"].includes(role) && texts.every((text) => typeof text === "string");
   if (!isKnown) throw new TypeError("not a turn");
   return newTurn(role, { content, files: attached, reasoning, toolCalls, ...(role === "tool" && { toolCallId: String(toolCallId) }) });
@@ -125,7 +125,7 @@ function says(turn) {
 
 function messageOf(turn) {
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.toolCallId, content: turn.content };
-  if (turn.toolCalls.length === 0) return { role: turn.role, content: withFiles(turn.content, turn.files) };
+  if (turn.toolCalls.length === 0) return { role: turn.role, content: contentOf(turn.content, turn.files) };
   const calls = turn.toolCalls.map(({ id, function: called }) => ({ id, type: "function", function: called }));
   return { role: turn.role, content: turn.content || null, tool_calls: calls };
 }

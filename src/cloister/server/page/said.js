@@ -22,8 +22,9 @@ export function saidText(text) {
   return [words, button];
 }
 
-/** Returns the box of a file: its name, which opens to its text. */
-export function fileBox({ name, text }) {
+/** Returns the box of a file: its name, which opens to its text; or the image that it is. */
+export function fileBox({ name, text, image }) {
+  if (image) return h("img", { class: "shown-image", src: image, alt: name });
   const numLines = text.replace(/\n$/, "").split("\n").length;
   const size = h("span", { class: "soft" }, `${numLines.toLocaleString("en")} ${numLines === 1 ? "line" : "lines"}`);
   const inside = h("pre", { tabindex: "0", role: "group", "aria-label": `File ${name}` }, text);

@@ -1,1 +1,1 @@
-"""The text layer of PDF files, taken out by pypdf in a process that lives for one file and has bounds."""
+"""Extracts the text layer of PDF files with pypdf, in a confined process for each file."""

@@ -1,4 +1,4 @@
-"""The process that reads one PDF file: standard input to standard output, no files, no words on standard error."""
+"""The process that reads one PDF file: standard input to standard output, no files, no output on standard error."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cloister.trust.hardening.seccomp import Closing, Condition, Rule, Seccomp, 
 
 
 class PdfLimits(msgspec.Struct, frozen=True):
-    """Bounds of one file.
+    """Limits for one file.
 
     Attributes:
         cpu_s: processor time, whole seconds.
-        deadline_s: time until the answer.
+        deadline_s: time limit until the answer.
         memory_bytes: address space of the process that reads.
-        num_chars: of the text.
+        num_chars: maximum length of the text.
     """
 
     cpu_s: int = 20
@@ -42,7 +42,7 @@ class PdfLimits(msgspec.Struct, frozen=True):
 
 
 class PdfAnswer(msgspec.Struct, frozen=True):
-    """What the process found.
+    """The result of the process.
 
     Attributes:
         fault: why there is no text, as one of `pdf.reading.FAULTS`, or `unconfined`; empty if there is.
@@ -55,21 +55,21 @@ class PdfAnswer(msgspec.Struct, frozen=True):
 
 NEEDS: Final = Needs("pdf")
 LATE: Final = ("_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_multibytecodec")
-"""Extension modules that pypdf loads when a font asks for them, which a closed process cannot."""
+"""Extension modules that pypdf loads on demand for some fonts, which a locked-down process cannot do."""
 CHANGING_RIGHTS: Final = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-"""Landlock has no say in these."""
+"""Not covered by Landlock."""
 DISTURBING: Final = (
     *("kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open", "pidfd_send_signal"),
     *("setpriority", "ioprio_set", "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler"),
 )
-"""What one process of a user may do to another."""
+"""Actions on other processes of the same user."""
 
 
 class Disturbing:
-    """The filter for what a sealed node's processes may do and this one need not."""
+    """Filter for actions that a sealed node's processes need but this one does not."""
 
     name = "disturbing"
     stops = "signals to other processes, changes of their priority and limits, changed rights of files"
@@ -91,27 +91,39 @@ MEASURES: Final[tuple[Measure, ...]] = (
     Seccomp(),
     Closing(),
 )
-"""In the order of application; `Closing` when everything is loaded."""
+"""In the order of application; `Closing` once everything is loaded."""
+
+
+def bound_resources(cpu_s: int, memory_bytes: int) -> None:
+    """Bounds processor time and address space of this process, which writes no files and yields to others."""
+    os.nice(10)  # answers have priority
+    for kind, bound in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, memory_bytes),
+    ):
+        resource.setrlimit(kind, (bound, bound))
 
 
 def confine(parent: int) -> bool:
-    """Applies every measure that this machine has to this process, for good, before it sees a byte of the file.
+    """Irrevocably applies every available measure to this process, before it sees a byte of the file.
 
-    Landlock takes files and TCP from it, system call filters take sockets, programs, processes, signals, generated code and
-    files opened for writing. It cannot be looked into, leaves no core, ends with the server, and is the first to go when memory
-    is short. So a file that captures the parser gains little. Call it when pypdf is loaded.
+    Landlock removes access to files and TCP; system call filters remove sockets, programs, processes, signals, generated code
+    and files opened for writing. The process cannot be traced, leaves no core dump, ends with the server, and is the first
+    victim of the OOM killer. So a file that exploits the parser gains little. Call it once pypdf is loaded.
 
     Args:
-        parent: the process to end with.
+        parent: pid of the process with which it ends.
 
     Returns:
-        Whether it has all of them.
+        Whether all measures are in force.
     """
     for name in LATE:
         with suppress(ImportError):
             importlib.import_module(name)
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # not the engine, if the two do not fit
+        Path("/proc/self/oom_score_adj").write_text("1000")  # not the engine, if memory does not suffice for both
     results = [_apply(measure) for measure in MEASURES]
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the capabilities: the kernel forgets it when they change
     if os.getppid() != parent:
@@ -136,26 +148,18 @@ def _rules(pid: int) -> Iterator[Rule]:
 UNSEEN: Final = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tabs and new lines
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # that turn the direction of text (Trojan Source, CVE-2021-42574)
-    "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"  # annotations, no characters, and tags, which spell text that nobody sees
+    "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"  # annotation characters, and tags, which can spell invisible text
 )
 
 
 def main() -> None:
     """Reads a file under the limits of the first argument, as JSON, and writes a `PdfAnswer`.
 
-    The second argument is the process that started this one, the third is `strict` if a file is only read with every measure
-    of `MEASURES`.
+    The second argument is the process that started this one, the third is `strict` if every measure of `MEASURES` is required.
     """
     limits = msgspec.json.decode(sys.argv[1], type=PdfLimits)
-    logging.disable()  # what pypdf warns of may be content
-    os.nice(10)  # answers go first
-    for kind, bound in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_AS, limits.memory_bytes),
-    ):
-        resource.setrlimit(kind, (bound, bound))
+    logging.disable()  # pypdf's warnings may contain content
+    bound_resources(limits.cpu_s, limits.memory_bytes)
     import pypdf  # noqa: F401 (of an extra: a sealed node imports every module of the package and has no PDF reader)
 
     is_confined = confine(int(sys.argv[2]))
@@ -166,7 +170,7 @@ def main() -> None:
 
 
 def read(data: bytes, limits: PdfLimits) -> PdfAnswer:
-    """Returns the text layer of a file, page by page with an empty line between."""
+    """Returns the text layer of a file, with an empty line between pages."""
     import pypdf
 
     try:
@@ -183,7 +187,7 @@ def read(data: bytes, limits: PdfLimits) -> PdfAnswer:
                 return PdfAnswer(fault="long")
     except MemoryError:
         return PdfAnswer(fault="costly")
-    except Exception:  # of many kinds; what it says may be content
+    except Exception:  # of many types; its message may contain content
         return PdfAnswer(fault="damaged")
     text = "\n\n".join(filter(None, texts)).encode(errors="replace").decode()
     return PdfAnswer(num_pages, text, "" if text.strip() else "no_text")

@@ -1,4 +1,4 @@
-"""Has a PDF file read by a process of its own, which ends with it: the parser never meets a stranger's bytes in the server."""
+"""Reads each PDF file in a separate process: the parser never handles untrusted bytes in the server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cloister.server.pdf.child import PdfAnswer, PdfLimits
 from cloister.types.errors import NotFoundError
 
 SIDE_BY_SIDE: Final = 2
-"""Files that are read at once."""
-_INHERITED: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Of the environment; the rest, which may hold secrets, stays away from what reads a stranger's file."""
+"""Files that are read concurrently."""
+INHERITED: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+"""Environment variables that are passed on; others may be secrets and are withheld from the reading process."""
 FAULTS: Final[Mapping[str, str]] = {
     "damaged": "The file is no PDF, or a damaged one.",
     "encrypted": "The PDF asks for a password; save it without one.",
@@ -31,10 +31,10 @@ FAULTS: Final[Mapping[str, str]] = {
 
 
 class PdfReader:
-    """Reads PDF files, `SIDE_BY_SIDE` at once, and one for each owner. Used from one event loop.
+    """Reads PDF files, `SIDE_BY_SIDE` concurrently, and one for each owner. Used from one event loop.
 
     Args:
-        is_strict: a file is only read where every measure of `pdf.child.MEASURES` can be had.
+        is_strict: read files only if every measure of `pdf.child.MEASURES` is available.
     """
 
     def __init__(self, limits: PdfLimits = PdfLimits(), *, is_strict: bool = False) -> None:  # noqa: B008 (it is frozen)
@@ -46,12 +46,12 @@ class PdfReader:
         """Returns the text layer of a file.
 
         Args:
-            owner: whose file it is; None where nobody can be told apart.
+            owner: owner of the file; None if callers cannot be distinguished.
 
         Raises:
             NotFoundError: pypdf is not installed, or cannot be confined.
-            OverloadedError: others are being read.
-            InvalidRequestError: there is no text to be had; the message says why.
+            OverloadedError: too many files are being read.
+            InvalidRequestError: no text can be extracted; the message says why.
         """
         if find_spec("pypdf") is None:
             raise NotFoundError(
@@ -86,7 +86,7 @@ class PdfReader:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={name: os.environ[name] for name in _INHERITED if name in os.environ},
+            env={name: os.environ[name] for name in INHERITED if name in os.environ},
         )
         try:
             async with asyncio.timeout(self._limits.deadline_s):
@@ -97,12 +97,12 @@ class PdfReader:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
-                # reads what is left: a pipe that nobody reads keeps asyncio from seeing that the process ended
+                # drain the pipe: otherwise asyncio does not notice that the process ended
                 await process.communicate()
         return self._check(said)
 
     def _check(self, said: bytes) -> PdfAnswer:
-        """Returns the answer: of a process that a limit ended there is none, and one that a file captured says anything."""
+        """Returns the validated answer: a process killed by a limit has none, and one exploited by a file may send anything."""
         costly = PdfAnswer(fault="costly")
         try:
             answer = msgspec.json.decode(said, type=PdfAnswer)
@@ -115,14 +115,14 @@ class PdfReader:
 
 
 async def _exchange(process: asyncio.subprocess.Process, data: bytes, most: int) -> bytes:
-    """Returns what the process says to a file; nothing if that is longer than `most` bytes."""
+    """Returns the process's output for a file; empty if longer than `most` bytes."""
     assert process.stdin is not None
     assert process.stdout is not None
     feeding = asyncio.create_task(_feed(process.stdin, data))
     try:
         await process.stdout.readexactly(most + 1)
     except asyncio.IncompleteReadError as whole:
-        await process.wait()  # who ends by itself is not ended: asyncio would find its status gone
+        await process.wait()  # do not kill a process that has exited: asyncio would lose its status
         return whole.partial
     finally:
         feeding.cancel()
@@ -131,7 +131,7 @@ async def _exchange(process: asyncio.subprocess.Process, data: bytes, most: int)
 
 
 async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # it ended before it had read all
+    with suppress(BrokenPipeError, ConnectionResetError):  # it ended before it had read all input
         pipe.write(data)
         await pipe.drain()
         pipe.close()

@@ -19,11 +19,11 @@ from cloister.server.schemas import MAX_MESSAGES
 from cloister.types.errors import NotFoundError
 
 LIFETIME_S: Final = 3600.0
-"""How long a response is kept after it was made or last gone on from."""
+"""Lifetime of a response after it was created or last continued."""
 SLACK_S: Final = 1.0
-"""How much later it goes at most."""
+"""Maximum delay of its removal."""
 MOST_BYTES: Final = 64 << 20
-"""For all owners together. One owner alone may have all of it; others' newer ones then take its place."""
+"""Memory limit for all owners. A single owner may use all of it, until newer responses of others replace its own."""
 
 _KEPT_FIELDS: Final = ("previous_response_id", "store")
 _REFUSED_BESIDE: Final[Mapping[str, Refused]] = {name: why for name, why in REFUSED.items() if name not in _KEPT_FIELDS}
@@ -32,7 +32,7 @@ _items: Final = TypeAdapter(Items)
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response, and the conversation up to its end. Its text says nothing of content.
+    """A response, and the conversation up to its end. Its repr omits content.
 
     Attributes:
         items, response: JSON.
@@ -59,11 +59,11 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()  # whose time is over first comes first
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()  # in order of expiry
         self._timer: threading.Timer | None = None
 
     def keep(self, owner: bytes, body: ResponsesBody, response: Mapping[str, Any]) -> None:
-        """Keeps a response with what was said before it. Where there is no room, the oldest one of whoever has most goes."""
+        """Stores a response with its conversation. If memory is full, evicts the oldest response of the owner with the most."""
         said = [item.model_dump(by_alias=True, exclude_none=True) for item in body.input]
         items = msgspec.json.encode([*said, *response["output"]])
         kept = KeptResponse(owner, items, msgspec.json.encode(response), self._clock() + LIFETIME_S)
@@ -75,15 +75,15 @@ class ResponseStore:
             self._watch()
 
     def find(self, owner: bytes, response_id: str) -> KeptResponse:
-        """Returns a response of an owner, whose time goes on.
+        """Returns a response of an owner, without extending its lifetime.
 
         Raises:
-            NotFoundError: there is none: it was never kept, it is another's, or its time is over.
+            NotFoundError: it was never stored, belongs to another owner, or has expired.
         """
         return self._find(owner, response_id, None, renews=False)
 
     def go_on(self, owner: bytes, response_id: str, param: str) -> KeptResponse:
-        """Returns a response of an owner that another one goes on from; its time begins anew.
+        """Returns a response of an owner to continue it, and renews its lifetime.
 
         Args:
             param: the field that names it, for the error, which is as in `find`.
@@ -105,13 +105,13 @@ class ResponseStore:
             return kept
 
     def remove(self, owner: bytes, response_id: str) -> None:
-        """Forgets a response; errors as in `find`."""
+        """Deletes a response; errors as in `find`."""
         self.find(owner, response_id)
         with self._lock:
             self._kept.pop(response_id, None)
 
     def _watch(self) -> None:
-        """Sees to it that what has had its time goes, though nobody asks for anything."""
+        """Removes expired responses even without requests."""
         if self._timer is None and self._kept:
             first = next(iter(self._kept.values()))
             self._timer = threading.Timer(max(0.0, first.expires_s - self._clock()) + SLACK_S, self._sweep)
@@ -141,13 +141,13 @@ class ResponseStore:
 
 
 def read_body(raw: bytes, store: ResponseStore | None, owner: bytes | None) -> ResponsesBody:
-    """Reads a body of /v1/responses, with the conversation that it goes on from.
+    """Reads a body of /v1/responses, with the conversation that it continues.
 
     Returns:
         The body with the whole conversation as `input`, and with `store` settled.
 
     Raises:
-        InvalidRequestError: it is none, or asks for what is not kept here.
+        InvalidRequestError: it is invalid, or requests data that is not stored here.
         NotFoundError: there is no such previous response.
     """
     if store is None or owner is None:

@@ -11,6 +11,7 @@ from cloister.server.responses.schemas import (
     CallOutputItem,
     Choice,
     FunctionTool,
+    InputImage,
     InputPart,
     Item,
     MessageItem,
@@ -57,15 +58,15 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: Item) -> None:
-    """Adds an item. Reasoning, text and calls that follow each other are one message of the assistant."""
+    """Adds an item. Consecutive reasoning, text and calls form one message of the assistant."""
     match item:
         case MessageItem(role="assistant"):
             message = _assistant(messages, "content")
-            message["content"] = _text(item.content)
+            message["content"] = _parts(item.content)
         case MessageItem():
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _parts(item.content)})
         case ReasoningItem():
-            # Clients send back reasoning of which they were shown nothing; it is nothing here too.
+            # Clients send back reasoning without visible content; it is ignored here too.
             if reasoning := _text(item.content or item.summary or ()):
                 _assistant(messages, "reasoning_content")["reasoning_content"] = reasoning
         case CallItem():
@@ -76,7 +77,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], starts: str = "") -> dict[str, Any]:
-    """Returns the assistant's message that goes on, or a new one; a second text or reasoning starts one too."""
+    """Returns the assistant's current message, or a new one; a second text or reasoning also starts a new one."""
     if not messages or messages[-1]["role"] != "assistant" or starts in messages[-1]:
         messages.append({"role": "assistant"})
     return messages[-1]
@@ -84,6 +85,15 @@ def _assistant(messages: list[dict[str, Any]], starts: str = "") -> dict[str, An
 
 def _text(parts: Iterable[InputPart]) -> str:
     return "".join(part.text for part in parts)
+
+
+def _parts(parts: Iterable[InputPart | InputImage]) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, InputPart)
+        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
+        for part in parts
+    ]
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:

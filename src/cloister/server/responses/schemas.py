@@ -42,7 +42,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Strict):
-    """A part of a content; the models here read text only. The last two fields come with an answer that is sent back."""
+    """A text part of a content. The last two fields occur in answers that are sent back."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
@@ -54,28 +54,39 @@ def _as_parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
+class InputImage(Strict):
+    """A part of a user's content that is an image, in a data URL, for a model that sees."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: None = None
+
+
 InputParts = Annotated[list[InputPart], Field(max_length=MAX_MESSAGES)]
+MessageParts = Annotated[list[Annotated[InputPart | InputImage, Field(discriminator="type")]], Field(max_length=MAX_MESSAGES)]
+MessageContent = Annotated[MessageParts, BeforeValidator(_as_parts, json_schema_input_type=str | MessageParts)]
 Parts = Annotated[InputParts, BeforeValidator(_as_parts, json_schema_input_type=str | InputParts)]
 
 
 class _Item(Strict):
-    """What every item may have beside its own fields; the client's bookkeeping, of no effect."""
+    """Common fields of all items; client metadata, without effect."""
 
     id: str | None = None
     status: Status | None = None
 
 
 class MessageItem(_Item):
-    """What somebody said."""
+    """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    content: MessageContent
     phase: str | None = None
 
 
 class CallItem(_Item):
-    """A call that the model made before."""
+    """An earlier call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -86,7 +97,7 @@ class CallItem(_Item):
 
 
 class CallOutputItem(_Item):
-    """What a call brought."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -94,7 +105,7 @@ class CallOutputItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """What the model said to itself before."""
+    """Earlier reasoning of the model."""
 
     type: Literal["reasoning"]
     summary: InputParts | None = None
@@ -127,7 +138,7 @@ class FunctionTool(Strict):
 
 
 class ToolChoiceMode(Strict):
-    """Whether the model may or must call, as a client writes it in one word."""
+    """Whether the model may or must call, as a single word."""
 
     type: Literal["none", "auto", "required"]
 
@@ -164,7 +175,7 @@ class TextFormat(Strict):
 
 
 class SchemaFormat(Strict):
-    """A JSON schema that the answer has to follow."""
+    """A JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=64)] = "answer"
@@ -174,7 +185,7 @@ class SchemaFormat(Strict):
 
 
 class TextSettings(Strict):
-    """How the answer is written."""
+    """Format of the answer."""
 
     format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
@@ -188,7 +199,7 @@ class ReasoningSettings(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """What a stream carries beside the answer."""
+    """Additional content of a stream."""
 
     include_obfuscation: bool | None = None
 
@@ -222,7 +233,7 @@ class ResponsesBody(Strict):
     previous_response_id: str | None = None
     store: bool | None = None
 
-    # Known fields without effect here: checked for their type and forgotten.
+    # Known fields without effect here: type-checked and ignored.
     user: str | None = None
     metadata: Annotated[dict[str, MetadataText], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
@@ -231,5 +242,5 @@ class ResponsesBody(Strict):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the tokens of the answer come with their log-probabilities."""
+        """Whether the answer includes log-probabilities."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())

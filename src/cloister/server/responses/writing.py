@@ -23,8 +23,8 @@ class ResponseWriter:
     """Writes one response.
 
     Args:
-        job, body: what was asked.
-        keeps_broken: calls that broke stay among the items, as incomplete ones: a stream has told of them already.
+        job, body: the parsed request.
+        keeps_broken: invalid calls stay among the items, as incomplete: a stream has already sent them.
     """
 
     def __init__(self, job: GenerationJob, body: ResponsesBody, *, keeps_broken: bool) -> None:
@@ -44,7 +44,7 @@ class ResponseWriter:
             yield self._event(f"response.{name}", response=self.response("in_progress", None))
 
     def write(self, turn: Turn) -> bytes:
-        """Returns the events of one step. Most are nothing but more text of the message that is open."""
+        """Returns the events of one step. Most only add text to the open message."""
         template = self._template if self._is_open and self._item["type"] == "message" else None
         is_plain = template is not None and turn.output.logprobs is None and not self._held
         if template is not None and is_plain and (text := turn.only_text) is not None:
@@ -54,7 +54,7 @@ class ResponseWriter:
         return named_events(self.add(turn))
 
     def add(self, turn: Turn) -> Iterator[Event]:
-        """Yields what one step added."""
+        """Yields the events of one step's delta."""
         if turn.output.logprobs:
             self._held += chat_logprobs(turn.output.logprobs).content
         for part in turn.parts:
@@ -63,19 +63,19 @@ class ResponseWriter:
     def end(self, finish_reason: str | None, usage: Usage) -> Iterator[Event]:
         """Yields the end of the last item and of the response."""
         is_cut = finish_reason == "length"
-        if not self._items:  # clients look for a message, be it empty
+        if not self._items:  # clients expect a message, even an empty one
             yield from self._open_message()
         yield from self._close("incomplete" if is_cut else "completed")
         status = "incomplete" if is_cut else "completed"
         yield self._event(f"response.{status}", response=self.response(status, usage))
 
     def fail(self, error: CloisterError) -> bytes:
-        """Returns the event that ends a stream that cannot go on."""
+        """Returns the event that ends a failed stream."""
         event = self._event("error", code=error.code, message=error.message, param=error.param)
         return named_events([event])
 
     def response(self, status: str, usage: Usage | None) -> dict[str, Any]:
-        """Returns the response as it stands."""
+        """Returns the current response."""
         body, job = self._body, self._job
         sampling = job.requests[0].sampling
         return {
@@ -150,11 +150,11 @@ class ResponseWriter:
 
     @property
     def _item(self) -> dict[str, Any]:
-        """The item that is open."""
+        """The open item."""
         return self._items[-1]
 
     def _open(self, kind: str, fields: dict[str, Any], *, always: bool = False) -> Iterator[Event]:
-        """Opens an item, unless one of its kind is open that can go on."""
+        """Opens an item, unless one of its type is open and can continue."""
         if self._is_open and self._item["type"] == kind and not always:
             return
         yield from self._close("completed")
@@ -172,14 +172,14 @@ class ResponseWriter:
         if kind == "message":
             delta = self._here("response.output_text.delta", delta="", content_index=0, logprobs=[])
             self._template = _DeltaTemplate(delta)
-            self._number -= 1  # it was no event yet
+            self._number -= 1  # it was not sent in an event yet
 
     def _delta(self, name: str, text: str, **more: Any) -> Iterator[Event]:
         self._pieces.append(text)
         yield self._here(name, delta=text, **more)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """Ends the item that is open, if one is."""
+        """Ends the open item, if any."""
         if not self._is_open:
             return
         self._is_open = False
@@ -220,10 +220,10 @@ def _make_id(prefix: str) -> str:
 
 
 class _DeltaTemplate:
-    """The event of more text: all but its number and the text was encoded once.
+    """Template of a text delta event: everything except its number and text is encoded once.
 
     Args:
-        event: with any number.
+        event: an event with any number.
     """
 
     __slots__ = ("_head", "_middle", "_tail")
@@ -235,5 +235,5 @@ class _DeltaTemplate:
         self._middle, self._tail = rest.split(b'"%s"' % text.encode())
 
     def fill(self, number: int, text: str) -> bytes:
-        """Returns the event under its number."""
+        """Returns the event with its number."""
         return b"".join((self._head, b"%d" % number, self._middle, msgspec.json.encode(text), self._tail))

@@ -89,7 +89,7 @@ def _message(answer: ParsedOutput) -> ChatMessage:
 
 
 async def stream_chat(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
-    """Yields events: the role first, then what comes, the finish reason alone, at last the usage if asked for."""
+    """Yields events: the role first, then deltas, the finish reason alone, and last the usage if requested."""
     tally = Tally(job)
     write = _write_text(job, outputs, tally) if job.form is None else _write_turns(job, outputs, tally)
     async with aclosing(write) as chunks:
@@ -100,7 +100,7 @@ async def stream_chat(job: GenerationJob, outputs: AsyncGenerator[Numbered, None
 
 
 async def _write_text(job: GenerationJob, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
-    """Writes answers that are nothing but text: most tokens need no more than a template that is filled in."""
+    """Writes text-only answers: most tokens only fill in a template."""
     templates: dict[int, EventTemplate] = {}
     async with aclosing(outputs):
         async for number, output in outputs:
@@ -120,7 +120,7 @@ async def _write_text(job: GenerationJob, outputs: AsyncGenerator[Numbered, None
 
 
 async def _write_turns(job: GenerationJob, outputs: AsyncGenerator[Numbered, None], tally: Tally) -> Chunks:
-    """Writes answers that may hold reasoning and calls."""
+    """Writes answers that may contain reasoning and calls."""
     templates: dict[int, EventTemplate] = {}
     async with aclosing(read_turns(job, outputs, tally)) as turns:
         async for turn in turns:
@@ -138,7 +138,7 @@ async def _write_turns(job: GenerationJob, outputs: AsyncGenerator[Numbered, Non
 
 
 def _first_choice(job: GenerationJob, index: int) -> ChatChunkChoice:
-    """The role. Clients that asked for log-probabilities look for a list of them in every chunk but the last."""
+    """The role. Clients that request log-probabilities expect a list of them in every chunk but the last."""
     logprobs = ChatLogprobs([]) if job.requests[0].sampling.logprobs is not None else None
     return ChatChunkChoice(index, ChatDelta("assistant", ""), logprobs)
 

@@ -52,7 +52,7 @@ async def answer_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered
         choice = choices[number]
         if not job.shows_logprobs:
             choice.logprobs = None
-        # Sequences of one prompt share its log-probabilities, which came with the first of them.
+        # Sequences of one prompt share its log-probabilities, which arrive with the first of them.
         prompt_logprobs = choices[number - number % job.n].prompt_logprobs
         whole.append(_whole_choice(i, choice, scribe, prompt_logprobs))
     return _completion(job, whole, usage)
@@ -65,7 +65,7 @@ def _whole_choice(index: int, choice: Choice, scribe: _Scribe, prompt_logprobs: 
 
 
 async def stream_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
-    """Yields events: the echo first where asked for, then text as it comes, at last the usage if asked for."""
+    """Yields events: the echo first if requested, then text deltas, and last the usage if requested."""
     tally = Tally(job)
     writer = _StreamWriter(job)
     async with aclosing(outputs):
@@ -81,7 +81,7 @@ async def stream_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered
 
 
 class _StreamWriter:
-    """Turns outputs into chunks; with an echo's log-probabilities it holds back what comes before them."""
+    """Converts outputs to chunks; if an echo needs log-probabilities, it buffers outputs until they arrive."""
 
     def __init__(self, job: GenerationJob) -> None:
         self._job = job
@@ -91,19 +91,19 @@ class _StreamWriter:
         self._templates: dict[int, EventTemplate] = {}
 
     def write_text(self, number: int, output: SequenceOutput) -> bytes:
-        """Returns the event of an output that is nothing but text, and none for any other."""
+        """Returns the event of a text-only output, and None for any other."""
         template = self._templates.get(number * self._job.n + output.index)
         if template is None or not output.text or output.finish_reason is not None or output.logprobs is not None:
             return b""
         return template.fill(output.text)
 
     def add(self, number: int, output: SequenceOutput) -> list[CompletionResponse]:
-        """Returns the chunks that an output of prompt `number` allows to be written."""
+        """Returns the chunks that can be sent after an output of prompt `number`."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[number] = output.prompt_logprobs
         ready = [*self._held.pop(number, []), output]
         if self._job.requests[0].sampling.prompt_logprobs is not None and number not in self._prompt_logprobs:
-            self._held[number] = ready  # every sequence's echo needs them, and they come with the first sequence only
+            self._held[number] = ready  # every sequence's echo needs them, but only the first sequence has them
             return []
         return [chunk for item in ready if (chunk := self._write(number, item)) is not None]
 
@@ -123,14 +123,14 @@ class _StreamWriter:
 
 
 class _Scribe:
-    """Writes one choice: its echo, and log-probabilities whose offsets run on."""
+    """Writes one choice: its echo, and log-probabilities with continuous offsets."""
 
     def __init__(self, job: GenerationJob, number: int) -> None:
         self._echo: Echo | None = job.echoes[number] if job.echoes else None
         self._legacy = LegacyLogprobs(self._echo)
 
     def begin(self, prompt_logprobs: PromptLogprobs | None) -> tuple[str, CompletionLogprobs | None]:
-        """Returns the echo's text, and its log-probabilities if there are some."""
+        """Returns the echo's text, and its log-probabilities if any."""
         if self._echo is None:
             return "", None
         return self._echo.text, None if prompt_logprobs is None else self._legacy.add_prompt(prompt_logprobs)

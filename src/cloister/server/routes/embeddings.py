@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and vLLM's `/pooling`."""
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank`, and vLLM's `/classify` and `/pooling`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.server.classification import read_classify, write_classes
 from cloister.server.embeddings import EmbeddingUsage, read_embeddings, run_pooled, usage_of, vector_of, write_embeddings
 from cloister.server.scoring import rank_documents, read_rerank, read_score, score_pairs
 from cloister.server.state import admission_of, json_response, state_of
@@ -37,19 +38,19 @@ class PooledList(msgspec.Struct, frozen=True):
 
 @router.post("/v1/embeddings")
 async def create_embeddings(request: Request) -> Response:
-    """Makes a vector of each text; the texts of a request are computed side by side."""
+    """Makes a vector of each text; the texts of a request are computed concurrently."""
     state = state_of(request)
     asked = await state.off_the_loop(read_embeddings, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
     return Response(await state.off_the_loop(write_embeddings, asked, embeddings), media_type="application/json")
 
 
-# `/v1/score` and `/v1/rerank`, with the other paths that clients of rerankers know.
+# `/v1/score` and `/v1/rerank`, with the alternative paths of reranker clients.
 
 
 @router.post("/v1/score")
 async def create_score(request: Request) -> Response:
-    """Says how alike pairs of texts are."""
+    """Scores the similarity of pairs of texts."""
     state = state_of(request)
     asked = await state.off_the_loop(read_score, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
@@ -60,11 +61,20 @@ async def create_score(request: Request) -> Response:
 @router.post("/v2/rerank")
 @router.post("/rerank")
 async def create_ranking(request: Request) -> Response:
-    """Sorts documents by how alike they are to a query."""
+    """Sorts documents by similarity to a query."""
     state = state_of(request)
     asked = await state.off_the_loop(read_rerank, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
     return json_response(await state.off_the_loop(rank_documents, asked, embeddings))
+
+
+@router.post("/classify")
+async def create_classification(request: Request) -> Response:
+    """Classifies each text with the model's classes."""
+    state = state_of(request)
+    asked = await state.off_the_loop(read_classify, state.reader, await request.body(), admission_of(request))
+    scores = await run_pooled(state.generate, asked.job)
+    return json_response(await state.off_the_loop(write_classes, asked, scores))
 
 
 @router.post("/pooling")

@@ -36,7 +36,7 @@ class UploadForm(Strict):
 
 
 class FileObject(msgspec.Struct, frozen=True):
-    """What is told of a file."""
+    """Description of a file."""
 
     id: str
     bytes: int
@@ -76,7 +76,7 @@ async def upload_file(request: Request) -> Response:
 
 @router.get("/v1/files")
 async def list_files(request: Request) -> Response:
-    """Lists the files of whoever asks, the newest first."""
+    """Lists the requester's files, newest first."""
     _, files, owner = opened(request)
     found = files.store.shelf.of(owner)
     if (purpose := request.query_params.get("purpose")) is not None:
@@ -97,7 +97,7 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
 
 @router.get("/v1/files/{file_id}/content")
 async def read_file(request: Request, file_id: str) -> Response:
-    """Returns what is in a file."""
+    """Returns the content of a file."""
     state, files, owner = opened(request)
     content = await state.off_the_loop(files.store.content, files.store.shelf.find(file_id, owner), owner)
     return Response(content, media_type="application/octet-stream")
@@ -112,10 +112,10 @@ async def delete_file(request: Request, file_id: str) -> Response:
 
 
 def opened(request: Request) -> tuple[ServerState, FileService, Owner]:
-    """Returns the state, the store, and whose files a request may see.
+    """Returns the state, the store, and the owner whose files a request may access.
 
     Raises:
-        PolicyError, NotFoundError: nothing is kept here.
+        PolicyError, NotFoundError: this server stores no files.
     """
     state = state_of(request)
     files = require(state.files, state.reader.gate)
@@ -123,7 +123,7 @@ def opened(request: Request) -> tuple[ServerState, FileService, Owner]:
 
 
 def read_limit(request: Request, most: int) -> int:
-    """Returns how many entries of a list are wanted."""
+    """Returns the requested number of list entries."""
     given = request.query_params.get("limit", str(most))
     if not (given.isascii() and given.isdecimal() and len(given) < 6 and 1 <= int(given) <= most):
         raise invalid(f"`limit` must be a whole number from 1 to {most}.", "limit", "invalid_value")
@@ -153,7 +153,7 @@ def _describe(stored: StoredFile) -> FileObject:
     return FileObject(stored.id, stored.bytes, stored.created_at, stored.expires_at, stored.filename, stored.purpose)
 
 
-# `/v1/batches`: many requests in one file, answered when there is time.
+# `/v1/batches`: many requests in one file, answered at low priority.
 
 
 MAX_OPEN: Final = 20
@@ -163,7 +163,7 @@ RETRY_S: Final = 60.0
 
 @router.post("/v1/batches")
 async def create_batch(request: Request) -> Response:
-    """Checks the lines of a file, and begins to answer them."""
+    """Checks the lines of a file, and starts to answer them."""
     state, files, owner = opened(request)
     batch = await state.off_the_loop(_create, files, owner, admission_of(request), await request.body())
     return json_response(describe_batch(batch))
@@ -171,7 +171,7 @@ async def create_batch(request: Request) -> Response:
 
 @router.get("/v1/batches")
 async def list_batches(request: Request) -> Response:
-    """Lists the batches of whoever asks, the newest first."""
+    """Lists the requester's batches, newest first."""
     _, files, owner = opened(request)
     shown, more = page(files.batches.of(owner), read_limit(request, 100), request.query_params.get("after"))
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
@@ -181,14 +181,14 @@ async def list_batches(request: Request) -> Response:
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
-    """Says how far a batch is."""
+    """Shows the status of a batch."""
     _, files, owner = opened(request)
     return json_response(describe_batch(files.batches.find(batch_id, owner)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Ends a batch; what was answered stays."""
+    """Cancels a batch; finished answers are kept."""
     _, files, owner = opened(request)
     batch = files.batches.find(batch_id, owner)
     await files.runner.cancel(batch)

@@ -1,4 +1,4 @@
-"""How the server is: `/health` (progress; without a key), `/ping`, `/version`, `/load`, `/metrics` and what belongs to them."""
+"""Health and metrics: `/health` (progress; unauthenticated), `/ping`, `/version`, `/load`, `/metrics` and related routes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter()
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def report_health(request: Request) -> Response:
-    """Answers 200 or 503. Says no more than that: who asks need not be known."""
+    """Replies 200 or 503 without details, because requests are unauthenticated."""
     if state_of(request).engine.health().good:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "unavailable"}, 503, error_headers(EngineError("")))
@@ -46,19 +46,19 @@ async def report_version() -> Response:
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Reply of /load: requests that the engine works on or that wait for it."""
+    """Reply of /load: requests that run in the engine or wait for it."""
 
     server_load: int
 
 
 @router.get("/load")
 async def report_load(request: Request) -> Response:
-    """Says how many requests are at work, where the profile lets single ones be counted."""
+    """Returns the number of running requests, if the profile permits counting single ones."""
     state = state_of(request)
     policy = state.reader.gate.policy
     if policy.counts_only:
         raise PolicyError(
-            f"{policy.ruling('request-log').rule}: the profile {policy.profile.value!r} tells sums over many requests only; "
+            f"{policy.ruling('request-log').rule}: the profile {policy.profile.value!r} gives sums over many requests only; "
             "/metrics has them."
         )
     return json_response(Load(state.calls.num_at_work))
@@ -66,16 +66,16 @@ async def report_load(request: Request) -> Response:
 
 @router.get("/metrics")
 async def report_metrics(request: Request) -> Response:
-    """Returns what the profile lets an operator see."""
+    """Returns the metrics that the profile permits."""
     return Response(state_of(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 @router.get("/metrics/history")
 async def report_history(request: Request) -> Response:
-    """Returns the figures of the last day.
+    """Returns the metrics of the last day.
 
     Raises:
-        PolicyError: the profile lets out no figures of times, so none are kept.
+        PolicyError: the profile permits no metrics over time, so none are recorded.
     """
     state = state_of(request)
     state.reader.gate.policy.check({"metrics-history": Use(True, "the request")})
@@ -85,11 +85,11 @@ async def report_history(request: Request) -> Response:
 
 @router.get("/metrics/tenants")
 async def report_tenants(request: Request) -> Response:
-    """Returns what each tenant did since the start and has open.
+    """Returns each tenant's usage since the start, and its open requests.
 
     Raises:
-        PolicyError: the profile tells no tenants apart, or whoever asks is no operator.
-        NotFoundError: the server asks for no keys, so there are no tenants.
+        PolicyError: the profile does not distinguish tenants, or the requester is not an operator.
+        NotFoundError: the server requires no keys, so there are no tenants.
     """
     state = state_of(request)
     state.reader.gate.policy.check({"tenant-figures": Use(True, "the request")})

@@ -28,7 +28,7 @@ from cloister.server.stream import Chunks, Ending, events, open_stream
 router = APIRouter()
 
 UNMARKED_END: Final = Ending(b"", lambda error: events([error_object(error)]))
-"""The last event says that it is, and nothing follows it."""
+"""The last event is marked as such; there is no `[DONE]`."""
 
 Reader = Callable[[PromptReader, bytes, Admission], LlamaJob]
 
@@ -41,31 +41,31 @@ class TemplatedPrompt(msgspec.Struct, frozen=True):
 
 @router.post("/completion")
 async def complete(request: Request) -> Response:
-    """Goes on with a prompt, at once or as a stream."""
+    """Continues a prompt, at once or as a stream."""
     return await _answer(request, read_completion)
 
 
 @router.post("/infill")
 async def infill(request: Request) -> Response:
-    """Fills in what stands between a beginning and an end."""
+    """Fills in the text between a prefix and a suffix."""
     return await _answer(request, read_infill)
 
 
 @router.post("/apply-template")
 async def template(request: Request) -> Response:
-    """Returns the text that a conversation becomes."""
+    """Returns a conversation rendered with the chat template."""
     state = state_of(request)
     return json_response(TemplatedPrompt(await state.off_the_loop(apply_template, state.reader, await request.body())))
 
 
 @router.get("/props")
 async def props(request: Request) -> Response:
-    """Describes what is served."""
+    """Describes the served model."""
     return json_response(describe_props(state_of(request)))
 
 
 def describe_props(state: ServerState) -> dict[str, Any]:
-    """Returns the properties of the model, and how it samples unless told otherwise."""
+    """Returns the properties of the model, and its default sampling parameters."""
     reader, model = state.reader, state.reader.model
     own = sampling_params(check_fields({}, GenerationBody), model, max_tokens=None, vocab_size=reader.vocab_size)
     info = tokenizer_info(reader)
@@ -73,11 +73,11 @@ def describe_props(state: ServerState) -> dict[str, Any]:
         "default_generation_settings": {"n_ctx": model.max_model_len, "params": describe_sampling(own)},
         "total_slots": 1,
         "model_alias": reader.model_name,
-        "model_path": model.name,  # where it lies is nobody's business
+        "model_path": model.name,  # the path is not public
         "chat_template": reader.chat_format.template.source,
         "bos_token": info.bos_token or "",
         "eos_token": info.eos_token or "",
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": reader.chat_format.takes_images, "audio": False},
         "build_info": f"cloister {__version__}",
     }
 

@@ -32,7 +32,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
-    """Returns how many tokens a conversation's prompt has."""
+    """Returns the number of prompt tokens of a conversation."""
     state = state_of(request)
     num_tokens = await state.off_the_loop(state.reader.count_message, await request.body())
     return json_response({"input_tokens": num_tokens})

@@ -25,7 +25,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """Lists the model that is served, and its adapters."""
+    """Lists the served model and its adapters."""
     state = state_of(request)
     adapters = [adapter_model(state, adapter) for adapter in state.reader.adapters.values()]
     return json_response(ModelList([*_served_names(state), *adapters]))
@@ -44,7 +44,7 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
 
 
 def adapter_model(state: ServerState, adapter: AdapterInfo) -> Model:
-    """Returns an adapter as an entry of the list; its directory is nobody's business."""
+    """Returns an adapter as an entry of the list, without its directory, which is not public."""
     served = next(_served_names(state))
     limits = served.max_model_len, served.default_max_tokens
     return Model(adapter.name, adapter.created_s, *limits, root=served.root, parent=served.id)
@@ -70,12 +70,12 @@ class Unloaded(msgspec.Struct, frozen=True):
 
 class UnloadBody(Strict):
     lora_name: str = Field(max_length=128)
-    lora_int_id: int | None = None  # that vLLM's clients send; a name says it all
+    lora_int_id: int | None = None  # sent by vLLM's clients; redundant with the name
 
 
 @router.post("/v1/load_lora_adapter")
 async def load_adapter(request: Request) -> Response:
-    """Loads an adapter's directory of this machine; it is a model of its own from then on."""
+    """Loads an adapter from a directory of this machine; it is then listed as a model."""
     state = state_of(request)
     adapters = _check_operator(request, state)
     body = parse_body(await request.body(), LoadBody)
@@ -86,7 +86,7 @@ async def load_adapter(request: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(request: Request) -> Response:
-    """Takes an adapter away when the requests that use it have ended."""
+    """Unloads an adapter when the requests that use it have ended."""
     state = state_of(request)
     adapters = _check_operator(request, state)
     body = parse_body(await request.body(), UnloadBody)
@@ -95,10 +95,10 @@ async def unload_adapter(request: Request) -> Response:
 
 
 def _check_operator(request: Request, state: ServerState) -> AdapterCalls:
-    """Returns the adapters of the engine, for whoever may change them.
+    """Returns the adapters of the engine, if the requester may change them.
 
     Raises:
-        PolicyError: this caller may not.
+        PolicyError: the requester may not.
     """
     state.reader.gate.check_operator(admission_of(request))
     return state.engine.adapters

@@ -66,7 +66,7 @@ class OllamaStatus(msgspec.Struct, frozen=True):
 
 @router.post("/api/chat")
 async def chat(request: Request) -> Response:
-    """Answers a conversation, as a stream unless told otherwise."""
+    """Answers a conversation, as a stream by default."""
     state = state_of(request)
     asked = await state.off_the_loop(read_chat, state.reader, await request.body(), admission_of(request))
     return await _answer(state, asked, LineWriter(OllamaChatLine, shape_chat, asked.model_name, call_of(request.scope)))
@@ -74,7 +74,7 @@ async def chat(request: Request) -> Response:
 
 @router.post("/api/generate")
 async def generate(request: Request) -> Response:
-    """Answers a prompt, or goes on with a raw one, as a stream unless told otherwise."""
+    """Answers a prompt, or continues a raw one, as a stream by default."""
     state = state_of(request)
     asked = await state.off_the_loop(read_generate, state.reader, await request.body(), admission_of(request))
     writer = LineWriter(OllamaGenerateLine, shape_generate, asked.model_name, call_of(request.scope))
@@ -148,13 +148,13 @@ async def embed_one(request: Request) -> Response:
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """Lists what is served."""
+    """Lists the served models."""
     return json_response(list_tags(state_of(request)))
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
-    """Lists what is in memory."""
+    """Lists the loaded models."""
     return json_response(list_running(state_of(request)))
 
 
@@ -168,14 +168,14 @@ async def show(request: Request) -> Response:
 
 @router.post("/api/pull")
 async def pull(request: Request) -> Response:
-    """Says that a model is there. One that is not is never fetched: a client's word starts no download."""
+    """Checks that a model is available. A missing one is never fetched: clients cannot start downloads."""
     state = state_of(request)
     body = parse_body(await request.body(), OllamaPullBody, NO_FIELDS)
     try:
         find_name(state.reader, body.model or body.name)
     except NotFoundError:
         raise PolicyError(
-            f"This server downloads nothing on a client's word; it serves `{state.reader.model_name}`. Its operator can"
+            f"This server downloads nothing at a client's request; it serves `{state.reader.model_name}`. Its operator can"
             " start it with another one (`cloister serve --model NAME`)."
         ) from None
     done = OllamaStatus("success")

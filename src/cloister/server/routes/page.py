@@ -18,7 +18,7 @@ from cloister.types.errors import NotFoundError
 
 INDEX: Final = "index.html"
 ASSETS_PATH: Final = "/page/"
-"""Below it, one folder per state of the files: its name changes with any of them, so they may be kept for ever."""
+"""Prefix of a folder whose name changes with the content of any file, so that browsers may cache the files forever."""
 _MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -37,7 +37,7 @@ HEADERS: Final[Mapping[str, str]] = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""No inline code, no other origin, no markup from text (Trusted Types), nobody's frame."""
+"""No inline code, no other origin, no markup from text (Trusted Types), no framing."""
 
 router = APIRouter()
 
@@ -56,7 +56,7 @@ class Page:
     """Every file of the page, by name.
 
     Attributes:
-        digest: of all files; part of the address of each but the first.
+        digest: digest of all files; part of the address of each but the first.
     """
 
     digest: str
@@ -65,7 +65,7 @@ class Page:
 
 @cache
 def read_page() -> Page:
-    """Reads the files, and writes into the first one where the others are."""
+    """Reads the files, and inserts the addresses of the others into the first one."""
     raw = {
         entry.name: entry.read_bytes() for entry in files("cloister.server").joinpath("page").iterdir() if _is_asset(entry.name)
     }
@@ -76,7 +76,7 @@ def read_page() -> Page:
 
 @router.api_route("/", methods=["GET", "HEAD"])
 async def show_page(request: Request) -> Response:
-    """Returns the page itself; a browser asks each time whether it changed."""
+    """Returns the page itself; browsers revalidate it each time."""
     return _answer(request, read_page().assets[INDEX], "no-cache")
 
 

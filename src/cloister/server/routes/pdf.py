@@ -1,4 +1,4 @@
-"""`/v1/pdf/text`: the text layer of a PDF file, for the page and for whoever has no tool for it."""
+"""`/v1/pdf/text`: the text layer of a PDF file, for the page and other clients."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ async def read_pdf(request: Request) -> Response:
     """Returns the text layer of a PDF file, and keeps nothing of it.
 
     Raises:
-        NotFoundError: this server reads none.
-        InvalidRequestError: there is no text to be had; the message says why.
+        NotFoundError: this server does not read PDF files.
+        InvalidRequestError: no text can be extracted; the message says why.
     """
     state = state_of(request)
     if state.pdf is None:
@@ -57,7 +57,7 @@ async def read_pdf(request: Request) -> Response:
 
 
 def _owner(state: ServerState, admission: Admission) -> bytes | None:
-    """Returns who shares the turns of one tenant; None where a server is one person's, or tells nobody apart."""
+    """Returns the owner for per-tenant limits; None on a single-user server, or if callers cannot be distinguished."""
     gate = state.reader.gate
     if not gate.asks_for_keys:
         return None

@@ -26,12 +26,12 @@ _RECORDS: Final[Mapping[Profile, str]] = {
 
 
 class PolicyReport(msgspec.Struct, frozen=True):
-    """What a client may rely on.
+    """The privacy rules of the server.
 
-    `summary` says in words what the profile means for what is sent, `api_key` whether the API asks for a key, `streaming`
-    whether answers may be streamed, `keeping` whether the page may keep conversations on a device whose user wants it;
-    `metrics` is `counts` when only sums over many requests are let out, `metrics_history` whether the figures of the last day
-    are kept, and `tenants` whether an operator may see those of each tenant.
+    `summary` describes the profile's effects on requests, `api_key` is whether the API requires a key, `streaming` whether
+    answers may be streamed, `keeping` whether the page may store conversations on the device if its user wants it; `metrics` is
+    `counts` if only sums over many requests are published, `metrics_history` whether metrics of the last day are kept, and
+    `tenants` whether an operator may see those of each tenant.
     """
 
     profile: str
@@ -47,7 +47,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
 @router.get("/v1/policy")
 async def report_policy(request: Request) -> Response:
-    """Returns the rules that this server is under."""
+    """Returns the privacy rules of this server."""
     state = state_of(request)
     kept = list(_kept(state))
     return json_response(describe_policy(state.reader.gate, kept))
@@ -61,10 +61,10 @@ def _kept(state: ServerState) -> Iterator[str]:
 
 
 def describe_policy(gate: Gate, kept: Sequence[str] = ()) -> PolicyReport:
-    """Returns what the gate holds people to.
+    """Returns the rules that the gate enforces.
 
     Args:
-        kept: what is kept beyond a request, in sentences.
+        kept: sentences on what is kept beyond a request.
     """
     policy = gate.policy
     return PolicyReport(

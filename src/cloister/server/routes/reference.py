@@ -83,7 +83,7 @@ def _operation(path: str, method: str, op: Json, schemas: Json) -> str:
     errors = _table(("Status", "Meaning", "Body"), rows)
     return (
         f'<article id="{op["operationId"]}">{head}{key}{body}{answer}'
-        f"<details><summary>What may go wrong</summary>{errors}</details></article>"
+        f"<details><summary>Errors</summary>{errors}</details></article>"
     )
 
 
@@ -103,7 +103,7 @@ def _table(columns: tuple[str, ...], rows: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Returns text with what stands between backticks as code."""
+    """Returns text with backtick quotes as code."""
     return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text, quote=False))
 
 
@@ -123,7 +123,7 @@ def _field(name: str, schema: Json, is_required: bool) -> str:
 
 
 def write_type(schema: Json) -> str:
-    """Returns a JSON schema in a few words of HTML."""
+    """Describes a JSON schema in short HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#model-{name}">{name}</a>'

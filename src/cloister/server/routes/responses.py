@@ -52,14 +52,14 @@ async def create_response(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def retrieve_response(request: Request, response_id: str) -> Response:
-    """Returns a response that was kept."""
+    """Returns a stored response."""
     store, owner = _store_of(request)
     return Response(store.find(owner, response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forgets a response."""
+    """Deletes a response."""
     store, owner = _store_of(request)
     store.remove(owner, response_id)
     return json_response(DeletedResponse(response_id))
@@ -75,7 +75,7 @@ def _store_of(request: Request) -> tuple[ResponseStore, bytes]:
 async def answer_response(
     job: GenerationJob, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None]
 ) -> dict[str, Any]:
-    """Returns the whole reply: what the last event of a stream holds."""
+    """Returns the whole reply: the content of a stream's last event."""
     tally, reason = Tally(job), None
     async with aclosing(read_turns(job, outputs, tally)) as turns:
         async for turn in turns:
@@ -91,7 +91,7 @@ async def answer_response(
 async def stream_response(
     job: GenerationJob, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None], keep: Callable[[dict[str, Any]], None]
 ) -> Chunks:
-    """Yields events; `keep` is told of the whole response before the last one."""
+    """Yields events; `keep` is called with the whole response before the last one."""
     tally, reason, is_begun = Tally(job), None, False
     async with aclosing(read_turns(job, outputs, tally)) as turns:
         async for turn in turns:

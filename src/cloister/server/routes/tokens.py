@@ -28,8 +28,8 @@ _LLAMACPP: Final = ("add_special", "parse_special", "with_pieces")
 class TokenizeBody(Strict):
     """Body of /tokenize: a text or the messages of a chat, as vLLM names them, or a text as llama.cpp does (`content`).
 
-    `add_special_tokens` defaults to true for a text, and to false for a chat, whose template writes them. The next ones go with
-    `content`: `add_special` defaults to false, `parse_special` (spellings of control tokens become control tokens) to true.
+    `add_special_tokens` defaults to true for a text, and to false for a chat, whose template writes them. The next fields apply
+    to `content`: `add_special` defaults to false, `parse_special` (spellings of control tokens become control tokens) to true.
     """
 
     model_config = ConfigDict(
@@ -62,14 +62,14 @@ class DetokenizeBody(Strict):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A token and its text, or its bytes where they are no whole characters, as llama.cpp writes them."""
+    """A token and its text, or its bytes if they are not whole characters, as in llama.cpp."""
 
     id: int
     piece: str | list[int]
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """Reply of /tokenize; `tokens` are pieces, and `token_strs` is not null, where that was asked for."""
+    """Reply of /tokenize; `tokens` are pieces, and `token_strs` is not null, if requested."""
 
     count: int
     max_model_len: int
@@ -85,7 +85,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
-    """Reply of /tokenizer_info: the tokens that begin and end a text, null where the model has none."""
+    """Reply of /tokenizer_info: the tokens that begin and end a text, null if the model has none."""
 
     bos_token: str | None
     eos_token: str | None
@@ -97,7 +97,7 @@ def tokenize(reader: PromptReader, raw: bytes) -> Tokenized:
     """Answers a body of /tokenize.
 
     Raises:
-        InvalidRequestError, NotFoundError: it cannot be answered; the message says why.
+        InvalidRequestError, NotFoundError: the request cannot be answered; the message says why.
     """
     body = parse_body(raw, TokenizeBody)
     reader.find_adapter(body.model)
@@ -119,7 +119,7 @@ def detokenize(reader: PromptReader, raw: bytes) -> Detokenized:
 
 
 def tokenizer_info(reader: PromptReader) -> TokenizerInfo:
-    """Returns what a client needs that counts tokens itself."""
+    """Returns the data that a client needs to count tokens itself."""
     tokenizer = reader.tokenizer
     bos, eos = (
         None if token is None else tokenizer.decode([token], skip_special_tokens=False)
@@ -129,7 +129,7 @@ def tokenizer_info(reader: PromptReader) -> TokenizerInfo:
 
 
 def _text_of(reader: PromptReader, body: TokenizeBody) -> tuple[str, bool]:
-    """Returns the text of a body, and whether it gets the tokens around a text."""
+    """Returns the text of a body, and whether to add special tokens."""
     if sum(part is not None for part in (body.prompt, body.messages, body.content)) != 1:
         raise invalid("Send one of `prompt`, `messages` and `content`.", "prompt", "missing_required_parameter")
     if body.messages is None and body.add_generation_prompt is not None:
@@ -155,12 +155,14 @@ def _piece(reader: PromptReader, token: int) -> Piece:
 
 
 def _render(reader: PromptReader, body: TokenizeBody) -> str:
+    if any(message.has_images for message in body.messages or ()):
+        raise invalid("`messages` has an image; /v1/messages/count_tokens counts its tokens.", "messages")
     messages: list[dict[str, Any]] = template_messages(body.messages or [])
     return reader.chat_format.template.render(messages, add_generation_prompt=body.add_generation_prompt is not False)
 
 
 def _name(reader: PromptReader, token: int) -> str:
-    """A token as text; bytes that are no whole character show as U+FFFD."""
+    """A token as text; bytes that are not a whole character are shown as U+FFFD."""
     return reader.tokenizer.token_bytes(token).decode(errors="replace")
 
 
@@ -169,7 +171,7 @@ router = APIRouter()
 
 @router.post("/tokenize")
 async def create_tokens(request: Request) -> Response:
-    """Returns the tokens of a text or a chat, as the model would read them."""
+    """Returns the tokens of a text or a chat, as in the model's input."""
     state = state_of(request)
     return json_response(await state.off_the_loop(tokenize, state.reader, await request.body()))
 

@@ -3,7 +3,7 @@
 Importing this package registers every family in `FAMILIES`.
 """
 
-from cloister.text.tools import deepseek, hermes, llama3, mistral, qwen3_coder
+from cloister.text.tools import deepseek, glm, harmony, hermes, kimi, llama3, minimax, mistral, qwen3_coder
 from cloister.text.tools.base import FAMILIES, Tool, ToolCallFormat, detect_family, read_calls
 
 __all__ = [
@@ -12,8 +12,12 @@ __all__ = [
     "ToolCallFormat",
     "deepseek",
     "detect_family",
+    "glm",
+    "harmony",
     "hermes",
+    "kimi",
     "llama3",
+    "minimax",
     "mistral",
     "qwen3_coder",
     "read_calls",

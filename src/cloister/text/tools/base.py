@@ -252,6 +252,10 @@ def _find_next(reader: CallReader, family: ToolCallFormat) -> Reading[str | None
 
 
 _SIGNS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minimax_m2", ("<minimax:tool_call>", "<invoke name=")),
+    ("glm45", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("deepseek", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),

@@ -38,7 +38,7 @@ class TaggedCalls:
             value = yield from source.take_until(END_PARAMETER)
             if key in keys:
                 raise MalformedError
-            text = _to_json(value, reader.tools[name].parameters, key)
+            text = to_json(value, reader.tools[name].parameters, key)
             yield reader.add(f"{', ' if keys else ''}{json.dumps(key, ensure_ascii=False)}: {text}")
             keys.add(key)
             yield from source.skip_space()
@@ -54,7 +54,7 @@ class TaggedCalls:
         return "\n".join([f"start: {start}", block, choice_rule(tools, _write), _TEXT])
 
 
-def _to_json(value: str, parameters: Mapping[str, Any], key: str) -> str:
+def to_json(value: str, parameters: Mapping[str, Any], key: str) -> str:
     """Returns a value as JSON. One line break on each side of it is the tags' own."""
     value = value.removeprefix("\n").removesuffix("\n")
     if not _is_text(parameters.get("properties", {}).get(key)):
@@ -73,14 +73,22 @@ def _is_text(schema: object) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
+def is_plain_text(schema: object) -> bool:
+    """Whether any text follows a schema."""
+    return (
+        isinstance(schema, Mapping)
+        and schema.get("type") == "string"
+        and schema.keys() <= {"type", "description", "title", "default"}
+    )
+
+
 def _write(tool: Tool) -> str:
     properties = tool.parameters.get("properties", {})
     required = tool.parameters.get("required", [])
     shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
     parts = [literal(f"{FUNCTION}{tool.name}>")]
     for key, schema in properties.items():
-        is_text = _is_text(schema) and schema.keys() <= {"type", "description", "title", "default"}
-        value = "text" if is_text else " ".join([json_value(shared | schema), literal(f"\n{END_PARAMETER}")])
+        value = "text" if is_plain_text(schema) else " ".join([json_value(shared | schema), literal(f"\n{END_PARAMETER}")])
         part = " ".join([literal(f"\n{PARAMETER}{key}>\n"), value])
         parts.append(part if key in required else f"({part})?")
     return " ".join([*parts, literal("\n" + END_FUNCTION)])

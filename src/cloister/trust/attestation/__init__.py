@@ -1,7 +1,7 @@
-"""What a node can prove of itself before anybody sends it a prompt, and who checks it.
+"""Attestation: a node's proofs about itself, and their verification before a prompt is sent.
 
-`Evidence` is what travels; an `Attester` makes it on a node, `verify_evidence` checks it at a client under a
-`AttestationPolicy`, and returns `Findings`: what was proved, what was not, and why it is refused.
+An `Attester` creates `Evidence` on a node; `verify_evidence` checks it at a client under an `AttestationPolicy`, and returns
+`Findings`: what was proved, what was not, and why it is refused.
 """
 
 from cloister.trust.attestation.base import (

@@ -1,4 +1,4 @@
-"""The protocols of attesters and verifiers, what a verifier found, and what a client accepts. Pure: no I/O, no clock."""
+"""Protocols of attesters and verifiers, findings, and the client's policy. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from cloister.trust.attestation.evidence import Evidence
 from cloister.types.errors import CloisterError
 
 MAX_CLOCK_SKEW_S = 300
-"""How far behind a client's clock may be when something begins; an end has no such room, for the keys are gone by then."""
+"""Tolerance for a client's clock at the start of a validity period; there is none at its end, because the keys are destroyed by
+then."""
 
 STRICT_PROFILES = frozenset({"private", "paranoid"})
-"""Profiles in which what cannot be checked is refused."""
+"""Profiles that refuse what cannot be checked."""
 
 
 class AttestationError(CloisterError):
-    """Evidence cannot be made here, or a check cannot be run; the message says what is missing."""
+    """Evidence cannot be created here, or a check cannot run; the message says what is missing."""
 
     code = "attestation_failed"
     status = 503
 
 
 class Outcome(StrEnum):
-    """What became of one step."""
+    """The outcome of one step."""
 
     PROVED = "proved"
     NOT_PROVED = "not proved"
@@ -40,8 +41,8 @@ class Finding:
 
     Attributes:
         slug: a stable name of the step, for tests and for `--json`.
-        outcome: proved, not proved (nothing speaks against it, nothing proves it) or failed (refused).
-        text: for a person, a whole sentence; free of what a user sent.
+        outcome: proved, not proved (neither proved nor disproved) or failed (refused).
+        text: a full sentence for users, without user content.
     """
 
     slug: str
@@ -50,7 +51,7 @@ class Finding:
 
 
 class Findings:
-    """Steps in the order in which they were taken."""
+    """The steps of a verification, in order."""
 
     def __init__(self, steps: Iterable[Finding] = ()) -> None:
         self._steps = list(steps)
@@ -60,15 +61,15 @@ class Findings:
         self._steps.append(Finding(slug, Outcome.PROVED, text))
 
     def leave_open(self, slug: str, text: str) -> None:
-        """Adds a step that nothing proves and nothing speaks against."""
+        """Adds a step that is neither proved nor disproved."""
         self._steps.append(Finding(slug, Outcome.NOT_PROVED, text))
 
     def fail(self, slug: str, text: str) -> None:
-        """Adds a step that speaks against the node: it is refused."""
+        """Adds a failed step: the node is refused."""
         self._steps.append(Finding(slug, Outcome.FAILED, text))
 
     def check(self, slug: str, holds: bool, proved: str, failed: str) -> bool:
-        """Adds a proved or a failed step, and returns whether it holds."""
+        """Adds a proved or a failed step, and returns whether it is proved."""
         if holds:
             self.prove(slug, proved)
         else:
@@ -76,7 +77,7 @@ class Findings:
         return holds
 
     def doubt(self, policy: AttestationPolicy, slug: str, text: str) -> None:
-        """Adds a step that could not be checked: refused by a strict policy, left open by another."""
+        """Adds a step that could not be checked: failed under a strict policy, not proved otherwise."""
         if policy.strict:
             self.fail(slug, f"{text}; the profile {policy.profile} refuses what cannot be checked")
         else:
@@ -98,17 +99,17 @@ class Findings:
 
     @property
     def accepted(self) -> bool:
-        """Whether something was checked and nothing failed."""
+        """Whether there are steps and none failed."""
         return bool(self._steps) and not self.of(Outcome.FAILED)
 
     @property
     def proved(self) -> bool:
-        """Whether every step was proved, none left open."""
+        """Whether every step was proved."""
         return bool(self._steps) and all(step.outcome is Outcome.PROVED for step in self._steps)
 
 
 class SnpFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least security versions of an AMD platform that a client accepts (AMD's bulletins name them for each processor)."""
+    """The minimum security versions of an AMD platform that a client accepts (AMD's bulletins list them for each processor)."""
 
     boot_loader: int = 0
     tee: int = 0
@@ -125,28 +126,29 @@ class GpuFloor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttestationPolicy:
-    """What a client accepts of a node.
+    """A client's requirements for a node.
 
     Attributes:
-        profile: the privacy profile that the client wants; another one is a downgrade, refused.
-        kinds: the kinds of evidence accepted beside `software`; `nitro` only where it is named, for AWS both vouches and hosts.
-        accept_software: whether evidence without hardware is let through, as not proved.
-        releases: release digests that may run; empty: the release is reported as unchecked.
-        models: model digests that may be served; empty: any, said so.
-        profile_digests: digests of `profile` that are known; empty: reported as unchecked.
-        configuration: what the node's configuration has to be, every entry; empty: any, said so.
-        hardening: names of measures that must be in force in a process at least, and missing in none.
-        measurements: by register (`REGISTERS`), the values that may run, hex; other registers are unchecked.
-        snp_providers: cloud providers whose own key (VLEK) may sign for the chip, as AMD's certificate calls them.
+        profile: the required privacy profile; any other is refused as a downgrade.
+        kinds: accepted kinds of evidence besides `software`; `nitro` must be listed explicitly, because AWS is both attester
+            and host.
+        accept_software: whether evidence without hardware is accepted, as not proved.
+        releases: accepted release digests; empty: the release is reported as unchecked.
+        models: accepted model digests; empty: any, and reported.
+        profile_digests: accepted digests of `profile`; empty: reported as unchecked.
+        configuration: required configuration of the node, every entry; empty: any, and reported.
+        hardening: names of measures that must be in force in at least one process, and missing in none.
+        measurements: accepted values by register (`REGISTERS`), hex; other registers are unchecked.
+        snp_providers: cloud providers whose key (VLEK) may sign for the chip, named as in AMD's certificate.
         snp_floor: see `SnpFloor`; None: reported as unchecked.
         tdx_statuses: Intel's names of TCB states that are good enough.
-        gpu: whether a GPU with proved identity must be there.
+        gpu: whether a GPU with proved identity is required.
         gpu_floor: see `GpuFloor`; None: any that NVIDIA signed for.
         gpu_measurements: reference values by index of the measurement, hex; empty: those that NVIDIA signed (RIM files).
-        revocation_max_age_s: how old the newest word on a GPU's certificates may be, seconds.
+        revocation_max_age_s: maximum age of the newest revocation status of a GPU's certificates, seconds.
         post_quantum: whether X-Wing must be offered, by the gateway too; X25519 alone is refused then.
 
-    What is unchecked is refused when `profile` is strict, and told as not proved otherwise.
+    Unchecked steps fail if `profile` is strict, and are reported as not proved otherwise.
     """
 
     profile: str = "private"
@@ -169,12 +171,12 @@ class AttestationPolicy:
 
     @property
     def strict(self) -> bool:
-        """Whether what cannot be checked is refused."""
+        """Whether steps that cannot be checked fail."""
         return self.profile in STRICT_PROFILES
 
 
 class Attester(Protocol):
-    """Makes evidence on the machine that it speaks for."""
+    """Creates evidence on the attested machine."""
 
     kind: str
 
@@ -182,12 +184,12 @@ class Attester(Protocol):
         """Returns evidence whose report carries `report_data(statement)`.
 
         Raises:
-            AttestationError: this machine cannot; the message says what it lacks.
+            AttestationError: this machine cannot attest; the message says what is missing.
         """
 
 
 class Verifier(Protocol):
-    """Checks the report of one kind of evidence; what the statement says is checked by `verify_evidence`."""
+    """Checks the report of one kind of evidence; the statement's content is checked by `verify_evidence`."""
 
     kind: str
 
@@ -195,18 +197,17 @@ class Verifier(Protocol):
         """Returns what the report proves.
 
         Args:
-            now: Unix seconds at which certificates must hold.
+            now: Unix seconds at which certificates must be valid.
 
         Raises:
-            AttestationError: the check cannot be run at all, a library is missing.
+            AttestationError: the check cannot run, because a library is missing.
         """
 
 
 # Measurement registers by name, as releases (`--launch NAME=HEX`) and policies (`measurements`) name them.
 #
-# Every register that a processor signs is judged under its name, so none is passed over: a value that nobody named is a doubt,
-# which a strict profile refuses. Registers that the host fills and most hosts leave empty may stay unnamed while they are
-# zero.
+# Every register that a processor signs is checked by name, so none is skipped: a value without a reference is unchecked, which
+# a strict profile refuses. Registers that the host sets, usually to zero, need no reference while they are zero.
 
 NUM_RTMRS: Final = 4
 NUM_PCRS: Final = 32
@@ -223,22 +224,22 @@ REGISTERS: Final = frozenset(
         *(f"nitro-pcr{number}" for number in range(NUM_PCRS)),
     }
 )
-"""Names that a release or a policy may give a value to."""
+"""Register names for which a release or a policy may give values."""
 
 
 def check_register(
     findings: Findings, policy: AttestationPolicy, slug: str, name: str, value: bytes, label: str, *, may_be_zero: bool = False
 ) -> None:
-    """Adds whether a register has a value that the release or the policy names.
+    """Adds a step for whether a register has an accepted value.
 
     Args:
-        findings: gets one step.
+        findings: receives one step.
         policy: its `measurements` has the values.
-        slug: of the step.
-        name: of the register, one of `REGISTERS`.
+        slug: slug of the step.
+        name: name of the register, one of `REGISTERS`.
         value: as the processor signed it.
-        label: the register in its maker's words.
-        may_be_zero: whether all zeros mean that nobody uses it, so that no name is needed.
+        label: the vendor's name of the register.
+        may_be_zero: whether all zeros mean that it is unused and needs no reference.
     """
     allowed = policy.measurements.get(name, frozenset())
     if allowed:
@@ -255,6 +256,6 @@ def check_register(
         findings.doubt(
             policy,
             slug,
-            f"{label} is {value.hex()}, and nobody named the right one; name it in the release "
+            f"{label} is {value.hex()}, and there is no reference value; name it in the release "
             f"(cloister release make --launch {name}=HEX) or in the policy (measurements)",
         )

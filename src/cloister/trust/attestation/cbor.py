@@ -1,7 +1,7 @@
-"""The part of CBOR (RFC 8949) that attestation documents use, and nothing else of it. Pure.
+"""The subset of CBOR (RFC 8949) that attestation documents use. Pure.
 
-What is read here comes from whoever holds a node, before a signature is checked. So there are no tags, floats, indefinite
-lengths or repeated keys, lengths are in their shortest form, and what follows the item is an error: bytes have one meaning.
+The input is untrusted: it is parsed before a signature is checked. So there are no tags, floats, indefinite lengths or repeated
+keys, lengths must be in their shortest form, and trailing bytes are an error: every byte string has one meaning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 from cloister.trust.attestation.evidence import EvidenceError
 
 Item = int | bytes | str | bool | None | list["Item"] | dict["Item", "Item"]
-"""What an item of CBOR becomes; keys of maps are numbers, byte strings and texts."""
+"""A decoded CBOR item; keys of maps are numbers, byte strings and texts."""
 
 MAX_DEPTH: Final = 8
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE = range(8)  # major types, section 3.1
@@ -23,7 +23,7 @@ def read_cbor(data: bytes) -> Item:
     """Reads one item.
 
     Raises:
-        EvidenceError: broken, more than one item, or a kind of item that documents do not have.
+        EvidenceError: malformed, more than one item, or an unsupported type of item.
     """
     item, end = _read(data, 0, MAX_DEPTH)
     if end != len(data):
@@ -43,7 +43,7 @@ def encode_text(value: str) -> bytes:
 
 
 def encode_array(items: list[bytes]) -> bytes:
-    """Returns an array of items that are encoded already."""
+    """Returns an array of encoded items."""
     return _encode_head(_ARRAY, len(items)) + b"".join(items)
 
 

@@ -1,7 +1,8 @@
-"""Chains of certificates up to a root that was pinned by its key. No I/O, no clock.
+"""Certificate chains up to a root that is pinned by key. No I/O, no clock.
 
-The makers' hierarchies are no web PKI: there is no host name, AMD's VCEK has the serial number 0, roots are told by their keys.
-So the chain is walked here: each certificate signed by the next, each of these a CA, all of them valid now, the last pinned.
+The vendors' hierarchies are not a web PKI: there is no host name, AMD's VCEK has the serial number 0, and roots are identified
+by key. So this module checks the chain itself: each certificate is signed by the next one, which is a CA; all are valid now;
+the last is pinned.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ MAX_CHAIN = 8
 
 
 def load_certificates(data: bytes) -> list[x509.Certificate]:
-    """Reads one certificate in DER, or several in PEM, in the order in which they stand.
+    """Reads one certificate in DER, or several in PEM, in order.
 
     Raises:
-        EvidenceError: none, too many, or no certificates at all.
+        EvidenceError: there are none, too many, or the data are not certificates.
     """
     try:
         with warnings.catch_warnings():
@@ -38,7 +39,7 @@ def load_certificates(data: bytes) -> list[x509.Certificate]:
                 chain = [x509.load_der_x509_certificate(data)]
             for certificate in chain:
                 _parse_whole(certificate)
-    except Exception as error:  # a dozen kinds, by what is broken: ValueError, InvalidVersion, UnsupportedAlgorithm, ...
+    except Exception as error:  # a dozen types, depending on the error: ValueError, InvalidVersion, UnsupportedAlgorithm, ...
         raise EvidenceError(f"a certificate of the evidence cannot be read ({type(error).__name__})") from None
     if not 0 < len(chain) <= MAX_CHAIN:
         raise EvidenceError(f"the evidence has a chain of {len(chain)} certificates; 1 to {MAX_CHAIN} are read")
@@ -46,7 +47,7 @@ def load_certificates(data: bytes) -> list[x509.Certificate]:
 
 
 def digest_key(key: CertificatePublicKeyTypes) -> str:
-    """Returns the SHA-256 digest of a public key as SubjectPublicKeyInfo, hex: what roots are pinned by."""
+    """Returns the SHA-256 digest of a public key as SubjectPublicKeyInfo, hex: roots are pinned by it."""
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
@@ -54,7 +55,7 @@ def elliptic_key(certificate: x509.Certificate) -> EllipticCurvePublicKey:
     """Returns a certificate's elliptic-curve key.
 
     Raises:
-        EvidenceError: its key is of another kind.
+        EvidenceError: its key has another type.
     """
     key = certificate.public_key()
     if not isinstance(key, EllipticCurvePublicKey):
@@ -63,17 +64,17 @@ def elliptic_key(certificate: x509.Certificate) -> EllipticCurvePublicKey:
 
 
 def check_chain(findings: Findings, chain: Sequence[x509.Certificate], roots: frozenset[str], now: float, maker: str) -> bool:
-    """Adds what is wrong with a chain, or that it is proved.
+    """Adds the errors of a chain, or that it is proved.
 
     Args:
-        findings: gets `chain-*` steps.
+        findings: receives `chain-*` steps.
         chain: from the certificate that signs the report to the root.
-        roots: `digest_key` of the roots that are trusted.
-        now: Unix seconds at which all of them must hold.
-        maker: whose chain it is, for the texts.
+        roots: `digest_key` of the trusted roots.
+        now: Unix seconds at which all of them must be valid.
+        maker: vendor of the chain, for messages.
 
     Returns:
-        Whether all of it holds.
+        Whether the whole chain is valid.
     """
     names = " <- ".join(name_subject(certificate) for certificate in chain)
     if digest_key(chain[-1].public_key()) not in roots:
@@ -108,7 +109,7 @@ def is_authority(certificate: x509.Certificate, below: int = 0) -> bool:
     """Returns whether a certificate may sign others (RFC 5280 section 4.2.1.9).
 
     Args:
-        below: how many authorities stand between it and the end of the chain.
+        below: number of authorities between it and the end of the chain.
     """
     try:
         constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
@@ -119,14 +120,14 @@ def is_authority(certificate: x509.Certificate, below: int = 0) -> bool:
 
 
 def name_subject(certificate: x509.Certificate) -> str:
-    """Returns a certificate's common name, fit for a person to read."""
+    """Returns a certificate's common name, in printable form."""
     names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
     shown = str(names[0].value) if names else "a certificate without a name"
     return "".join(letter for letter in shown[:64] if letter.isprintable())
 
 
 def _parse_whole(certificate: x509.Certificate) -> None:
-    """Fields are parsed when they are asked for; what is broken must show before anything is believed."""
+    """Parses all fields, which are lazy, so that errors occur before anything is trusted."""
     for field in ("subject", "issuer", "not_valid_before_utc", "not_valid_after_utc", "serial_number", "extensions"):
         getattr(certificate, field)
     certificate.public_key()

@@ -1,7 +1,7 @@
 """A node's whole effective configuration: every file that shapes answers and every setting, by name.
 
-A statement carries it and a release lists it, so a client sees which entry differs. An entry is the SHA-256 digest (hex) of
-files, or a setting's value as JSON. `configuration_measuring` makes one. Pure: no I/O.
+A statement contains it and a release lists it, so a client sees which entry differs. An entry is the SHA-256 digest (hex) of
+files, or a setting's value as JSON. `measuring` creates one. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "certfile": "the transport's; content is sealed beneath it",
     "keyfile": "the transport's; content is sealed beneath it",
     "api_keys": "a sealed node asks for none",
-    "oidc": "a sealed node takes no tokens of people",
+    "oidc": "a sealed node accepts no users' tokens",
     "gateway_secret": "a secret",
     "release": "is what this is compared with",
     "log_checkpoint": "stated by itself",
@@ -41,7 +41,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "intel_collateral": "seen in the evidence",
     "nvidia_collateral": "seen in the evidence",
 }
-"""Settings that are not in a configuration, and why."""
+"""Settings that are excluded from a configuration, with reasons."""
 
 
 def describe_settings(*configs: Any) -> dict[str, str]:
@@ -60,7 +60,7 @@ def configuration_digest(configuration: Mapping[str, str]) -> str:
 
 
 def find_differences(stated: Mapping[str, str], published: Mapping[str, str]) -> list[str]:
-    """Returns a phrase for each entry in which a node differs from what was published, by name; values are shortened."""
+    """Returns a phrase for each entry that differs from the published one, by name; values are shortened."""
     names = sorted(name for name in stated.keys() | published.keys() if stated.get(name) != published.get(name))
     return [f"{name} is {_show(stated.get(name))} and was published as {_show(published.get(name))}" for name in names]
 

@@ -1,8 +1,8 @@
-"""What a node says of itself, and the report of its hardware that binds it. Pure: no I/O, no clock.
+"""A node's statement about itself, and the hardware report that binds it. Pure: no I/O, no clock.
 
 `Statement` is canonical JSON (sorted keys, no white space). REPORT_DATA, the 64 bytes that a processor signs for its guest, is
-SHA-512 of those bytes, and the nonce of a GPU's report is SHA-256 of REPORT_DATA. So one signature of the processor holds all:
-code, model, profile, hardening, keys, expiry and the state of the log.
+SHA-512 of those bytes, and the nonce of a GPU's report is SHA-256 of REPORT_DATA. So one signature of the processor covers
+everything: code, model, profile, hardening, keys, expiry and the state of the log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_STATEMENT_BYTES = 64 * 1024
 MAX_CONFIGURATION_BYTES = 32 * 1024
 MAX_EXTRAS = 32
 MAX_LIFE_S = 3600
-"""A statement lives no longer than the node's key, one hour."""
+"""Maximum validity of a statement: that of the node's key, one hour."""
 
 _PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}\Z"
 
@@ -38,27 +38,27 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class EvidenceError(CloisterError):
-    """Evidence that cannot be read: too long, not canonical, a field missing or out of range."""
+    """Malformed evidence: too long, not canonical, or a field is missing or out of range."""
 
     code = "broken_evidence"
     status = 502
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a node binds to its hardware.
+    """The data that a node binds to its hardware.
 
     Attributes:
         release: SHA-256 digest of the running code, hex.
         model: SHA-256 digest of the model's fingerprint, hex.
-        profile: name of the privacy profile in force.
-        profile_digest: SHA-256 digest of what that profile rules (`measure_profile`), hex.
+        profile: name of the active privacy profile.
+        profile_digest: SHA-256 digest of that profile's rules (`measure_profile`), hex.
         hardening: each measure as `process.measure`, `applied: ...` or `missing: ...` (`trust.hardening`), and `host`.
         configuration: every file that shapes answers, as a digest, and every setting (`configuration`).
         keys: the node's HPKE key configuration, `application/ohttp-keys` (RFC 9458 section 3).
-        capacity: the node's share when clients draw, at least 1.
-        not_before, not_after: Unix seconds between which the statement holds, at most an hour apart.
-        checkpoint: the latest witnessed checkpoint of the log that the node knew, a signed note; empty when it knew none.
-        receipt_key: Ed25519 public key that checks receipts of requests sealed to `keys`; empty where the node signs none.
+        capacity: the node's weight when clients draw, at least 1.
+        not_before, not_after: validity period of the statement, Unix seconds, at most an hour.
+        checkpoint: the latest witnessed log checkpoint known to the node, a signed note; empty if none.
+        receipt_key: Ed25519 public key that verifies receipts of requests sealed to `keys`; empty if the node signs none.
     """
 
     type: Annotated[str, Meta(pattern=r"^cloister statement v1\Z")] = "cloister statement v1"

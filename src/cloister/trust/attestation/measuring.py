@@ -1,7 +1,7 @@
-"""What this process is made of, as digests: code, model, and what the profile rules.
+"""Measures this process as digests: code, model, and the profile's rules.
 
-Code is every file that was loaded: modules, the interpreter, and whatever the kernel mapped for it. Names are relative to where
-Python keeps them, so that two machines with the same installation measure the same.
+Code is every loaded file: modules, the interpreter, and all files that the kernel mapped for it. Names are relative to Python's
+directories, so that machines with the same installation have the same measurement.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_MANIFEST_BYTES: Final = 16 * 2**20
 _MAPS: Final = Path("/proc/self/maps")
 _PIECE_BYTES: Final = 2**20
 PACKAGE: Final = Path(__file__).resolve().parents[2]
-_FIELDS: Final = 6  # of a line of maps: addresses, rights, offset, device, inode, path
+_FIELDS: Final = 6  # fields of a line of maps: addresses, permissions, offset, device, inode, path
 
 
 def measure_profile(profile: str) -> str:
-    """Returns the SHA-256 digest (hex) of everything that a profile allows, mitigates and refuses."""
+    """Returns the SHA-256 digest (hex) of all rulings of a profile."""
     ruled = json.dumps(to_data((), [Profile(profile)]), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(ruled.encode()).hexdigest()
 
@@ -42,7 +42,7 @@ def measure_model(path: Path) -> str:
     """Returns the SHA-256 digest (hex) of a GGUF file, or of all files of a model directory and its folders with their names.
 
     Raises:
-        AttestationError: it cannot be read, or holds what is neither file nor folder, or a link to a folder.
+        AttestationError: it cannot be read, or contains a special file or a link to a folder.
     """
     return hashlib.sha256(encode_manifest(list_files(path))).hexdigest()
 
@@ -64,7 +64,7 @@ def list_files(path: Path) -> dict[str, str]:
             )
         for name in names:
             file = Path(folder) / name
-            if not file.is_file():  # a pipe would give each reader something else
+            if not file.is_file():  # every reader of a pipe would get other data
                 raise AttestationError(f"{file} is no file, so it cannot be measured; remove it")
             files[file.relative_to(path).as_posix()] = measure_file(file)
     return files
@@ -75,15 +75,16 @@ def _refuse_unread(error: OSError) -> None:
 
 
 def measure_loaded(model: Path, beside: Mapping[str, Path]) -> str:
-    """Returns the SHA-256 digest (hex) of a model with what is loaded beside it; with nothing beside it, the model's own.
+    """Returns the SHA-256 digest (hex) of a model with additional files; without these, the model's own.
 
-    Whatever may answer in the model's place, or shape what it says, makes another digest: no list has it that does not mean it.
+    Anything that may replace the model or affect its answers changes the digest, so it cannot match a list that does not
+    include it.
 
     Args:
-        beside: what each thing is, such as "lora NAME", and where it lies.
+        beside: kind of each file, such as "lora NAME", with its path.
 
     Raises:
-        AttestationError: something cannot be read.
+        AttestationError: a file cannot be read.
     """
     own = measure_model(model)
     if not beside:
@@ -112,7 +113,7 @@ def measure_code() -> dict[str, str]:
     """Returns name -> SHA-256 digest (hex) of every file of code that this process loaded.
 
     Raises:
-        AttestationError: one of them cannot be read any more.
+        AttestationError: one of them can no longer be read.
     """
     paths = {*_modules(), *_mapped(), Path(sys.executable).resolve()}
     return dict(sorted((_name(path), measure_file(path)) for path in paths))
@@ -129,10 +130,10 @@ def measure_package() -> dict[str, str]:
 
 
 def measure_installed() -> dict[str, str]:
-    """Returns name -> SHA-256 digest (hex) of every file of code that a process of this installation could load.
+    """Returns name -> SHA-256 digest (hex) of every code file that a process of this installation could load.
 
-    That is each source and library in Python's own directories, and every library of the system in the directories that the
-    kernel mapped one from for this process: others may be loaded later, or by another process of a node.
+    That is each source and library in Python's directories, and every system library in directories from which this process has
+    mapped one: others may be loaded later, or by another process of a node.
 
     Raises:
         AttestationError: one of them cannot be read.
@@ -152,7 +153,7 @@ def read_manifest(encoded: bytes) -> dict[str, str]:
     """Reads what `encode_manifest` wrote.
 
     Raises:
-        AttestationError: it is no manifest.
+        AttestationError: it is not a manifest.
     """
     try:
         if len(encoded) <= MAX_MANIFEST_BYTES:
@@ -163,12 +164,12 @@ def read_manifest(encoded: bytes) -> dict[str, str]:
 
 
 def find_foreign(measured: Mapping[str, str], manifest: Mapping[str, str]) -> list[str]:
-    """Returns the names of files that were loaded and are not as the manifest says."""
+    """Returns the names of loaded files that differ from the manifest."""
     return sorted(name for name, digest in measured.items() if manifest.get(name) != digest)
 
 
 def _beside(mapped: Iterable[Path]) -> Iterable[Path]:
-    """Libraries of the system in the directories of those that are mapped."""
+    """System libraries in the directories of mapped ones."""
     for folder in {path.parent for path in mapped}:
         if not any(folder.is_relative_to(root) for root, _ in _roots()):
             yield from (path.resolve() for path in folder.iterdir() if ".so" in path.suffixes and path.is_file())
@@ -186,7 +187,7 @@ def _modules() -> Iterable[Path]:
 
 
 def _mapped() -> Iterable[Path]:
-    """Files that the kernel mapped with the right to execute: libraries, and the loader."""
+    """Files that are mapped as executable: libraries, and the loader."""
     for line in _MAPS.read_text().splitlines():
         fields = line.split(maxsplit=_FIELDS - 1)
         if len(fields) == _FIELDS and "x" in fields[1] and fields[5].startswith("/"):
@@ -197,7 +198,7 @@ def _mapped() -> Iterable[Path]:
 
 @functools.cache
 def _roots() -> list[tuple[Path, str]]:
-    """Directories of code and what files below them are called, the deepest first: site-packages may lie inside of Python's."""
+    """Code directories with the prefixes of their file names, deepest first: site-packages may be inside Python's."""
     site = {Path(__file__).resolve().parents[3], *(Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib"))}
     library = {Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib")}
     roots = [*((root, "site") for root in site), *((root, "python") for root in library)]
@@ -223,7 +224,7 @@ def measure_configuration(settings: Mapping[str, str], model: Path, beside: Mapp
     Args:
         settings: `describe_settings`.
         model: directory or GGUF file.
-        beside: what is loaded beside the model, such as "lora NAME", and where it lies.
+        beside: files loaded in addition to the model, such as "lora NAME", with their paths.
 
     Raises:
         AttestationError: a file cannot be read, or there are too many for a statement.
@@ -251,13 +252,13 @@ def measure_package_files(root: Path = PACKAGE) -> dict[str, str]:
 
 
 def _find_native() -> dict[str, str]:
-    """Returns the kernels where an editable installation keeps them; nothing where none were compiled."""
+    """Returns the kernels of an editable installation; empty if none were compiled."""
     spec = importlib.util.find_spec("cloister.backends.native._native")
     return {} if spec is None or spec.origin is None else {Path(spec.origin).name: measure_file(Path(spec.origin))}
 
 
 def _fold_shards(files: Mapping[str, str]) -> dict[str, str]:
-    """Returns files with the checkpoints of one folder and format as one entry: large models have hundreds of shards."""
+    """Returns the files, with the checkpoints of one folder and format combined: large models have hundreds of shards."""
     found: dict[str, str] = {}
     shards: dict[str, dict[str, str]] = {}
     for name, digest in files.items():

@@ -1,7 +1,7 @@
-"""Checks evidence of AWS Nitro Enclaves: AWS's root, the enclave's certificate, the document, then what it says. Pure.
+"""Checks evidence of AWS Nitro Enclaves: AWS's root, the enclave's certificate, the document, then its content. Pure.
 
-The Nitro hypervisor vouches, and so AWS, which also runs the host: that is another trust than in a processor's maker. So a
-policy accepts this kind only where it names it.
+The attester is the Nitro hypervisor, and so AWS, which also runs the host: this trust differs from that in a processor vendor.
+So a policy must list this kind explicitly.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from cloister.trust.attestation.evidence import MAX_LIFE_S, Evidence, EvidenceEr
 
 # The attestation document of an AWS Nitro enclave as fields: COSE_Sign1 (RFC 9052 section 4.2) around a CBOR map. Pure.
 #
-# Fields and their bounds: "Nitro Enclaves Attestation Process" of the repository aws-nitro-enclaves-nsm-api, section 3.1.
-# Nothing is believed yet.
+# Fields and their limits: "Nitro Enclaves Attestation Process" of the repository aws-nitro-enclaves-nsm-api, section 3.1.
+# Nothing is verified yet.
 
 
 MAX_DOCUMENT_BYTES: Final = 32 * 1024
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class NitroDocument:
-    """What a document says.
+    """The content of a document.
 
     Attributes:
         module_id: the enclave's name, with that of its instance.
@@ -49,9 +49,9 @@ class NitroDocument:
         pcrs: registers by number, SHA-384.
         certificate: of the key that signed, DER.
         cabundle: from the root to the issuer of `certificate`, DER.
-        public_key, user_data, nonce: what the enclave asked to have signed; None where it gave none.
+        public_key, user_data, nonce: data that the enclave requested to be signed; None if absent.
         signature: r and s, 48 bytes each, big endian.
-        signed: the bytes that the signature is over (`Sig_structure`).
+        signed: the signed bytes (`Sig_structure`).
     """
 
     module_id: str
@@ -75,7 +75,7 @@ def read_document(data: bytes) -> NitroDocument:
     """Reads a document.
 
     Raises:
-        EvidenceError: it is not one, or not signed as documents are.
+        EvidenceError: it is not one, or has another signature format.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise EvidenceError(f"a Nitro document has at most {MAX_DOCUMENT_BYTES} bytes, not {len(data)}")
@@ -145,7 +145,7 @@ _PARENT: Final = {3: "PCR3 (the instance's role)", 4: "PCR4 (the instance)"}
 
 
 def nitro_nonce(statement: Statement) -> bytes:
-    """Returns the nonce that a document must have: SHA-256 of the log's checkpoint in the statement, 32 bytes."""
+    """Returns the required nonce of a document: SHA-256 of the log's checkpoint in the statement, 32 bytes."""
     return hashlib.sha256(statement.checkpoint.encode()).digest()
 
 
@@ -154,7 +154,7 @@ class NitroVerifier:
     `nitro_nonce` as nonce.
 
     Args:
-        roots: SHA-256 of the root keys that are trusted, hex.
+        roots: SHA-256 of the trusted root keys, hex.
     """
 
     kind = "nitro"
@@ -177,12 +177,12 @@ class NitroVerifier:
         return findings
 
     def verify_document(self, findings: Findings, data: bytes, now: float) -> NitroDocument | None:
-        """Checks who signed a document, and returns it; None where nobody who is trusted did.
+        """Checks a document's signature and returns the document; None if it is not signed by a trusted key.
 
         Args:
-            findings: gets the steps.
+            findings: receives the steps.
             data: the document.
-            now: Unix seconds at which its certificates must hold, which is three hours for the enclave's.
+            now: Unix seconds at which its certificates must be valid; the enclave's is valid for three hours.
         """
         try:
             document = read_document(data)
@@ -196,7 +196,7 @@ class NitroVerifier:
 
 
 def judge_document(findings: Findings, document: NitroDocument, policy: AttestationPolicy, now: float) -> None:
-    """Adds what a signed document says, measured against a policy."""
+    """Checks the content of a signed document against a policy."""
     age_s = now - document.timestamp_ms / 1000
     findings.check(
         "document-age",
@@ -258,7 +258,7 @@ def _check_signature(findings: Findings, document: NitroDocument, leaf: x509.Cer
 
 
 def _load_der(encoded: bytes) -> list[x509.Certificate]:
-    """PEM has white space that nobody signs; documents have DER."""
+    """PEM may have unsigned white space; documents must have DER."""
     if encoded[:1] != b"\x30":
         raise EvidenceError("a certificate of the Nitro document is not DER")
     return load_certificates(encoded)

@@ -1,4 +1,4 @@
-"""What a node finds out about itself at its start, and the statement that it makes of it for each of its keys."""
+"""Measures a node at its start, and creates the statement for each of its keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What does not change while a node runs; see `Statement`."""
+    """The facts that are constant while a node runs; see `Statement`."""
 
     release: str
     model: str
@@ -56,7 +56,7 @@ class Facts:
         """Returns the statement for a key configuration, canonical JSON.
 
         Raises:
-            EvidenceError: something is out of range.
+            EvidenceError: a field is out of range.
         """
         return Statement(
             release=self.release,
@@ -82,21 +82,21 @@ def gather_facts(
     beside: Mapping[str, Path] = MappingProxyType({}),
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Facts:
-    """Measures this process, the model, the profile and the configuration, and holds them against a release.
+    """Measures this process, the model, the profile and the configuration, and compares them with a release.
 
     Args:
-        profile: name of the profile in force.
-        model: where the model lies.
-        capacity: the node's share when clients draw.
-        release: folder with `release.json` and `manifest.json` as `cloister release` wrote them; None states the digest of what
-            runs, which no log has.
-        beside: what is loaded beside the model, and where it lies (`measure_loaded`).
+        profile: name of the active profile.
+        model: path of the model.
+        capacity: the node's weight when clients draw.
+        release: folder with `release.json` and `manifest.json` written by `cloister release`; None states the digest of what is
+            running, which no log has.
+        beside: what is loaded in addition to the model, with its path (`measure_loaded`).
         settings: of the engine and its front (`configuration.describe_settings`).
 
     Raises:
-        AttestationError: this is not what the release says; the message names what differs.
+        AttestationError: the measurement differs from the release; the message lists the differences.
     """
-    measured = measure_code() | measure_package()  # the engine's part of the package too, which is not loaded here
+    measured = measure_code() | measure_package()  # including the engine's part of the package, which is not loaded here
     model_digest, profile_digest = measure_loaded(model, beside), measure_profile(profile)
     configuration = measure_configuration(settings, model, beside)
     if release is None:
@@ -151,10 +151,10 @@ def _read_release(folder: Path) -> tuple[Release, dict[str, str]]:
 
 
 def with_host(hardening: Mapping[str, str], kind: str) -> dict[str, str]:
-    """Returns the measures with what becomes of the host: none of them keeps it out, its processor may.
+    """Returns the measures plus an entry for the host: no measure excludes the host, but the processor may.
 
     Args:
-        kind: of the evidence that vouches for this.
+        kind: kind of the evidence for this.
     """
     if kind == SoftwareAttester.kind:
         return {HOST: "missing: host not excluded", **hardening}

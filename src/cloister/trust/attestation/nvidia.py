@@ -1,8 +1,8 @@
-"""Checks that a GPU is an NVIDIA GPU in whose report our nonce stands. No I/O, no clock.
+"""Checks that a GPU is an NVIDIA GPU whose report contains our nonce. No I/O, no clock.
 
-A GPU's evidence stands beside that of the processor, in the extras `gpu-N-report` and `gpu-N-chain`. Its nonce is the hash of
-the processor's REPORT_DATA, so it cannot be taken from another node. What its firmware *should* measure, and whether
-certificates were revoked, NVIDIA says in what travels beside (`gpu_collateral`): without it a strict profile refuses the GPU.
+A GPU's evidence is added to the processor's, in the extras `gpu-N-report` and `gpu-N-chain`. Its nonce is the hash of the
+processor's REPORT_DATA, so it cannot be copied from another node. The expected measurements of its firmware, and revocation
+statuses, are in NVIDIA's collateral: without it a strict profile refuses the GPU.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def list_gpus(extra: Mapping[str, bytes]) -> Iterator[int]:
 
 
 class GpuVerifier:
-    """Checks the GPUs of evidence, and what NVIDIA signed beside their reports.
+    """Checks the GPUs of evidence, with NVIDIA's collateral.
 
     Args:
-        roots: SHA-256 of the root keys of devices that are trusted, hex.
-        rim_roots: those of reference measurements.
+        roots: SHA-256 of trusted root keys of devices, hex.
+        rim_roots: the same for reference measurements.
     """
 
     def __init__(self, roots: frozenset[str] = NVIDIA_ROOTS, rim_roots: frozenset[str] = RIM_ROOTS) -> None:
@@ -58,7 +58,7 @@ class GpuVerifier:
         self._rim_roots = rim_roots
 
     def verify(self, evidence: Evidence, policy: AttestationPolicy, now: float) -> Findings:
-        """Returns what is proved of all GPUs; nothing when there is none and none is wanted.
+        """Returns the findings about all GPUs; empty if there is none and none is required.
 
         Raises:
             AttestationError: see `verify_collateral`.
@@ -86,15 +86,15 @@ class GpuVerifier:
         now: float,
         collateral: GpuCollateral = NO_COLLATERAL,
     ) -> Findings:
-        """Checks one report by itself.
+        """Checks a single report.
 
         Args:
             data: the report.
             encoded_chain: PEM, from the certificate that signs reports to the root.
-            nonce: what it must have been asked with, 32 bytes.
-            policy: what is accepted.
+            nonce: the required nonce, 32 bytes.
+            policy: the client's policy.
             now: Unix seconds.
-            collateral: what NVIDIA signed beside it.
+            collateral: NVIDIA's collateral.
         """
         findings = Findings()
         try:
@@ -124,7 +124,8 @@ class GpuVerifier:
             )
         if policy.gpu_floor is not None:
             _check_floor(findings, report, policy.gpu_floor)
-        # The GPU itself makes the certificate of its firmware, with the key of the second; of the others NVIDIA keeps account.
+        # The GPU itself signs the certificate of its firmware, with the key of the second one; NVIDIA tracks revocation of the
+        # others.
         issued = chain if is_authority(chain[0]) else chain[1:]
         check_revocation(findings, policy, issued, collateral.statuses, now, "gpu-revocation")
         check_measurements(findings, report, collateral.rims, policy)
@@ -142,7 +143,7 @@ def _check_floor(findings: Findings, report: GpuReport, floor: GpuFloor) -> None
 
 
 def _order(version: str, base: int) -> list[int]:
-    """Returns a version as numbers to compare; one that is none is older than all."""
+    """Returns a version as comparable numbers; an invalid one is older than all."""
     try:
         return [int(part, base) for part in version.split(".")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reports of NVIDIA GPUs by way of their driver's library, NVML (`nvml.h`, section "Confidential Computing")."""
+"""Reports of NVIDIA GPUs through their driver's library, NVML (`nvml.h`, section "Confidential Computing")."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class _Certificates(ctypes.Structure):
 
 
 class Gpus(Protocol):
-    """Where reports come from."""
+    """A source of reports."""
 
     def fetch(self, nonce: bytes) -> Iterable[tuple[bytes, bytes]]:
-        """Returns report and certificates (PEM) of every GPU, asked with a nonce of 32 bytes."""
+        """Returns report and certificates (PEM) of every GPU for a nonce of 32 bytes."""
 
 
 class Nvml:
     """The GPUs of this machine.
 
     Args:
-        library: NVML, loaded; None loads it when it is needed.
+        library: loaded NVML; None loads it on demand.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -98,9 +98,9 @@ class GpuAttester:
     """Adds the reports of GPUs to the evidence of a processor.
 
     Args:
-        processor: makes the evidence that the reports are bound to.
-        gpus: those of this machine unless given.
-        collateral: folder that `read_collateral` reads, for each report; None: nothing is stapled.
+        processor: creates the evidence to which the reports are bound.
+        gpus: default: those of this machine.
+        collateral: folder for `read_collateral`, read for each report; None staples nothing.
     """
 
     def __init__(self, processor: Attester, gpus: Gpus | None = None, collateral: Path | None = None) -> None:
@@ -121,11 +121,11 @@ class GpuAttester:
 
 
 def read_collateral(folder: Path) -> dict[str, bytes]:
-    """Returns what NVIDIA signed as extras of evidence: RIM files (`*.swidtag`, `*.xml`), OCSP responses and CRLs (`*.ocsp`,
+    """Returns NVIDIA's collateral as extras of evidence: RIM files (`*.swidtag`, `*.xml`), OCSP responses and CRLs (`*.ocsp`,
     `*.crl`, DER).
 
     Raises:
-        AttestationError: it cannot be read, or has more RIM files than evidence holds.
+        AttestationError: it cannot be read, or has too many RIM files.
     """
     try:
         found = {path: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}

@@ -1,4 +1,4 @@
-"""What a client accepts, as a small JSON file: the fields of `AttestationPolicy`, each optional."""
+"""A client's policy as a small JSON file: the fields of `AttestationPolicy`, each optional."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_policy(path: Path) -> AttestationPolicy:
     """Reads a policy.
 
     Raises:
-        ConfigError: it cannot be read, has a field that is not known, or a digest that is none.
+        ConfigError: it cannot be read, or has an unknown field or an invalid digest.
     """
     try:
         data = path.expanduser().read_bytes()
@@ -38,7 +38,7 @@ def parse_policy(data: bytes) -> AttestationPolicy:
     known = {field.name for field in fields(AttestationPolicy)}
     try:
         unknown = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys() - known
-        if unknown:  # a demand with a slip in its name must not be passed over
+        if unknown:  # a requirement with a misspelled name must not be ignored
             raise ConfigError(f"the policy has no field {min(unknown)}; it has {', '.join(sorted(known))}", param="policy")
         policy = msgspec.json.decode(data, type=AttestationPolicy)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -60,7 +60,7 @@ def parse_policy(data: bytes) -> AttestationPolicy:
 
 
 def with_demands(policy: AttestationPolicy, *, profile: str | None = None, accept_software: bool = False) -> AttestationPolicy:
-    """Returns the policy with what the command line adds."""
+    """Returns the policy with the command line's options applied."""
     return replace(policy, profile=profile or policy.profile, accept_software=accept_software or policy.accept_software)
 
 

@@ -1,7 +1,7 @@
-"""The attester as a process of its own: `python -m cloister.trust.attestation.process FD`, its end of a socket pair.
+"""The attester as a separate process: `python -m cloister.trust.attestation.process FD`, its end of a socket pair.
 
-Linux gives reports to whoever writes into configfs, and a sealed node's other processes write nowhere. This one holds neither
-keys nor content: what comes to it is a statement, what it gives is evidence.
+Linux gives reports to processes that can write to configfs, and the other processes of a sealed node have no write access. This
+one holds neither keys nor content: its input is a statement, its output is evidence.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from cloister.types.errors import CloisterError
 
 KINDS: Final = (SoftwareAttester.kind, SnpAttester.kind, TdxAttester.kind)
 ANSWER_TIMEOUT_S: Final = 60.0
-"""A processor answers in milliseconds, GPUs in seconds."""
+"""Timeout: a processor answers in milliseconds, GPUs in seconds."""
 _MADE: Final = b"+"
 _FAILED: Final = b"-"
 
 
 class AttesterBoot(msgspec.Struct, frozen=True):
-    """Which attester to be; the first message.
+    """The first message: which attester to run.
 
     Attributes:
         kind: one of `KINDS`.
-        gpus: GPUs have to vouch too.
+        gpus: require evidence of GPUs too.
         certificates: folder with AMD's certificates (`SnpAttester`).
-        collateral: file with Intel's collateral, JSON; read for each report, so it may be replaced.
+        collateral: file with Intel's collateral, JSON; re-read for each report, so it may be replaced.
         gpu_collateral: folder with NVIDIA's (`read_collateral`), likewise.
     """
 
@@ -48,7 +48,7 @@ class AttesterBoot(msgspec.Struct, frozen=True):
 
 
 class RemoteAttester:
-    """Asks an attester in another process.
+    """Client of an attester in another process.
 
     Args:
         sock: a datagram socket to it.
@@ -77,10 +77,10 @@ class RemoteAttester:
 
 
 def make_attester(boot: AttesterBoot) -> Attester:
-    """Returns what makes evidence on this machine.
+    """Returns the attester of this machine.
 
     Raises:
-        AttestationError: there is no such kind, or what it needs was not named.
+        AttestationError: the kind is unknown, or a required setting is missing.
     """
     attester: Attester
     if boot.kind == SoftwareAttester.kind:
@@ -99,7 +99,7 @@ def make_attester(boot: AttesterBoot) -> Attester:
 
 
 def open_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns both ends of a socket that takes whole evidence in one datagram."""
+    """Returns both ends of a socket whose datagrams hold complete evidence."""
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for sock in (near, far):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_EVIDENCE_BYTES)
@@ -107,7 +107,7 @@ def open_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def main(descriptor: int) -> int:
-    """Answers until the other end is gone; returns the exit status."""
+    """Serves until the other end is closed; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock:

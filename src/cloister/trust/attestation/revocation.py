@@ -1,8 +1,8 @@
-"""Whether certificates were revoked: OCSP responses (RFC 6960) and CRLs (RFC 5280) that travel with evidence. No I/O, no clock.
+"""Certificate revocation: OCSP responses (RFC 6960) and CRLs (RFC 5280) that are stapled to evidence. No I/O, no clock.
 
-A client that asked a maker's server would tell it whom it is about to talk to, so the node fetches responses and staples them.
-One is believed if the issuer of the certificate in question signed it, or a responder to which that issuer delegated (RFC 6960
-section 4.2.2.2), and if it is fresh: within its own validity and not older than the policy's bound.
+A client that queried a vendor's server would reveal the node that it is about to use, so the node fetches and staples
+responses. A response is valid if it is signed by the certificate's issuer, or by a responder delegated by that issuer (RFC 6960
+section 4.2.2.2), and if it is fresh: within its own validity and not older than the policy's limit.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ MAX_STATUSES: Final = 64
 _BLOCK = re.compile(rb"-----BEGIN (OCSP RESPONSE|X509 CRL)-----\s+([A-Za-z0-9+/=\s]+)-----END \1-----\s*")
 _REVOKED: Final = {ocsp.OCSPCertStatus.GOOD: False, ocsp.OCSPCertStatus.REVOKED: True, ocsp.OCSPCertStatus.UNKNOWN: None}
 _SKEW = timedelta(seconds=MAX_CLOCK_SKEW_S)
-_LEAST_DIGEST_BYTES: Final = 32  # SHA-1 signatures are not believed; as a name of a certificate its digest is good enough
+_LEAST_DIGEST_BYTES: Final = 32  # SHA-1 signatures are rejected; its digest is sufficient to identify a certificate
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateStatus:
-    """What one response or list says of one certificate, signed by somebody who may say it.
+    """The status of one certificate in a response or list with an authorized signature.
 
     Attributes:
-        is_revoked: None: its issuer does not know the certificate.
-        since, until: from when to when it holds; None: its maker names no end.
+        is_revoked: None: unknown to its issuer.
+        since, until: validity period; None: no end is given.
     """
 
     is_revoked: bool | None
@@ -49,13 +49,13 @@ class CertificateStatus:
     until: datetime | None
 
     def holds(self, oldest: datetime, moment: datetime) -> bool:
-        """Whether it is not older than `oldest` and holds at `moment`."""
+        """Whether it is not older than `oldest` and valid at `moment`."""
         return oldest <= self.since <= moment + _SKEW and (self.until is None or moment <= self.until)
 
 
 @dataclass(frozen=True, slots=True)
 class Statuses:
-    """Responses and lists as they came; nothing in them is believed yet."""
+    """Responses and lists as received; nothing in them is verified yet."""
 
     responses: tuple[ocsp.OCSPResponse, ...] = ()
     lists: tuple[x509.CertificateRevocationList, ...] = ()
@@ -65,7 +65,7 @@ NO_STATUSES: Final = Statuses()
 
 
 def encode_statuses(responses: Sequence[bytes], lists: Sequence[bytes]) -> bytes:
-    """Returns OCSP responses and CRLs, each in DER, as PEM blocks one after the other."""
+    """Returns OCSP responses and CRLs, each in DER, as concatenated PEM blocks."""
     blocks = [("OCSP RESPONSE", der) for der in responses] + [("X509 CRL", der) for der in lists]
     return b"".join(
         f"-----BEGIN {label}-----\n{base64.b64encode(der).decode()}\n-----END {label}-----\n".encode() for label, der in blocks
@@ -76,7 +76,7 @@ def read_statuses(data: bytes) -> Statuses:
     """Reads what `encode_statuses` wrote.
 
     Raises:
-        EvidenceError: something else than responses and lists, or too many of them.
+        EvidenceError: the data are not responses and lists, or there are too many.
     """
     blocks = _BLOCK.findall(data)
     if _BLOCK.sub(b"", data).strip() or len(blocks) > MAX_STATUSES:
@@ -95,15 +95,15 @@ def read_statuses(data: bytes) -> Statuses:
 def check_revocation(
     findings: Findings, policy: AttestationPolicy, chain: Sequence[x509.Certificate], statuses: Statuses, now: float, slug: str
 ) -> None:
-    """Adds whether any certificate of a chain was revoked.
+    """Adds a step for whether any certificate of a chain was revoked.
 
     Args:
-        findings: gets one step: the first certificate that is revoked or has no fresh status, or that all are good.
-        policy: how old a status may be (`revocation_max_age_s`).
-        chain: from the first certificate to ask about to the root, which nobody revokes; its signatures were checked.
-        statuses: what is known.
+        findings: receives one step: the first certificate that is revoked or has no fresh status, or that all are valid.
+        policy: maximum age of a status (`revocation_max_age_s`).
+        chain: from the first certificate to check to the root, which is never revoked; its signatures were checked.
+        statuses: the stapled statuses.
         now: Unix seconds.
-        slug: of the step.
+        slug: slug of the step.
     """
     moment = datetime.fromtimestamp(now, UTC)
     oldest = moment - timedelta(seconds=policy.revocation_max_age_s)
@@ -111,10 +111,10 @@ def check_revocation(
     for certificate, issuer in pairwise(chain):
         try:
             known = list(_find(certificate, issuer, statuses, moment))
-        except Exception as error:  # parsed only now; a dozen kinds, by what is broken
+        except Exception as error:  # parsed lazily; a dozen types, depending on the error
             findings.fail(slug, f"a revocation status cannot be read ({type(error).__name__}); have the node fetch it again")
             return
-        if any(status.is_revoked for status in known):  # an old "revoked" counts: nobody comes back from that unseen
+        if any(status.is_revoked for status in known):  # an old "revoked" still counts: it is permanent
             findings.fail(slug, f"{name_subject(issuer)} revoked the certificate {name_subject(certificate)}")
             return
         if not any(status.is_revoked is False and status.holds(oldest, moment) for status in known):
@@ -150,7 +150,7 @@ def _is_about(single: ocsp.OCSPSingleResponse, certificate: x509.Certificate, is
 def _is_signed_for(response: ocsp.OCSPResponse, issuer: x509.Certificate, moment: datetime) -> bool:
     try:
         beside = response.certificates[:MAX_CHAIN]
-    except ValueError:  # broken ones
+    except ValueError:  # malformed ones
         return False
     delegates = [certificate for certificate in beside if _is_delegate(certificate, issuer, moment)]
     return any(_verifies_response(response, signer) for signer in (issuer, *delegates))
@@ -183,7 +183,7 @@ def _verifies_response(response: ocsp.OCSPResponse, signer: x509.Certificate) ->
 
 
 def _is_whole(crl: x509.CertificateRevocationList) -> bool:
-    """Lists of a part, of changes only, or of others' certificates say so in critical extensions (RFC 5280 section 5.2)."""
+    """Rejects partial, delta and indirect lists, which have critical extensions (RFC 5280 section 5.2)."""
     try:
         return not any(extension.critical for extension in crl.extensions)
     except (ValueError, x509.DuplicateExtension):

@@ -1,7 +1,7 @@
 """NVIDIA's reference measurements: Reference Integrity Manifests, SWID tags (ISO/IEC 19770-2) with an XML signature. Pure.
 
-A manifest says what a driver or a VBIOS of one version measures. It is signed up to a root of its own, so it can travel with
-the evidence of whoever is measured. Canonical XML and the signature are signxml's work; only what it says was signed is read.
+A manifest lists the expected measurements of one version of a driver or VBIOS. It is signed under its own root, so the measured
+node can supply it. signxml handles canonical XML and the signature; only the content that it reports as signed is read.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _FIRST_INDEX = 1  # manifests count from 0, SPDM from 1
 
 @dataclass(frozen=True, slots=True)
 class Rim:
-    """A manifest whose signature was checked.
+    """A manifest with a verified signature.
 
     Attributes:
         product: the GPU's chip, such as GH100.
-        version: of the driver or VBIOS that it is for.
-        measurements: by index as in a GPU's report (from 1), the values that are right, hex.
-        chain: certificates from the one that signed to the root.
+        version: version of its driver or VBIOS.
+        measurements: by index as in a GPU's report (from 1), the accepted values, hex.
+        chain: certificates from the signing one to the root.
     """
 
     product: str
@@ -53,13 +53,13 @@ def verify_rim(findings: Findings, data: bytes, roots: frozenset[str], now: floa
     """Checks a manifest's chain and signature, and reads it.
 
     Args:
-        findings: gets the steps.
+        findings: receives the steps.
         data: the file.
-        roots: SHA-256 of the root keys that are trusted, hex.
-        now: Unix seconds at which its certificates must hold.
+        roots: SHA-256 of the trusted root keys, hex.
+        now: Unix seconds at which its certificates must be valid.
 
     Returns:
-        The manifest, or None where nobody who is trusted signed it.
+        The manifest, or None if it is not signed under a trusted root.
 
     Raises:
         AttestationError: signxml is not installed.
@@ -95,7 +95,7 @@ def _verify_signature(library: Any, data: bytes, signer: x509.Certificate, now: 
 
 
 def _read_chain(etree: Any, data: bytes) -> list[x509.Certificate]:
-    """Reads the certificates in the signature, from the signer's to the root; the chain is believed for its root alone."""
+    """Reads the certificates in the signature, from the signer's to the root; the chain is trusted only for its root."""
     if len(data) > MAX_RIM_BYTES:
         raise EvidenceError(f"reference measurements have at most {MAX_RIM_BYTES} bytes, not {len(data)}")
     parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
@@ -160,7 +160,7 @@ def _import_libraries() -> tuple[Any, Any]:
 
 # NVIDIA's collateral of a GPU report: signed reference measurements and revocation status. No I/O, no clock.
 #
-# It travels in the extras `gpu-rim-N` and `gpu-revocation`, once for all GPUs of a node.
+# It is in the extras `gpu-rim-N` and `gpu-revocation`, once for all GPUs of a node.
 
 
 MAX_RIMS: Final = 8
@@ -175,7 +175,7 @@ def rim_extra(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuCollateral:
-    """Collateral whose signatures were checked, but for the statuses, which are checked against a chain.
+    """Collateral with verified signatures, except for the statuses, which are checked against a chain.
 
     Attributes:
         rims: reference measurements.
@@ -192,14 +192,14 @@ NO_COLLATERAL: Final = GpuCollateral()
 def verify_collateral(
     findings: Findings, extra: Mapping[str, bytes], policy: AttestationPolicy, now: float, roots: frozenset[str] = RIM_ROOTS
 ) -> GpuCollateral:
-    """Returns what evidence has of NVIDIA, and adds whether NVIDIA signed it.
+    """Returns NVIDIA's collateral in evidence, and adds steps for its signatures.
 
     Args:
-        findings: gets the steps.
-        extra: of the evidence.
-        policy: one that names the values itself needs no reference measurements.
+        findings: receives the steps.
+        extra: extras of the evidence.
+        policy: a policy with its own values needs no reference measurements.
         now: Unix seconds.
-        roots: SHA-256 of the root keys of reference measurements that are trusted, hex.
+        roots: SHA-256 of trusted root keys of reference measurements, hex.
 
     Raises:
         AttestationError: there are reference measurements, and signxml is not installed.
@@ -219,7 +219,8 @@ def verify_collateral(
 
 
 def check_measurements(findings: Findings, report: GpuReport, rims: tuple[Rim, ...], policy: AttestationPolicy) -> None:
-    """Adds whether a GPU measures what the policy names, or else what NVIDIA signed for its driver and its VBIOS."""
+    """Adds a step for whether a GPU's measurements are those of the policy, or else those that NVIDIA signed for its driver and
+    VBIOS."""
     wanted = policy.gpu_measurements
     if not wanted:
         chosen = [_choose(rims, version) for version in (report.driver, report.vbios)]

@@ -1,4 +1,4 @@
-"""Checks evidence of AMD SEV-SNP: root, intermediate and signing key (`snp_keys`), report, then what the report says. Pure."""
+"""Checks evidence of AMD SEV-SNP: root, intermediate and signing key (`snp_keys`), report, then the report's content. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SnpVerifier:
     """Checks `sev-snp` evidence.
 
     Args:
-        roots: SHA-256 of the root keys that are trusted, hex.
+        roots: SHA-256 of the trusted root keys, hex.
     """
 
     kind = "sev-snp"
@@ -45,13 +45,13 @@ class SnpVerifier:
     def verify_report(
         self, data: bytes, extra: Mapping[str, bytes], expected: bytes, policy: AttestationPolicy, now: float
     ) -> Findings:
-        """Checks a report by itself.
+        """Checks a single report.
 
         Args:
             data: the report.
             extra: the certificates that `snp_keys.CHAINS` names for the report's signing key, and `crl` if there is one.
-            expected: the 64 bytes that its REPORT_DATA must be.
-            policy: what is accepted.
+            expected: the required REPORT_DATA, 64 bytes.
+            policy: the client's policy.
             now: Unix seconds.
         """
         findings = Findings()
@@ -61,7 +61,7 @@ class SnpVerifier:
             if not check_chain(findings, chain, self._roots, now, "AMD"):
                 return findings
             if not _check_signature(findings, report, chain[0]):
-                return findings  # what nobody signed is not worth reading on
+                return findings  # do not check the content of an unsigned report
             check_key(findings, report, chain[0], policy)
         except EvidenceError as error:
             findings.fail("report-form", error.message)
@@ -72,7 +72,7 @@ class SnpVerifier:
 
 
 def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy: AttestationPolicy) -> None:
-    """Adds what a signed report says, measured against a policy."""
+    """Checks the content of a signed report against a policy."""
     findings.check(
         "report-data",
         report.report_data == expected,
@@ -110,7 +110,7 @@ def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy:
 def _check_floor(findings: Findings, report: SnpReport, policy: AttestationPolicy) -> None:
     floor = policy.snp_floor
     if floor is None:
-        findings.doubt(policy, "tcb", f"nobody said how new the firmware must be; it is at {report.reported_tcb}")
+        findings.doubt(policy, "tcb", f"no minimum firmware version is given; it is at {report.reported_tcb}")
         return
     low = next((tcb for tcb in (report.reported_tcb, report.launch_tcb) if not _reaches(tcb, floor)), None)
     findings.check(
@@ -147,7 +147,7 @@ def _check_revocation(
 ) -> None:
     """AMD's list is signed by the ARK and names revoked ASKs and ASVKs."""
     if encoded is None:
-        findings.doubt(policy, "revocation", "nobody looked whether AMD revoked the certificates (no CRL in the evidence)")
+        findings.doubt(policy, "revocation", "revocation by AMD was not checked (no CRL in the evidence)")
         return
     _, intermediate, ark = chain
     try:

@@ -1,6 +1,6 @@
 """The report of AMD SEV-SNP as fields (SEV-SNP Firmware ABI, document 56860, table 23 "ATTESTATION_REPORT"). Pure.
 
-Versions 2 to 5 share the layout of every field that is read here.
+Versions 2 to 5 share the layout of all fields that are read here.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Tcb:
 
 @dataclass(frozen=True, slots=True)
 class SnpReport:
-    """The fields that a verifier looks at; byte strings as they stand.
+    """The fields that a verifier checks; byte strings unchanged.
 
     Attributes:
         signing_key: 0 VCEK (the chip's own), 1 VLEK (the cloud provider's), 7 none.
         is_chip_masked: whether the host withheld the chip's identity.
-        host_data: what the host said when it started the guest.
+        host_data: the host's data at the start of the guest.
         report_id_ma: identity of the migration agent, all ones without one.
-        family: CPU family, 0 where the report's version does not say.
+        family: CPU family, 0 if the report's version lacks it.
         r, s: the signature's numbers.
-        signed: the bytes that the signature is over.
+        signed: the signed bytes.
     """
 
     version: int
@@ -82,7 +82,7 @@ class SnpReport:
 
     @property
     def allows_migration(self) -> bool:
-        """POLICY bit 18, or an agent that is there: somebody may carry the guest's memory to another machine."""
+        """POLICY bit 18, or an existing agent: the guest's memory may be migrated to another machine."""
         return bool(self.policy >> 18 & 1) or self.report_id_ma != NO_MIGRATION_AGENT
 
     @property
@@ -92,10 +92,10 @@ class SnpReport:
 
 
 def read_report(data: bytes) -> SnpReport:
-    """Reads a report; nothing in it is believed yet.
+    """Parses a report, without verifying it.
 
     Raises:
-        EvidenceError: not a report of a known version, or not signed as reports are.
+        EvidenceError: unknown version or signature format.
     """
     if len(data) != REPORT_BYTES:
         raise EvidenceError(f"an SEV-SNP report has {REPORT_BYTES} bytes, not {len(data)}")
@@ -140,10 +140,9 @@ def _read_tcb(tcb: bytes, family: int) -> Tcb:
 
 # The keys that sign SEV-SNP reports, and the chip, provider and firmware in their certificates. No I/O, no clock.
 #
-# The VCEK is a key that only this chip with this firmware has, and its certificate names the chip. The VLEK is a key that AMD
-# gives a cloud provider for all its chips, and its certificate names the provider (AMD's document 57230, "Versioned Chip
-# Endorsement Key (VCEK) Certificate and KDS Interface Specification"). SIGNING_KEY in the report says which of them signed
-# it.
+# The VCEK is unique to a chip and its firmware, and its certificate names the chip. The VLEK is a key that AMD issues to a
+# cloud provider for all its chips, and its certificate names the provider (AMD's document 57230, "Versioned Chip Endorsement
+# Key (VCEK) Certificate and KDS Interface Specification"). SIGNING_KEY in the report says which of them signed it.
 
 
 VCEK, ASK, VLEK, ASVK, ARK, CRL = "vcek", "ask", "vlek", "asvk", "ark", "crl"
@@ -154,7 +153,7 @@ SIGNED_BY_VLEK: Final = 1
 CHAINS: Final[Mapping[int, tuple[str, str, str]]] = MappingProxyType(
     {SIGNED_BY_VCEK: (VCEK, ASK, ARK), SIGNED_BY_VLEK: (VLEK, ASVK, ARK)}
 )
-"""By SIGNING_KEY, the certificates from the one that signs to the root."""
+"""By SIGNING_KEY, the certificates from the signing one to the root."""
 
 _AMD = "1.3.6.1.4.1.3704.1."
 _BOOT_LOADER, _TEE, _SNP, _MICROCODE, _FMC = (f"{_AMD}3.{part}" for part in ("1", "2", "3", "8", "9"))
@@ -168,10 +167,10 @@ _MAX_NAME = 64
 
 
 def name_chain(signing_key: int) -> tuple[str, str, str]:
-    """Returns the names of the certificates for a report, from the one that signs to the root.
+    """Returns the names of the certificates for a report, from the signing one to the root.
 
     Raises:
-        EvidenceError: no key signed the report, or one that is not known.
+        EvidenceError: no key, or an unknown one, signed the report.
     """
     if signing_key not in CHAINS:
         raise EvidenceError(f"the report says that neither VCEK nor VLEK signed it (SIGNING_KEY is {signing_key})")
@@ -179,19 +178,19 @@ def name_chain(signing_key: int) -> tuple[str, str, str]:
 
 
 def load_chain(extra: Mapping[str, bytes], signing_key: int) -> list[x509.Certificate]:
-    """Returns the certificates for a report, from the one that signs to the root.
+    """Returns the certificates for a report, from the signing one to the root.
 
     Raises:
-        EvidenceError: one is missing or broken, or no key signed the report.
+        EvidenceError: one is missing or malformed, or no key signed the report.
     """
     return [_load_one(extra, name) for name in name_chain(signing_key)]
 
 
 def check_key(findings: Findings, report: SnpReport, leaf: x509.Certificate, policy: AttestationPolicy) -> None:
-    """Adds whether chip or provider, and firmware, are those of the certificate that signed.
+    """Adds steps for whether chip or provider, and firmware, match the signing certificate.
 
     Raises:
-        EvidenceError: the certificate lacks what AMD writes into one of its kind.
+        EvidenceError: the certificate lacks an extension that AMD requires.
     """
     if report.signing_key == SIGNED_BY_VLEK:
         _check_provider(findings, leaf, policy)

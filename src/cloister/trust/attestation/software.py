@@ -1,7 +1,7 @@
-"""Evidence without hardware: the node vouches for itself. It proves nothing, and says so.
+"""Evidence without hardware, signed by the node itself. It proves nothing, and is reported as such.
 
-It exists so that the whole path can be run and tested on any machine. The signature (Ed25519, a key made for one statement)
-only shows that the bytes were not damaged on their way.
+It permits running and testing the whole path on any machine. The signature (Ed25519, with a key for one statement) only shows
+that the bytes were not damaged in transit.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _SIGNATURE_BYTES = 64
 
 
 class SoftwareAttester:
-    """Makes evidence on any machine."""
+    """Creates evidence on any machine."""
 
     kind = "software"
 
     def attest(self, statement: bytes) -> Evidence:
-        """Signs REPORT_DATA with a key that is forgotten at once."""
+        """Signs REPORT_DATA with a one-time key."""
         key = Ed25519PrivateKey.generate()
         signature = key.sign(_CONTEXT + report_data(statement))
         return Evidence(self.kind, statement, key.public_key().public_bytes_raw() + signature)
 
 
 class SoftwareVerifier:
-    """Refuses, or lets through as not proved."""
+    """Refuses, or accepts as not proved."""
 
     kind = "software"
 

@@ -1,7 +1,7 @@
-"""Checks evidence of Intel TDX: signatures, collateral and TCB by dcap-qvl, then what the quote says. No I/O, no clock.
+"""Checks evidence of Intel TDX: signatures, collateral and TCB by dcap-qvl, then the quote's content. No I/O, no clock.
 
-Collateral (TCB info, identity of the quoting enclave, revocation lists) is signed by Intel and travels with the evidence, so a
-client asks nobody; it expires after a month, and a node then fetches it anew.
+Collateral (TCB info, identity of the quoting enclave, revocation lists) is signed by Intel and stapled to the evidence, so a
+client queries no server; it expires after a month, and the node then fetches it again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cloister.trust.attestation.base import NUM_RTMRS, AttestationError, Attesta
 from cloister.trust.attestation.certificates import check_chain, digest_key, load_certificates
 from cloister.trust.attestation.evidence import Evidence, EvidenceError
 
-# An Intel TDX quote, version 4 or 5, as fields ("Intel TDX DCAP Quoting Library API", appendix A). Pure; nothing is believed.
+# An Intel TDX quote, version 4 or 5, as fields ("Intel TDX DCAP Quoting Library API", appendix A). Pure; verifies nothing.
 #
-# Signatures are dcap-qvl's work. It skips what it does not need: a length, what follows the signature, the copy of the root.
-# Here all of a quote is read, so that no byte of it can be changed unseen.
+# dcap-qvl checks signatures. It ignores some fields: a length, bytes after the signature, the copy of the root. This parser
+# reads the whole quote, so that no byte of it can be changed unnoticed.
 
 
 VERSIONS = (4, 5)
@@ -28,26 +28,26 @@ _TDX = 0x81
 _HEADER_BYTES = 48
 _BODY_BYTES = 584
 _BODY_TYPES = {2: _BODY_BYTES, 3: _BODY_BYTES + 64}  # version 5: TDX 1.0 and TDX 1.5, which adds a TCB and MRSERVICETD
-_SIGNATURE_BYTES = 64 + 64  # over the quote, and the key that made it
+_SIGNATURE_BYTES = 64 + 64  # over the quote, and its key
 _ENCLAVE_BYTES = 384 + 64  # the quoting enclave's report, and the signature over it
 _ENCLAVE_DATA = 6
 _PCK_CHAIN = 5
-_DEBUG = 0xFF  # attribute bits 7:0, the "TUD" group: any of them and the TD is not to be trusted
+_DEBUG = 0xFF  # attribute bits 7:0, the "TUD" group: a TD with any of them set is not trustworthy
 _SEPT_VE_DISABLE = 28
 _MIGRATABLE = 29
 
 
 @dataclass(frozen=True, slots=True)
 class TdReport:
-    """The body of a quote: what the TDX module says of a trust domain.
+    """The body of a quote: the TDX module's report of a trust domain.
 
     Attributes:
         attributes: TDATTRIBUTES.
         seam_attributes: attributes of the TDX module, 0 in production.
-        mrtd: measurement of the image that the domain was built from.
-        mrconfigid, mrowner, mrownerconfig: what the host said of configuration and owner when it built the domain.
+        mrtd: measurement of the domain's initial image.
+        mrconfigid, mrowner, mrownerconfig: the host's values for configuration and owner at the domain's creation.
         rtmrs: the four run-time measurements.
-        mrservicetd: the service domains that are bound to it, such as one for migration; zeros before TDX 1.5, which has none.
+        mrservicetd: bound service domains, such as one for migration; zeros before TDX 1.5.
     """
 
     attributes: int
@@ -67,12 +67,12 @@ class TdReport:
 
     @property
     def disables_sept_ve(self) -> bool:
-        """Whether the host cannot make the domain stumble over pages that it takes away."""
+        """Whether the host cannot inject faults by removing pages (SEPT_VE_DISABLE)."""
         return bool(self.attributes >> _SEPT_VE_DISABLE & 1)
 
     @property
     def allows_migration(self) -> bool:
-        """Whether a migration domain may carry it to another machine."""
+        """Whether a migration domain may move it to another machine."""
         return bool(self.attributes >> _MIGRATABLE & 1)
 
 
@@ -93,7 +93,7 @@ def read_quote(data: bytes) -> TdQuote:
     """Reads a quote.
 
     Raises:
-        EvidenceError: another version, not of TDX, or its lengths do not fit together.
+        EvidenceError: another version, not of TDX, or inconsistent lengths.
     """
     try:
         version, _key_type, tee = struct.unpack_from("<HHI", data, 0)
@@ -122,7 +122,7 @@ def read_quote(data: bytes) -> TdQuote:
 
 
 def _find_body(data: bytes, version: int) -> tuple[int, int]:
-    """Returns where the body begins and ends."""
+    """Returns the start and end of the body."""
     if version == VERSIONS[0]:
         return _HEADER_BYTES, _HEADER_BYTES + _BODY_BYTES
     kind, length = struct.unpack_from("<HI", data, _HEADER_BYTES)
@@ -147,13 +147,13 @@ def _read_report(body: bytes) -> TdReport:
 
 
 INTEL_ROOTS = frozenset({"a0af031289f5d5d4132f9186068a7fc13628633ba235777472e29b6b6c67a49e"})
-"""SHA-256 of the key of Intel's SGX Root CA as SubjectPublicKeyInfo; dcap-qvl brings the certificate itself."""
+"""SHA-256 of the key of Intel's SGX Root CA as SubjectPublicKeyInfo; dcap-qvl includes the certificate."""
 
 COLLATERAL = "collateral"
-"""Name of the extra: JSON as dcap-qvl reads it."""
+"""Name of the extra: JSON in dcap-qvl's format."""
 
 _ATTRIBUTES = ("Debug mode", "SEPT_VE_DISABLE", "TD migration", "service TD")
-"""What dcap-qvl refuses of a quote whose signatures it has checked; the reason is then given in our words."""
+"""Errors of dcap-qvl about a quote with verified signatures, for which we report our own reason."""
 
 _STATES = {
     "OutOfDate": "its firmware is out of date",
@@ -169,7 +169,7 @@ class TdxVerifier:
     """Checks `tdx` evidence.
 
     Args:
-        root: the root that is trusted; Intel's unless given.
+        root: the trusted root; default: Intel's.
     """
 
     kind = "tdx"
@@ -183,13 +183,13 @@ class TdxVerifier:
         return self.verify_quote(evidence.report, evidence.extra.get(COLLATERAL, b""), evidence.report_data, policy, now)
 
     def verify_quote(self, data: bytes, collateral: bytes, expected: bytes, policy: AttestationPolicy, now: float) -> Findings:
-        """Checks a quote by itself.
+        """Checks a single quote.
 
         Args:
             data: the quote.
             collateral: Intel's collateral for it, JSON.
-            expected: the 64 bytes that its REPORT_DATA must be.
-            policy: what is accepted.
+            expected: the required REPORT_DATA, 64 bytes.
+            policy: the client's policy.
             now: Unix seconds.
 
         Raises:
@@ -228,7 +228,7 @@ class TdxVerifier:
 
 
 def judge_td(findings: Findings, report: TdReport, expected: bytes, policy: AttestationPolicy) -> None:
-    """Adds what a signed quote says, measured against a policy."""
+    """Checks the content of a signed quote against a policy."""
     findings.check(
         "report-data",
         report.report_data == expected,

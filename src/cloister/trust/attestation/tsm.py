@@ -1,7 +1,7 @@
-"""Reports of the processor by way of Linux: configfs-tsm (`Documentation/ABI/testing/configfs-tsm`, since Linux 6.7).
+"""Reports of the processor through Linux's configfs-tsm (`Documentation/ABI/testing/configfs-tsm`, since Linux 6.7).
 
 One interface serves SEV-SNP and TDX: a directory is made, REPORT_DATA is written into `inblob`, the report is read from
-`outblob`. `generation` counts writes, so two writers cannot take each other's report unseen.
+`outblob`. `generation` counts writes, so two writers cannot mistake each other's reports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CERTIFICATES: Mapping[uuid.UUID, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TsmReport:
-    """What the kernel gave.
+    """The kernel's report.
 
     Attributes:
         provider: `sev_guest` or `tdx_guest`.
@@ -51,7 +51,7 @@ def fetch_report(data: bytes, folder: Path = TSM_REPORTS) -> TsmReport:
     """Has the processor sign 64 bytes.
 
     Raises:
-        AttestationError: this machine is no confidential guest, or its kernel refuses.
+        AttestationError: this machine is not a confidential guest, or its kernel refuses.
     """
     if not folder.is_dir():
         raise AttestationError(
@@ -77,9 +77,9 @@ class SnpAttester:
     """Makes `sev-snp` evidence in a guest of AMD SEV-SNP.
 
     Args:
-        certificates: folder with the files `vcek` and `ask` or `vlek` and `asvk`, `ark` and `crl` (DER or PEM), which complete
-            the host's own table.
-        folder: where configfs-tsm is.
+        certificates: folder with the files `vcek` and `ask` or `vlek` and `asvk`, `ark` and `crl` (DER or PEM), which
+            supplement the host's table.
+        folder: path of configfs-tsm.
     """
 
     kind = "sev-snp"
@@ -114,8 +114,8 @@ class TdxAttester:
     """Makes `tdx` evidence in a trust domain of Intel TDX.
 
     Args:
-        collateral: returns Intel's collateral for a quote, JSON; called for each report, for collateral expires.
-        folder: where configfs-tsm is.
+        collateral: returns Intel's collateral for a quote, JSON; called for each report, because collateral expires.
+        folder: path of configfs-tsm.
     """
 
     kind = "tdx"
@@ -131,10 +131,10 @@ class TdxAttester:
 
 
 def read_table(table: bytes) -> dict[str, bytes]:
-    """Returns the certificates in the host's table by the names that verifiers use; entries not known here are left out.
+    """Returns the certificates in the host's table by the verifiers' names; unknown entries are omitted.
 
     Raises:
-        AttestationError: the table is broken.
+        AttestationError: the table is malformed.
     """
     found: dict[str, bytes] = {}
     for at in range(0, len(table) - _ENTRY.size + 1, _ENTRY.size):
@@ -157,7 +157,7 @@ def _fetch_from(folder: Path, provider: str, statement: bytes) -> TsmReport:
 
 
 def _name_chain(report: bytes) -> tuple[str, ...]:
-    """The certificates that a report needs."""
+    """Returns the certificates that a report needs."""
     try:
         return name_chain(read_report(report).signing_key)
     except EvidenceError as error:
@@ -178,4 +178,4 @@ def _entry(folder: Path) -> Iterator[Path]:
     try:
         yield entry
     finally:
-        entry.rmdir()  # configfs takes its files with it
+        entry.rmdir()  # configfs removes its files too

@@ -1,4 +1,4 @@
-"""The whole check of a node's evidence: its statement, its processor, its GPUs. No I/O, no clock."""
+"""The complete verification of a node's evidence: its statement, its processor, its GPUs. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cloister.trust.attestation.tdx import TdxVerifier, read_quote
 _MOST_NAMED = 8
 
 HOST = "host"
-"""The measure that says whether the host's root is kept out too. Hardware proves that, or nobody: it is not judged here."""
+"""The measure for excluding the host's root. Only hardware can prove it, so it is not checked here."""
 
 VERIFIERS: Mapping[str, Verifier] = MappingProxyType(
     {verifier.kind: verifier for verifier in (SoftwareVerifier(), SnpVerifier(), TdxVerifier(), NitroVerifier())}
@@ -37,15 +37,15 @@ def verify_evidence(
     verifiers: Mapping[str, Verifier] = VERIFIERS,
     gpus: GpuVerifier | None = None,
 ) -> Findings:
-    """Returns every step that was taken; `accepted` says whether the node may be sent a prompt.
+    """Returns all verification steps; `accepted` is whether a prompt may be sent to the node.
 
     Args:
         now: Unix seconds.
         verifiers: by kind.
-        gpus: who checks the GPUs, NVIDIA's root unless given.
+        gpus: verifier of the GPUs; default: with NVIDIA's root.
 
     Raises:
-        AttestationError: a check cannot be run at all, a library is missing.
+        AttestationError: a check cannot run, because a library is missing.
     """
     findings = Findings()
     try:
@@ -65,13 +65,13 @@ def verify_evidence(
         return findings
     findings.extend(verifier.verify(evidence, policy, now))
     findings.extend((gpus or GpuVerifier()).verify(evidence, policy, now))
-    if findings.accepted:  # a statement that nobody vouches for is not worth judging
+    if findings.accepted:  # do not check an unattested statement
         judge_statement(findings, statement, policy, now)
     return findings
 
 
 def judge_statement(findings: Findings, statement: Statement, policy: AttestationPolicy, now: float) -> None:
-    """Adds what a statement says, measured against a policy."""
+    """Checks the content of a statement against a policy."""
     if now < statement.not_before - MAX_CLOCK_SKEW_S:
         findings.fail("expiry", "the statement does not hold yet; check this machine's clock")
     else:
@@ -101,7 +101,7 @@ def _check_listed(
     findings: Findings, policy: AttestationPolicy, slug: str, digest: str, known: frozenset[str], what: str
 ) -> None:
     if not known:
-        findings.doubt(policy, slug, f"nobody said what is right for {what}; the node says {digest}")
+        findings.doubt(policy, slug, f"there is no reference value for {what}; the node says {digest}")
     else:
         findings.check(
             slug,
@@ -152,17 +152,17 @@ def _check_hardening(findings: Findings, statement: Statement, policy: Attestati
         findings.prove("hardening", f"{len(measures)} hardening measures are in force, {', '.join(sorted(applied))}")
 
 
-# Which chips a node's evidence is of, so that one chip cannot stand for two nodes.
+# Identifies the chips of a node's evidence, so that one chip cannot count as two nodes.
 #
-# Names are compared only after the evidence was verified: until then they are what somebody wrote.
+# Names are compared only after the evidence was verified: before that they are untrusted.
 
 _SGX_EXTENSIONS: Final = x509.ObjectIdentifier("1.2.840.113741.1.13.1")
 _PPID: Final = bytes.fromhex("060a2a864886f84d010d01010410")
-"""OID 1.2.840.113741.1.13.1.1 and the head of the 16 bytes behind it (Intel's PCK certificate profile, section 1.3.5)."""
+"""OID 1.2.840.113741.1.13.1.1 and the header of the 16 bytes after it (Intel's PCK certificate profile, section 1.3.5)."""
 
 
 def name_chips(evidence: Evidence) -> frozenset[str]:
-    """Returns a name for each chip that signed: the processor's (`name_processor`), and the identity key of each GPU.
+    """Returns a name for each signing chip: the processor's (`name_processor`), and the identity key of each GPU.
 
     Raises:
         EvidenceError: a report or a certificate cannot be read.
@@ -174,7 +174,7 @@ def name_chips(evidence: Evidence) -> frozenset[str]:
 def name_processor(evidence: Evidence) -> str | None:
     """Returns AMD's CHIP_ID, Intel's platform (PPID), or for Nitro the EC2 instance that the enclave is cut from.
 
-    AWS names no chip. The instance is what its owner can take over, beside AWS.
+    AWS identifies no chip. The instance is the unit that its owner can control, besides AWS.
 
     Returns:
         None for software, and for a platform whose owner masks its identity (SEV-SNP, MASK_CHIP_ID).
@@ -197,7 +197,7 @@ def name_processor(evidence: Evidence) -> str | None:
 def _name_gpus(evidence: Evidence) -> Iterator[str]:
     for number in list_gpus(evidence.extra):
         chain = load_certificates(evidence.extra.get(chain_extra(number), b""))
-        device = chain[min(1, len(chain) - 1)]  # the leaf is of the firmware, the one above it of the GPU
+        device = chain[min(1, len(chain) - 1)]  # the leaf belongs to the firmware, its issuer to the GPU
         yield f"gpu {digest_key(device.public_key())}"
 
 

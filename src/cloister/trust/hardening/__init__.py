@@ -1,7 +1,7 @@
-"""Hardening: the privileges that a sealed node drops before its libraries load, and the evidence of it.
+"""Hardening: drops the privileges of a sealed node before its libraries load, and records evidence of it.
 
-`apply` takes measures in one process, `close` shuts it when everything is loaded. `python -P -m cloister.trust.hardening
-MODULE` starts a module that way. Only the standard library is imported here, so that measures come before anything else.
+`apply` applies measures to one process, `close` locks it down once everything is loaded. `python -P -m cloister.trust.hardening
+MODULE` starts a module that way. Only the standard library is imported here, so that measures are applied first.
 """
 
 from cloister.trust.hardening.applying import HARDENED_PROFILES, MEASURES, HardeningError, apply, close, probe

@@ -1,7 +1,7 @@
 """The launcher: `python -P -m cloister.trust.hardening [--profile P] [--read PATH] ... MODULE [ARGUMENTS]`.
 
-It executes itself again with a measured environment, takes every measure before a library loads, and runs the module in the
-same process. The last program that a sealed node executes is this one.
+It re-executes itself with a measured environment, applies every measure before a library loads, and runs the module in the same
+process. It is the last program that a sealed node executes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cloister.trust.hardening.state import Sealed, remember
 
 AGAIN = "--again"
 COLD = 78
-"""Exit status of a node that a measure was missing for (EX_CONFIG of sysexits.h)."""
+"""Exit status of a node with a missing measure (EX_CONFIG of sysexits.h)."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Hardens this process and runs the module; returns when the module does."""
+    """Hardens this process and runs the module; returns when the module returns."""
     launch = read_arguments(arguments)
     if launch.profile in HARDENED_PROFILES and not is_measured(os.environ):
         _restart(arguments)
@@ -46,7 +46,7 @@ def _launch(launch: Launch) -> None:
 
 
 def read_arguments(arguments: Sequence[str]) -> Launch:
-    """Returns what the command line asks for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -P -m cloister.trust.hardening", description="Run a module with no way in.")
     parser.add_argument("--profile", default="private", help="privacy profile; open and team take no measures")
     parser.add_argument("--read", action="append", default=[], metavar="PATH", help="file or directory that may be read")
@@ -75,12 +75,12 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
 
 
 def _close_inherited() -> None:
-    """Closes what whoever started the node had open: rules for files and the network do not hold for open descriptors."""
+    """Closes inherited descriptors: rules for files and the network do not apply to open descriptors."""
     os.closerange(3, max(3, *map(int, os.listdir("/proc/self/fd"))) + 1)
 
 
 def _restart(arguments: Sequence[str]) -> None:
-    """Executes the launcher again, with nothing of the environment that it was started in but the list's."""
+    """Re-executes the launcher with only the listed environment variables."""
     if AGAIN in arguments:
         sys.stderr.write(
             "the environment does not stay as it was measured; start the interpreter directly, without a wrapper\n"

@@ -16,7 +16,7 @@ from cloister.trust.hardening.seccomp import Closing, Seccomp
 from cloister.types.errors import CloisterError
 
 HARDENED_PROFILES: Final = ("private", "paranoid")
-"""Profiles under which every measure is applied, and a missing one stops the start."""
+"""Profiles under which every measure is applied, and a missing one prevents the start."""
 
 MEASURES: Final[tuple[Measure, ...]] = (
     Environment(),
@@ -25,33 +25,33 @@ MEASURES: Final[tuple[Measure, ...]] = (
     Faulthandler(),
     Signals(),
     CoreLimit(),
-    Swap(),  # before capabilities: locking memory may take one
+    Swap(),  # before capabilities: locking memory may need one
     Capabilities(),
     NoNewPrivileges(),
     Landlock(),
-    Dumpable(),  # after capabilities: the kernel sets it anew when they change
+    Dumpable(),  # after capabilities: the kernel resets it when they change
     Seccomp(),
 )
 """In the order of application."""
 
 CLOSING: Final[tuple[Measure, ...]] = (Imports(), Code(), Closing())
-"""What closes a process when everything is loaded."""
+"""Measures that lock down a process once everything is loaded."""
 
 
 class HardeningError(CloisterError):
-    """A measure that the profile wants cannot be had; the message says what to do."""
+    """A measure that the profile requires is not available; the message says what to do."""
 
     code = "not_hardened"
 
 
 def apply(profile: str, needs: Needs, measures: Sequence[Measure] = MEASURES) -> Results:
-    """Applies every measure to this process for good; call it before libraries load and before there are threads.
+    """Irrevocably applies every measure to this process. Call it before libraries load and before there are threads.
 
-    Under `open` and `team` nothing is applied, and the results say so.
+    Under `open` and `team` nothing is applied, which the results state.
 
     Args:
         profile: name of the privacy profile.
-        needs: what the process still has to be able to do.
+        needs: what the process must still be able to do.
 
     Raises:
         HardeningError: under `private` or `paranoid` a measure is missing.
@@ -63,13 +63,13 @@ def apply(profile: str, needs: Needs, measures: Sequence[Measure] = MEASURES) ->
 
 
 def close(profile: str, results: Results, needs: Needs) -> Results:
-    """Closes this process once everything is loaded: no new code, no new sockets, no file opened for writing.
+    """Locks down this process once everything is loaded: no new code, no new sockets, no file opened for writing.
 
     Returns:
-        `results` with what became of this.
+        `results` with the outcome added.
 
     Raises:
-        HardeningError: it cannot be had.
+        HardeningError: the measure is not available.
     """
     if profile not in HARDENED_PROFILES:
         return results
@@ -77,7 +77,7 @@ def close(profile: str, results: Results, needs: Needs) -> Results:
 
 
 def probe(measures: Sequence[Measure] = MEASURES) -> Iterator[Result]:
-    """Yields what each measure would find on this machine; changes nothing."""
+    """Yields the expected result of each measure on this machine, without changing anything."""
     for measure in measures:
         try:
             yield Result(measure.name, True, measure.probe())

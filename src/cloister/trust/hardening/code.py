@@ -1,7 +1,7 @@
 """Measures `code` and `imports`: machine code is copied out of writable files, and no module is read from disk after lockdown.
 
-A page that is mapped from a file and was never changed is the file's page: who writes into a library in place changes the
-code of every process that runs it, without a capability and past every measure that looks at calls (mmap(2), MAP_PRIVATE).
+An unmodified page of a mapped file is shared with the file: writing to a library in place changes the code of every process
+that runs it, without a capability and undetected by system-call filters (mmap(2), MAP_PRIVATE).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class CodePages:
-    """Pages of a file that has code, with the rights that they are mapped with."""
+    """Pages of a file with code, with their mapping's permissions."""
 
     start: int
     size: int
@@ -53,10 +53,10 @@ class Code:
 
 
 def spans_of_code(maps: str) -> Iterator[CodePages]:
-    """Yields every private mapping of each file of which some part can be executed: constants and data, too.
+    """Yields every private mapping of each file with an executable part, including constants and data.
 
     Args:
-        maps: what /proc/PID/maps says.
+        maps: content of /proc/PID/maps.
     """
     lines = [line.split(maxsplit=5) for line in maps.splitlines()]
     with_code = {(device, inode) for _, rights, _, device, inode, *_ in lines if "x" in rights and inode != "0"}
@@ -68,10 +68,10 @@ def spans_of_code(maps: str) -> Iterator[CodePages]:
 
 
 def _own(span: CodePages) -> None:
-    """Has the kernel make each page this process's own, as a write to it would; what stands there stays the same.
+    """Makes each page private to this process, as a write would, without changing its content.
 
     Raises:
-        Missing: the kernel does not do it.
+        Missing: the kernel does not support it.
     """
     at, size = ctypes.c_void_p(span.start), ctypes.c_size_t(span.size)
     done = _libc.mprotect(at, size, span.rights | PROT_READ | PROT_WRITE) == 0
@@ -83,12 +83,12 @@ def _own(span: CodePages) -> None:
 
 # Measure `imports`: after lockdown no module is read from a file.
 #
-# So whoever can write to the directories of the code after the start changes nothing in a process that runs. Modules that
-# code imports only when it needs them have to be there before (`preload`).
+# So writing to code directories after the start changes nothing in a running process. Modules that are imported on demand must
+# be loaded before (`preload`).
 
 
 CODECS: Final = ("ascii", "latin_1", "utf_8", "utf_8_sig", "utf_16", "utf_16_le", "utf_16_be", "utf_32", "idna", "punycode")
-"""Text encodings that bodies and headers may ask for; one that is not there is an unknown encoding."""
+"""Text encodings that bodies and headers may use; others are unknown encodings."""
 
 UNUSED: Final = "this"
 """A module of the standard library that nothing imports."""
@@ -99,7 +99,7 @@ class Imports:
     stops = "code that was changed or added on disk after the start"
 
     def apply(self, needs: Needs) -> str:
-        sys.meta_path[:] = [BuiltinImporter, FrozenImporter]  # what is compiled into the interpreter may still come
+        sys.meta_path[:] = [BuiltinImporter, FrozenImporter]  # built-in modules may still be imported
         sys.path_hooks.clear()
         sys.path_importer_cache.clear()
         with contextlib.suppress(ImportError):
@@ -112,11 +112,11 @@ class Imports:
 
 
 def preload(packages: Iterable[str], modules: Iterable[str] = ()) -> None:
-    """Imports what would otherwise be imported by the first request that needs it.
+    """Imports modules that a request would otherwise import on demand.
 
     Args:
         packages: everything in them is imported.
-        modules: of libraries that import them late; one that is not installed is left out.
+        modules: modules that libraries import late; skipped if not installed.
     """
     for name in (*(f"encodings.{codec}" for codec in CODECS), *modules):
         with contextlib.suppress(ModuleNotFoundError):

@@ -1,7 +1,7 @@
 """Measures `core-limit`, `dumpable` and `swap`: no core dumps, no ptrace without SYS_PTRACE, no pages on disk.
 
-A process that is not dumpable has its /proc files owned by root and guarded: reading its memory, maps, environment and files,
-attaching to it and taking its descriptors all need CAP_SYS_PTRACE, whoever asks (ptrace(2), PR_SET_DUMPABLE).
+The /proc files of a non-dumpable process are owned by root and protected: reading its memory, maps, environment and files,
+attaching to it and copying its descriptors require CAP_SYS_PTRACE for every user (ptrace(2), PR_SET_DUMPABLE).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CoreLimit:
     stops = "core files"
 
     def apply(self, needs: Needs) -> str:
-        if resource.getrlimit(resource.RLIMIT_CORE) != (0, 0):  # once it is, the filter refuses to set it at all
+        if resource.getrlimit(resource.RLIMIT_CORE) != (0, 0):  # once set, the filter refuses to set it again
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if resource.getrlimit(resource.RLIMIT_CORE) != (0, 0):
             raise Missing("the limit of core files is not 0", "start with `ulimit -c 0`")
@@ -31,7 +31,7 @@ class CoreLimit:
         return f"can be 0; core_pattern {self._pattern()}"
 
     def _pattern(self) -> str:
-        """A pattern that is a pipe takes no notice of the limit, so that `dumpable` has to stop it."""
+        """A piped core_pattern ignores the limit, so `dumpable` must prevent the dump."""
         pattern = (kernel.read_text("/proc/sys/kernel/core_pattern") or "unknown").strip()
         return "is a pipe" if pattern.startswith("|") else "is a file"
 
@@ -52,7 +52,7 @@ class Dumpable:
         return f"can be 0; {self._yama()}"
 
     def _yama(self) -> str:
-        """What else stands before ptrace: with 3 nobody attaches to anything, SYS_PTRACE or not."""
+        """Further restriction of ptrace: with 3 no process can attach, even with SYS_PTRACE."""
         scope = kernel.read_text("/proc/sys/kernel/yama/ptrace_scope")
         return "no Yama in this kernel" if scope is None else f"Yama's ptrace_scope is {scope.strip()}"
 
@@ -60,7 +60,7 @@ class Dumpable:
 # Measure `swap`: no page of this process is written to a disk.
 #
 # Either the machine has no swap, or the cgroup may use none of it (cgroup v2, memory.swap.max), or everything is locked in
-# memory. The limits of cgroup v1 do not keep a page off the disk when the whole machine runs short, so they do not count.
+# memory. The limits of cgroup v1 do not prevent swapping when the whole machine is short of memory, so they do not count.
 
 
 MCL_CURRENT: Final = 1
@@ -101,7 +101,7 @@ class Swap:
         raise Missing("this machine can swap, and the limit of locked memory is not unlimited", REMEDY)
 
     def _find(self) -> str | None:
-        """Says why nothing can be swapped; None if it can."""
+        """Returns why nothing can be swapped; None if it can."""
         swaps = (kernel.read_text(str(self._root / "proc/swaps")) or "unknown\nunknown").splitlines()[1:]
         if not swaps:
             return "the machine has none"
@@ -110,7 +110,7 @@ class Swap:
         return None
 
     def _groups(self) -> Iterator[Path]:
-        """Every directory of cgroup v2 whose limits hold for this process: its own and all those above it."""
+        """Every directory of cgroup v2 whose limits apply to this process: its own and all ancestors."""
         mount = self._root / "sys/fs/cgroup"
         for line in (kernel.read_text(str(self._root / "proc/self/cgroup")) or "").splitlines():
             if not line.startswith("0::"):
@@ -124,7 +124,7 @@ def _lock() -> None:
 
 
 def _lock_again() -> None:
-    """A lock does not pass to a process that this one forks (mlockall(2)); one that cannot lock its memory must not go on."""
+    """Forked processes do not inherit the lock (mlockall(2)); one that cannot lock its memory must exit."""
     try:
         _lock()
     except OSError:

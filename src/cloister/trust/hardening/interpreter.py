@@ -1,6 +1,6 @@
 """Measures inside the interpreter: `hooks` (debuggers, profilers), `tracebacks`, `faulthandler`, `signals`.
 
-An audit hook (PEP 578) cannot be taken out again, and refuses in every thread what it does not want.
+An audit hook (PEP 578) cannot be removed, and refuses unwanted events in every thread.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ REFUSED_EVENTS: Final = frozenset(
         *("gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys._current_frames", "sys._current_exceptions"),
     }
 )
-"""What a debugger, a profiler or a shell would raise (docs.python.org/library/audit_events)."""
+"""Audit events of debuggers, profilers and shells (docs.python.org/library/audit_events)."""
 
 QUIET_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGPROF", "SIGVTALRM", "SIGALRM", "SIGIO", "SIGPWR", "SIGTRAP")
-"""Signals that programs take for a dump, a profile or more of a log; here they do nothing."""
+"""Signals that often trigger a dump, a profile or more logging; here they are ignored."""
 
 OWN_FRAMES: Final = 8
 
 
 class RefusedHook(PermissionError):
-    """Something asked for what no process of a sealed node does; libraries that try a program first then go another way."""
+    """Raised for an action that is forbidden in a sealed node; libraries that try a program first then use their fallback."""
 
 
 class Hooks:
@@ -57,10 +57,10 @@ class Hooks:
 
 
 class Tracebacks:
-    """An exception's text may hold what a user sent; its kind and the places that it passed do not."""
+    """An exception's text may contain user content; its type and code locations do not."""
 
     name = "tracebacks"
-    stops = "content in what is written about an exception that nobody caught"
+    stops = "content in reports of uncaught exceptions"
 
     def apply(self, needs: Needs) -> str:
         sys.excepthook = _write_exception
@@ -127,9 +127,9 @@ def _write_exception(kind: type[BaseException], _: BaseException | None, trace: 
 
 
 def _find_nothing(name: str) -> str | None:  # noqa: ARG001
-    """Takes the place of a search for a library by programs: there is none that the search could run."""
+    """Replaces the search for a library by programs, which cannot be executed."""
     return None
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """Takes the place of what would write stacks."""
+    """Replaces functions that would write stacks."""

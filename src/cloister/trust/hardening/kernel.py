@@ -1,6 +1,6 @@
 """System calls and their numbers for hardening, by ctypes: libc wraps few of them. Linux only.
 
-Imports nothing but the standard library, as every module here that runs before libraries load.
+Imports only the standard library, like every module here that runs before libraries load.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | ct
     """Makes a system call by its number. Integers go as 64 bits, structures and buffers by their address.
 
     Raises:
-        OSError: what the kernel answered.
+        OSError: the kernel's error.
     """
     converted = [_convert(argument) for argument in arguments]
     _libc.syscall.restype = ctypes.c_long
@@ -42,10 +42,10 @@ def call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | ct
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """prctl(2), with zeros for what is not given.
+    """prctl(2), with zeros for omitted arguments.
 
     Raises:
-        OSError: what the kernel answered.
+        OSError: the kernel's error.
     """
     given = [*arguments, 0, 0, 0, 0][:4]
     result = int(_libc.prctl(ctypes.c_int(option), *(ctypes.c_ulong(argument) for argument in given)))
@@ -59,7 +59,7 @@ def mlockall(flags: int) -> None:
     """mlockall(2).
 
     Raises:
-        OSError: what the kernel answered.
+        OSError: the kernel's error.
     """
     if _libc.mlockall(ctypes.c_int(flags)) != 0:
         number_of_error = ctypes.get_errno()
@@ -72,7 +72,7 @@ def machine() -> str:
 
 
 def read_text(path: str) -> str | None:
-    """Returns what a small file of the kernel says; None if it is not there or may not be read."""
+    """Returns the content of a small kernel file; None if it is missing or unreadable."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -87,8 +87,8 @@ def _convert(argument: object) -> object:
 
 # Numbers of the system calls in filters, and the kernel interface they depend on. Pure data.
 #
-# Source: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux. A name that an instruction
-# set does not have is left out of its table. `tests/trust/hardening` compares the tables with the headers of the machine.
+# Source: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux. Calls that an instruction set
+# lacks are omitted from its table. `tests/trust/hardening` compares the tables with the headers of the machine.
 
 
 _X86_64: Final = {

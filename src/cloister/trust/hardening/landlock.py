@@ -1,6 +1,6 @@
 """Measure `landlock`: the files and TCP ports that this process can reach (landlock(7)).
 
-What a rule does not name is refused, in this thread and in all that it starts: so it has to come before there are others.
+Access without a rule is refused, in this thread and all threads that it starts, so apply it before there are others.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ REFER: Final = 1 << 13
 TRUNCATE: Final = 1 << 14
 IOCTL_DEV: Final = 1 << 15
 FILE_RIGHTS: Final = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-"""Rights that a rule on a file, not a directory, may give."""
+"""Rights that a rule on a file, not a directory, may grant."""
 
 ALL_BY_VERSION: Final = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""What each version of the interface can take away from file access."""
+"""File access rights that each version of the interface can restrict."""
 BIND_TCP: Final = 1 << 0
 CONNECT_TCP: Final = 1 << 1
 NETWORK_SINCE: Final = 4
@@ -125,9 +125,9 @@ class Landlock:
 
 
 def confine_signals() -> bool:
-    """Lets this process, and what it starts, signal nobody else from now on; False where that needs Linux 6.12 or newer.
+    """Prevents this process and its children from signalling others; returns False on Linux before 6.12.
 
-    Called in a fresh fork, so that each is in a domain of its own: what captures one can end or stop no other.
+    Called in a fresh fork, so that each has its own domain: a captured process cannot end or stop another.
     """
     try:
         if _call("landlock_create_ruleset", None, 0, CREATE_RULESET_VERSION) < SCOPES_SINCE:
@@ -136,7 +136,7 @@ def confine_signals() -> bool:
     except OSError:
         return False
     try:
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # without it only the root of the host may restrict itself
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # without it only the host's root may restrict itself
         _call("landlock_restrict_self", descriptor, 0)
     except OSError:
         return False
@@ -146,16 +146,16 @@ def confine_signals() -> bool:
 
 
 def file_rights(needs: Needs) -> Iterator[tuple[str, int]]:
-    """Yields every path that a process may reach, and the rights that it has there."""
+    """Yields every accessible path with its rights."""
     yield from ((path, READING) for path in (*code_paths(), *LIBRARIES, *KERNEL_FACTS, *SYSTEM_FACTS, *needs.read))
     yield from ((path, DEVICE) for path in (*DEVICES, *sorted(str(path) for path in Path("/dev").glob("nvidia*"))))
     yield from ((path, WRITING) for path in needs.write)
     if needs.fork:
-        yield ("/proc", READING)  # each process that it makes reads a directory of its own there
+        yield ("/proc", READING)  # each child process reads its own directory there
 
 
 def code_paths() -> tuple[str, ...]:
-    """Where the interpreter, its libraries and every package that can be imported lie."""
+    """Paths of the interpreter, its libraries and all importable packages."""
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
     version = f"/etc/python{sys.version_info.major}.{sys.version_info.minor}"  # where Debian's library links a module to
     paths = (
@@ -173,7 +173,7 @@ def _allow_path(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what is not there needs no rule
+        return  # a missing path needs no rule
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= FILE_RIGHTS

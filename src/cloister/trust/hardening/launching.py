@@ -23,7 +23,7 @@ KEY_SERVICE_MODULE: Final = "cloister.private.workers.key_service"
 ATTESTER: Final = "attester"
 ATTESTER_MODULE: Final = "cloister.trust.attestation.process"
 REPORTS: Final = "/sys/kernel/config/tsm/report"
-"""Where the kernel gives reports of the processor to whoever makes a directory."""
+"""Directory of the kernel's report interface, in which each request creates a directory."""
 ROLE_OF: Final = {ENGINE_MODULE: ENGINE, WORKER_MODULE: WORKER, KEY_SERVICE_MODULE: SEALER, ATTESTER_MODULE: ATTESTER}
 HUB_SNAPSHOTS: Final = "snapshots"
 """In the hub's cache, models--OWNER--NAME/snapshots/COMMIT holds links to files in models--OWNER--NAME/blobs."""
@@ -31,15 +31,15 @@ HUB_SNAPSHOTS: Final = "snapshots"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A node to start.
+    """Settings of a node to start.
 
     Attributes:
-        read: what its processes read beside the interpreter and its libraries.
-        write: directories that the engine, or a module without one, writes to until it is closed.
+        read: paths that its processes read, in addition to the interpreter and its libraries.
+        write: directories that the engine, or a module without one, writes to until it is locked down.
         listen, connect: TCP ports of the front.
         with_engine: the module starts engine processes.
-        with_attester: and one that asks the processor for reports.
-        module, arguments: what the front runs.
+        with_attester: and an attester process.
+        module, arguments: module and arguments of the front.
     """
 
     profile: str
@@ -54,18 +54,18 @@ class Launch:
 
     @property
     def front(self) -> Needs:
-        """The process that runs the module: it has the network and, beside an engine, writes nowhere."""
+        """Needs of the process that runs the module: it has network access and, if there is an engine, no write access."""
         write = () if self.with_engine else self.write
         return Needs("front", read=self.read, write=write, listen=self.listen, connect=self.connect)
 
     @property
     def starter(self) -> Needs:
-        """The process that forks others: it reaches what they reach."""
+        """Needs of the process that forks others: all of theirs."""
         return Needs("starter", read=self.read, write=(*self.write, *self._reports), fork=True)
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """The processes that the starter may make: none but the front has any network."""
+        """Roles that the starter may create: only the front has network access."""
         return {
             ENGINE: Role(ENGINE_MODULE, Needs(ENGINE, read=self.read, write=self.write), "before it is ready"),
             WORKER: Role(WORKER_MODULE, Needs(WORKER, read=self.read, fork=True), "before its first request"),
@@ -78,7 +78,7 @@ class Launch:
         return (REPORTS,) if self.with_attester else ()
 
     def command_line(self) -> Iterator[str]:
-        """Yields the launcher's arguments that say the same."""
+        """Yields the equivalent arguments of the launcher."""
         yield from ("--profile", self.profile)
         for flag, values in (
             ("--read", self.read),
@@ -96,7 +96,7 @@ class Launch:
 
 
 def execute(launch: Launch) -> NoReturn:
-    """Executes the launcher in place of this process, with a measured environment if the profile asks for measures."""
+    """Replaces this process by the launcher, with a measured environment if the profile requires measures."""
     sys.stdout.flush()
     sys.stderr.flush()
     command = restart_command(tuple(launch.command_line()))
@@ -104,10 +104,10 @@ def execute(launch: Launch) -> NoReturn:
 
 
 def reading(models: Iterable[Path], files: Iterable[Path]) -> tuple[str, ...]:
-    """Returns what has to be readable so that models, and files that may be replaced while the node runs, can be read.
+    """Returns the paths to make readable for models, and for files that may be replaced while the node runs.
 
-    Links are followed: a rule holds for what is there, not for its name. A file that is replaced is another one, so its
-    directory is named.
+    Links are followed: a rule applies to the file, not to its name. A replaced file is a different one, so its directory is
+    included.
     """
     paths: dict[str, None] = {}
     for model in models:

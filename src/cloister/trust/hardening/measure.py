@@ -1,4 +1,4 @@
-"""The protocol of a hardening measure: it closes one way in, and reports whether it holds and why not."""
+"""The protocol of a hardening measure: it prevents one kind of access, and reports whether it is in force or why not."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one process has to be able to do; everything else may be taken from it.
+    """What one process must be able to do; everything else may be removed.
 
     Attributes:
         role: its name in evidence: front, engine, starter, worker, sealer.
-        read: files and directories that it reads beside the interpreter and its libraries.
+        read: files and directories that it reads, in addition to the interpreter and its libraries.
         write: directories that it writes to.
-        listen: TCP ports that it takes; 0 stands for one that the kernel picks.
-        connect: TCP ports of peers that it calls.
-        fork: it makes processes, by fork alone: no process of a sealed node can execute a program.
+        listen: TCP ports that it listens on; 0 means one picked by the kernel.
+        connect: TCP ports of peers that it connects to.
+        fork: it creates processes, only by fork: no process of a sealed node can execute a program.
     """
 
     role: str
@@ -29,11 +29,11 @@ class Needs:
 
 
 class Missing(Exception):
-    """A measure cannot be had here.
+    """A measure is not available here.
 
     Attributes:
-        reason: what is not there.
-        remedy: what a person can do about it.
+        reason: what is missing.
+        remedy: what an operator can do about it.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -43,11 +43,11 @@ class Missing(Exception):
 
 
 class Measure(Protocol):
-    """One measure. `apply` changes this process for good; nothing takes it back.
+    """One measure. `apply` changes this process irrevocably.
 
     Attributes:
-        name: what evidence calls it.
-        stops: what it stops, for people.
+        name: its name in evidence.
+        stops: description of what it prevents.
     """
 
     @property
@@ -57,15 +57,15 @@ class Measure(Protocol):
     def stops(self) -> str: ...
 
     def apply(self, needs: Needs) -> str:
-        """Applies it, makes sure that it holds, and returns what holds now in a few words.
+        """Applies and checks it, and returns a short description of the result.
 
         Raises:
-            Missing: it cannot be had here.
+            Missing: it is not available here.
         """
         ...
 
     def probe(self) -> str:
-        """Says in a few words what `apply` would find, and changes nothing.
+        """Returns a short description of what `apply` would do, without changing anything.
 
         Raises:
             Missing: `apply` would fail here.
@@ -75,10 +75,10 @@ class Measure(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one measure.
+    """The result of one measure.
 
     Attributes:
-        detail: what holds, or the reason why it does not.
+        detail: what is in force, or why it is not.
         remedy: what to do about a missing one.
     """
 
@@ -93,10 +93,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What became of every measure in one process.
+    """The results of all measures in one process.
 
     Attributes:
-        role: whose process it is.
+        role: role of the process.
         items: in the order of application.
     """
 
@@ -108,7 +108,7 @@ class Results:
         return tuple(item for item in self.items if not item.applied)
 
     def statement(self) -> dict[str, str]:
-        """Returns what goes into the attestation statement: `role.measure` -> `applied: ...` or `missing: ...`."""
+        """Returns the entries for the attestation statement: `role.measure` -> `applied: ...` or `missing: ...`."""
         return {f"{self.role}.{item.measure}": str(item) for item in self.items}
 
     def __iter__(self) -> Iterator[Result]:

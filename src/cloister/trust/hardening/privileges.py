@@ -70,7 +70,7 @@ class NoNewPrivileges:
 
 
 def _drop_bounding() -> None:
-    """Empties the bounding set where that is allowed (SETPCAP); where not, no-new-privileges keeps it from mattering."""
+    """Empties the bounding set if permitted (SETPCAP); if not, no-new-privileges makes it irrelevant."""
     for capability in range(64):
         try:
             if kernel.prctl(kernel.PR_CAPBSET_READ, capability):
@@ -88,13 +88,13 @@ def _has(capability: int) -> bool:
     return bool(_permitted() >> capability & 1)
 
 
-# Measure `environment`: only listed variables reach a node, so that none loads code or enables debug output.
+# Measure `environment`: only listed variables reach a node, so that none can load code or enable debug output.
 #
-# The launcher executes itself again with `measured`: nothing of the old environment was there when the interpreter started.
+# The launcher re-executes itself with `measured`, so the interpreter starts without the old environment.
 
 
 KEPT: Final = ("HOME", "PATH", "TZ", "TERM", "COLUMNS", "NO_COLOR", "HF_HOME", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-"""Variables that pass. None of them names code to load; PATH finds no program, as none can be executed."""
+"""Allowed variables. None of them names code to load; PATH is harmless, because no program can be executed."""
 FIXED: Final[Mapping[str, str]] = {
     "LANG": "C.UTF-8",
     "LC_CTYPE": "C.UTF-8",
@@ -102,9 +102,9 @@ FIXED: Final[Mapping[str, str]] = {
     "OPENBLAS_NUM_THREADS": "1",
     **OVERWRITING,
 }
-"""Variables that every process of a node has."""
+"""Variables of every process of a node."""
 FLAGS: Final = ("-P", "-s", "-B")
-"""Of the interpreter: no current directory and no user's packages on the import path, no byte code written."""
+"""Interpreter flags: no current directory or user packages on the import path, no byte code written."""
 PRELOAD_FILE: Final = "/etc/ld.so.preload"
 REMEDY: Final = "start the node by its launcher: python -P -m cloister.trust.hardening MODULE"
 
@@ -130,7 +130,7 @@ class Environment:
 
 
 def measured(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment that a node starts with, from the one that it was started in."""
+    """Returns a node's environment, derived from the inherited one."""
     return {**{name: environ[name] for name in KEPT if name in environ}, **FIXED}
 
 
@@ -143,5 +143,5 @@ def is_measured(environ: Mapping[str, str]) -> bool:
 
 
 def restart_command(arguments: tuple[str, ...]) -> list[str]:
-    """Returns the command that starts the launcher again, with the flags of a node."""
+    """Returns the command to re-execute the launcher, with the flags of a node."""
     return [str(Path(sys.executable)), *FLAGS, "-m", "cloister.trust.hardening", *arguments]

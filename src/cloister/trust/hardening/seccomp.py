@@ -17,8 +17,8 @@ from cloister.trust.hardening.measure import Missing, Needs
 
 # Filter rules as data: a system call, its arguments, and the error it gets. Pure.
 #
-# The list names what is refused; the rest goes on. A list of what is allowed would be stricter, and would fail requests
-# whenever a new C library or driver makes a call that none made before.
+# It is a deny list. An allow list would be stricter, but would break requests whenever a new C library or driver makes a new
+# call.
 
 
 AF_UNIX: Final = 1
@@ -67,7 +67,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A system call that is refused if all conditions hold."""
+    """A system call that is refused if all conditions are true."""
 
     name: str
     conditions: tuple[Condition, ...] = ()
@@ -75,9 +75,9 @@ class Rule:
 
 
 def rules(needs: Needs) -> Iterator[Rule]:
-    """Yields what a process may not do from its start on."""
+    """Yields the rules that apply from the start of a process."""
     yield from (Rule(name) for name in ALWAYS)
-    # C libraries go back to clone(2), whose flags a filter can see; those of clone3 lie behind a pointer
+    # C libraries fall back to clone(2), whose flags a filter can see; those of clone3 are behind a pointer
     yield Rule("clone3", error=errno.ENOSYS)
     yield Rule("clone", (_any_of(0, CLONE_NAMESPACES),))
     if not needs.fork:
@@ -86,17 +86,17 @@ def rules(needs: Needs) -> Iterator[Rule]:
     yield Rule("prctl", (Condition(0, PR_SET_PTRACER),))
     yield Rule("prctl", (Condition(0, PR_SET_MM),))
     yield Rule("setrlimit", (Condition(0, RLIMIT_CORE),))
-    for high in (False, True):  # a limit is given, so that it is set and not only read
+    for high in (False, True):  # a limit is passed, so it is set, not only read
         yield Rule("prlimit64", (Condition(1, RLIMIT_CORE), Condition(2, 0, equal=False, high=high)))
     yield from (Rule("ioctl", (Condition(1, request),)) for request in (TIOCSTI, TIOCLINUX))
     yield from _network_rules(needs)
 
 
 def closing_rules(needs: Needs) -> Iterator[Rule]:
-    """Yields what a process may not do once everything is loaded and before the first request.
+    """Yields the rules that apply once everything is loaded, before the first request.
 
-    No page becomes executable any more, so that no library, extension module or generated code comes in; no file is opened for
-    writing but where `needs.write` says so (Landlock knows where); no socket is made.
+    No further page can become executable, which excludes libraries, extension modules and generated code; no file is opened for
+    writing unless `needs.write` permits it (Landlock restricts where); no socket is created.
     """
     yield Rule("mmap", (_any_of(2, PROT_EXEC),))
     yield Rule("mprotect", (_any_of(2, PROT_EXEC),))
@@ -109,15 +109,16 @@ def closing_rules(needs: Needs) -> Iterator[Rule]:
 
 
 def closing_file_rules() -> Iterator[Rule]:
-    """Yields the rules by which no file is opened for writing."""
+    """Yields the rules that prevent opening files for writing."""
     yield Rule("creat")
-    yield Rule("openat2", error=errno.ENOSYS)  # its flags lie behind a pointer; nothing here calls it
+    yield Rule("openat2", error=errno.ENOSYS)  # its flags are behind a pointer; nothing here calls it
     yield Rule("open", (_any_of(1, O_WRITING),))
     yield Rule("openat", (_any_of(2, O_WRITING),))
 
 
 def _network_rules(needs: Needs) -> Iterator[Rule]:
-    """A filter sees no address. So a process that calls nobody cannot call at all; datagrams (DNS too) are refused to all."""
+    """A filter cannot see addresses. So a process without peers cannot connect at all; datagrams (including DNS) are refused
+    for all."""
     if not needs.connect:
         yield Rule("connect")
         # TCP fast open connects as it sends
@@ -138,9 +139,9 @@ def _any_of(argument: int, bits: int) -> Condition:
 
 # Compiles filter rules to classic BPF, which the kernel runs before every system call. Pure; bytes out.
 #
-# Sources: seccomp(2), include/uapi/linux/filter.h and bpf_common.h. A program is a chain of blocks, one a rule: load the
-# number, skip the block if it is another call, test the arguments, answer. The kernel remembers which calls always pass, so
-# the length of the chain costs those nothing (seccomp action cache, Linux 5.11).
+# Sources: seccomp(2), include/uapi/linux/filter.h and bpf_common.h. A program is a chain of blocks, one per rule: load the
+# number, skip the block if it is another call, test the arguments, return. The kernel caches which calls always pass, so the
+# length of the chain does not slow them (seccomp action cache, Linux 5.11).
 
 
 LOAD: Final = 0x20  # BPF_LD | BPF_W | BPF_ABS: A = data[k]
@@ -156,10 +157,10 @@ ERRNO: Final = 0x00050000
 NUMBER_AT: Final = 0
 ARCHITECTURE_AT: Final = 4
 ARGUMENTS_AT: Final = 16
-"""Offsets in struct seccomp_data; an argument has 8 bytes, the low half first on the machines that we know."""
+"""Offsets in struct seccomp_data; an argument has 8 bytes, low half first on supported machines."""
 
 MOST_INSTRUCTIONS: Final = 4096
-"""BPF_MAXINSNS: the kernel takes no longer program."""
+"""BPF_MAXINSNS: maximum program length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,9 @@ class Instruction:
 
 
 def assemble(rules: Iterable[Rule], interface: Interface) -> list[Instruction]:
-    """Returns the program of a filter: another architecture ends the process, the rules refuse, the rest goes on.
+    """Returns the program of a filter: another architecture kills the process, rules refuse calls, all other calls pass.
 
-    A rule whose call this instruction set does not have is left out.
+    Rules for calls that this instruction set lacks are omitted.
     """
     program = [
         Instruction(LOAD, 0, 0, ARCHITECTURE_AT),
@@ -215,7 +216,8 @@ def _block(rule: Rule, number: int) -> list[Instruction]:
 
 
 def _test(condition: Condition) -> list[Instruction]:
-    """Loads the argument and goes on to the next instruction if the condition holds; where else to is filled in by `_block`."""
+    """Loads the argument and continues with the next instruction if the condition is true; `_block` fills in the
+    other target."""
     at = ARGUMENTS_AT + 8 * condition.argument + (4 if condition.high else 0)
     masking = [] if condition.mask == 0xFFFFFFFF else [Instruction(AND, 0, 0, condition.mask)]
     jump = Instruction(JUMP_EQUAL, 0 if condition.equal else 1, 1 if condition.equal else 0, condition.value)
@@ -254,14 +256,14 @@ class Seccomp:
 
 
 class Closing:
-    """The second filter, when everything is loaded and before the first request."""
+    """The second filter, applied once everything is loaded, before the first request."""
 
     name = "closed"
     stops = "new executable pages: libraries, extension modules, generated code; new sockets; files opened for writing"
 
     def apply(self, needs: Needs) -> str:
         with contextlib.suppress(OSError):
-            ctypes.CDLL(UNWINDER)  # the C library loads it when the first thread ends or an exception passes through it
+            ctypes.CDLL(UNWINDER)  # the C library loads it when the first thread ends or an exception propagates
         return _describe(install(closing_rules(needs)))
 
     def probe(self) -> str:
@@ -269,10 +271,10 @@ class Closing:
 
 
 def install(refused: Iterable[Rule]) -> int:
-    """Sets a filter in every thread of this process, beside those that are there; returns its number of instructions.
+    """Adds a filter to every thread of this process; returns its number of instructions.
 
     Raises:
-        Missing: the kernel takes none, or a thread runs without it.
+        Missing: the kernel does not accept it, or a thread runs without it.
     """
     interface = _interface()
     program = assemble(refused, interface)
@@ -290,7 +292,7 @@ def install(refused: Iterable[Rule]) -> int:
 
 
 def _check_threads() -> None:
-    """Raises Missing if the kernel does not say of every thread that it is filtered."""
+    """Raises Missing unless the kernel reports every thread as filtered."""
     for thread in os.listdir("/proc/self/task"):
         status = kernel.read_text(f"/proc/self/task/{thread}/status")
         if status is not None and f"Seccomp:\t{MODE_FILTER}" not in status:

@@ -1,8 +1,8 @@
 """Forks processes where executing a program is forbidden; each child applies its own measures and runs a module.
 
-The starter is forked from the launcher before a library loads, so that it never holds anything of a request, and its forks
-begin as empty. Which modules there are, and what each needs, was fixed when the node started: whoever speaks to the starter
-chooses a role and arguments, and passes one descriptor. Messages are JSON in datagrams of a socket pair that has no name.
+The starter is forked from the launcher before a library loads, so it never holds request data, and neither do new forks. The
+modules and their needs are fixed at the node's start: a client of the starter only chooses a role and arguments, and passes one
+descriptor. Messages are JSON in datagrams of an unnamed socket pair.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from cloister.trust.hardening.state import Sealed, remember
 
 MESSAGE_BYTES: Final = 64 * 1024
 ANSWER_TIMEOUT_S: Final = 30.0
-"""A fork and its measures take milliseconds; a starter that says nothing for so long is gone."""
+"""A fork and its measures take milliseconds; a starter that is silent for longer has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that the starter made; `poll` and `kill` are those of subprocess.Popen.
+    """A process created by the starter; `poll` and `kill` are as in subprocess.Popen.
 
     Attributes:
-        results: what became of its measures.
+        results: results of its measures.
     """
 
     pid: int
@@ -46,18 +46,18 @@ class Child:
         return self.starter.poll(self.pid)
 
     def kill(self) -> None:
-        """Ends it at once, if it still runs."""
+        """Kills it if it still runs."""
         self.starter.kill(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a child may become.
+    """A role of a child.
 
     Attributes:
         module: run as `python -m` would.
-        needs: what it has to be able to do.
-        closed: what evidence says of its closing, if the module closes itself before it answers; empty if it does not.
+        needs: what it must be able to do.
+        closed: evidence of its lockdown, if the module locks itself down before it replies; else empty.
     """
 
     module: str
@@ -66,10 +66,10 @@ class Role:
 
 
 class Starter:
-    """The near end: asks the starter.
+    """Client of the starter.
 
     Attributes:
-        results: what became of the measures of the latest process of each role.
+        results: results of the measures of the latest process of each role.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -78,7 +78,7 @@ class Starter:
         self.results: dict[str, Results] = {}
 
     def start(self, role: str, arguments: Sequence[str], descriptor: int) -> Child:
-        """Makes a process that runs the role's module; its last argument is the number of the descriptor there.
+        """Creates a process that runs the role's module; its last argument is the descriptor's number.
 
         Raises:
             HardeningError: the role is not one of this node's, or a measure is missing in the new process.
@@ -95,11 +95,11 @@ class Starter:
         try:
             status = self._ask({"do": "poll", "pid": pid})["status"]
         except HardeningError:
-            return -signal.SIGKILL  # the kernel ends a starter's children with it
+            return -signal.SIGKILL  # the kernel kills a starter's children with it
         return None if status is None else int(status)
 
     def kill(self, pid: int) -> None:
-        """Ends a child at once."""
+        """Kills a child."""
         with contextlib.suppress(HardeningError):
             self._ask({"do": "kill", "pid": pid})
 
@@ -121,7 +121,7 @@ def fork_starter(profile: str, needs: Needs, roles: Mapping[str, Role]) -> Start
     """Forks a starter from this process, which must not have threads yet.
 
     Args:
-        needs: of the starter: all that any of its children may do, and `fork`.
+        needs: needs of the starter: those of all its children, and `fork`.
     """
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
@@ -133,7 +133,7 @@ def fork_starter(profile: str, needs: Needs, roles: Mapping[str, Role]) -> Start
 
 
 class _Desk:
-    """The far end: answers, one question after the other."""
+    """Server of the starter: handles one request after another."""
 
     def __init__(self, sock: socket.socket, profile: str, roles: Mapping[str, Role]) -> None:
         self._sock = sock
@@ -142,7 +142,7 @@ class _Desk:
         self._statuses: dict[int, int | None] = {}
 
     def serve(self) -> None:
-        """Answers until the other end is gone; the children end with it, as their parent does."""
+        """Serves until the other end is closed; the children end with their parent."""
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._sock, MESSAGE_BYTES, 1)
             if not message:
@@ -184,10 +184,10 @@ class _Desk:
         return {**answer, "pid": pid}
 
     def _harden(self, parent: int, role: Role, write: int) -> None:
-        """Takes the measures in the new process and tells the starter what became of them."""
+        """Applies the measures in the new process and reports the results to the starter."""
         with open(write, "w") as answer:
             try:
-                os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the front only
+                os.setpgid(0, 0)  # so that Ctrl-C in a terminal reaches the front only
                 _end_with(parent)
                 results = apply(self._profile, role.needs)
                 remember(Sealed(self._profile, role.needs, results))
@@ -215,11 +215,11 @@ def _begin(parent: int, profile: str, needs: Needs) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    apply(profile, needs, (*MEASURES, Code()))  # it is not closed, and what it forks begins with its code
+    apply(profile, needs, (*MEASURES, Code()))  # it is not locked down, because its forks start with its code
 
 
 def _end_with(parent: int) -> None:
-    """Lets the kernel end this process when its parent does, also when that has happened already."""
+    """Has the kernel kill this process when its parent ends, even if that has already happened."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -11,11 +11,11 @@ from cloister.trust.hardening.measure import Needs, Results
 
 HOST: Final = "host"
 HOST_TEXT: Final = "missing: host not excluded: who has SYS_PTRACE or SYS_ADMIN in this kernel, or runs it, reads this memory"
-"""What no measure inside a machine gives."""
+"""Entry for the host, which no measure inside a machine can exclude."""
 
 
 class Made(Protocol):
-    """A process that was made for this one."""
+    """A process created on behalf of this one."""
 
     @property
     def pid(self) -> int: ...
@@ -26,7 +26,7 @@ class Made(Protocol):
 
 
 class Maker(Protocol):
-    """Makes processes for one that may not (`starter.Starter`)."""
+    """Creates processes on behalf of one that may not (`starter.Starter`)."""
 
     @property
     def results(self) -> Mapping[str, Results]: ...
@@ -39,9 +39,9 @@ class Sealed:
     """A process that the launcher started.
 
     Attributes:
-        profile: the privacy profile that its measures were taken under.
-        results: what became of them.
-        starter: makes the processes beside this one; None in a process that needs none.
+        profile: the privacy profile of its measures.
+        results: results of the measures.
+        starter: creates further processes; None in a process that needs none.
     """
 
     profile: str
@@ -50,7 +50,7 @@ class Sealed:
     starter: Maker | None = None
 
     def statement(self) -> dict[str, str]:
-        """Returns what goes into the attestation statement: each measure of this process and of those that it had made.
+        """Returns the entries for the attestation statement: each measure of this process and of those created for it.
 
         `role.measure` -> `applied: ...` or `missing: ...`, and `host`, which is always missing.
         """
@@ -62,20 +62,20 @@ _sealed: list[Sealed] = []
 
 
 def sealed() -> Sealed | None:
-    """Returns what the launcher did in this process; None if no launcher started it."""
+    """Returns the launcher's results in this process; None without a launcher."""
     return _sealed[-1] if _sealed else None
 
 
 def remember(state: Sealed) -> None:
-    """Keeps what the launcher did. Called once, before the module runs, and again when the process is closed."""
+    """Stores the launcher's results. Called once before the module runs, and again when the process is locked down."""
     _sealed[:] = [state]
 
 
 def close_this() -> None:
-    """Closes this process, if the launcher started it: everything is loaded, and the first request may come.
+    """Locks down this process if the launcher started it, once everything is loaded and before the first request.
 
     Raises:
-        HardeningError: it cannot be closed, and the profile wants it.
+        HardeningError: it cannot be locked down, and the profile requires it.
     """
     state = sealed()
     if state is not None:

@@ -1,7 +1,7 @@
 """Finds thousands of byte patterns in a block of memory in one pass, at about 400 MB/s per core. Pure.
 
-Every needle has an anchor, its first 8 bytes, and a witness, 8 more bytes at a distance. A table of hashes of anchors leaves
-few places of a block; a hash over anchor and witness leaves almost none but true ones, which are compared byte by byte.
+Every needle has an anchor, its first 8 bytes, and a witness, 8 more bytes at a distance. A hash table of anchors leaves few
+positions of a block; a hash over anchor and witness leaves almost only true ones, which are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A needle, and where it begins in the block."""
+    """A found needle, and its offset in the block."""
 
     needle: Needle
     at: int
@@ -40,7 +40,7 @@ class Finder:
         needles: at least one.
 
     Attributes:
-        reach: bytes of the longest needle; blocks that follow each other must overlap by as many.
+        reach: length of the longest needle in bytes; consecutive blocks must overlap by as many.
     """
 
     def __init__(self, needles: Sequence[Needle]) -> None:
@@ -59,7 +59,7 @@ class Finder:
             self._by_distance[distance] = (np.array(sorted(by_hash), np.uint64), by_hash)
 
     def find(self, block: Bytes) -> Iterator[Match]:
-        """Yields every place in `block` where a needle lies whole."""
+        """Yields every complete needle in `block`."""
         size = len(block)
         for offset in range(min(_WORD, size - _WORD + 1)):
             words = np.frombuffer(block, "<u8", (size - offset) // _WORD, offset)
@@ -84,7 +84,7 @@ class Finder:
 
 
 def _witness(needle: Needle) -> tuple[int, int]:
-    """Returns the distance from the anchor and the value of 8 more bytes."""
+    """Returns the distance from the anchor, and the value, of 8 more bytes."""
     if len(needle.pieces) > 1:
         distance, piece = needle.pieces[1]
         return distance, _word(piece, 0)
@@ -106,12 +106,12 @@ def _lies(needle: Needle, block: Bytes, at: int) -> bool:
 
 # Finds token ids stored as Python integers, through the pointer array of their list or tuple.
 #
-# First every integer object in memory whose value is an id of a mark is noted with its address (CPython: reference count, type,
-# size, digits), then every four pointers in a row to such objects are read as ids and looked up among the marks' runs.
+# First every integer object in memory whose value is an id of a mark is recorded with its address (CPython: reference count,
+# type, size, digits), then every four pointers in a row to such objects are read as ids and looked up among the marks' runs.
 
 LIST_KIND: Final = "list of python ints"
 _ONE_DIGIT: Final = (np.uint64(1), np.uint64(8))
-"""What CPython keeps at byte 16 of an integer below 2^30: its size up to 3.11, a tag from 3.12 on."""
+"""CPython's value at byte 16 of an integer below 2^30: its size up to 3.11, a tag from 3.12 on."""
 _ADDRESS_BITS: Final = 24
 _ADDRESS_SHIFT: Final = np.uint64(64 - _ADDRESS_BITS)
 _LARGEST_ID: Final = 1 << 20
@@ -121,7 +121,7 @@ class ListFinder:
     """Looks for runs of ids in one process, in two passes over the same blocks.
 
     Args:
-        runs: (owner, ids) of each mark, ids from 257 on: smaller ones are objects that everybody shares.
+        runs: (owner, ids) of each mark, ids from 257 on: smaller ones are shared objects.
     """
 
     def __init__(self, runs: Iterable[tuple[int, tuple[int, ...]]]) -> None:
@@ -137,7 +137,7 @@ class ListFinder:
         self._ids_sorted: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     def note(self, block: Bytes, at: int) -> None:
-        """First pass: notes the integers of a block that lies at address `at`, a multiple of 8."""
+        """First pass: records the integers of a block at address `at`, a multiple of 8."""
         words = np.frombuffer(block, "<u8", len(block) // 8)
         if len(words) < 4:
             return
@@ -158,7 +158,7 @@ class ListFinder:
         self._table[(self._sorted * _ODD) >> _ADDRESS_SHIFT] = True
 
     def find(self, block: Bytes) -> Iterator[tuple[int, int]]:
-        """Second pass: yields (place in the block, owner) of pointers in a row that spell a run."""
+        """Second pass: yields (offset in the block, owner) of consecutive pointers that form a run."""
         words = np.frombuffer(block, "<u8", len(block) // 8)
         if len(words) < RUN or not len(self._sorted):
             return

@@ -1,7 +1,7 @@
-"""Search patterns: marked prompts, and every encoding in which text or numbers may lie in memory. Pure.
+"""Search patterns: marked prompts, and every encoding in which text or numbers may be stored in memory. Pure.
 
-A needle is two or more pieces at fixed distances. One piece is enough for bytes in a row; a Python list of integers that were
-allocated one after another needs a piece for each, a chunk apart.
+A needle is two or more pieces at fixed distances. One piece suffices for contiguous bytes; a Python list of consecutively
+allocated integers needs a piece for each, a chunk apart.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Final
 from cloister.text import Tokenizer
 
 SHORTEST: Final = 16
-"""Bytes that a needle must have: fewer are found by chance."""
+"""Minimum length of a needle in bytes: shorter ones are found by chance."""
 RUN: Final = 4
-"""Token ids in a row that tell a prompt."""
+"""Number of consecutive token ids that identify a prompt."""
 _PACKED_RUN: Final = 6
 _INT_CHUNKS: Final = (32, 48)
-"""Distance of two CPython integers below 2^30 that were allocated in a row: from its own pools, and from malloc."""
+"""Distance of two consecutively allocated CPython integers below 2^30: from its own pools, and from malloc."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """What to look for.
+    """A pattern to search for.
 
     Attributes:
         kind: the encoding, such as "utf-8".
-        owner: number of whatever it came from, such as a request.
+        owner: number of its origin, such as a request.
         pieces: (distance from the start, bytes), the first at 0 and of at least 8 bytes.
     """
 
@@ -46,10 +46,10 @@ class Needle:
 
 
 def of_bytes(kind: str, owner: int, data: bytes) -> Needle:
-    """Returns a needle for bytes in a row.
+    """Returns a needle for contiguous bytes.
 
     Raises:
-        ValueError: they are fewer than `SHORTEST`, and chance would find them.
+        ValueError: they are fewer than `SHORTEST`, and would be found by chance.
     """
     if len(data) < SHORTEST:
         raise ValueError(f"a needle of {len(data)} bytes is found by chance; give at least {SHORTEST}")
@@ -57,9 +57,9 @@ def of_bytes(kind: str, owner: int, data: bytes) -> Needle:
 
 
 def of_text(text: str, owner: int, prefix: str = "") -> Iterator[Needle]:
-    """Yields the encodings of a text of at least 16 characters, no two alike.
+    """Yields the distinct encodings of a text of at least 16 characters.
 
-    UTF-16 and UTF-32 are also what CPython keeps a text in that has one wide character anywhere (PEP 393).
+    CPython stores a text with any wide character in UTF-16 or UTF-32 (PEP 393).
     """
     utf8 = text.encode()
     forms = {
@@ -82,7 +82,7 @@ def of_text(text: str, owner: int, prefix: str = "") -> Iterator[Needle]:
 def of_token_ids(token_ids: Sequence[int], owner: int, prefix: str = "") -> Iterator[Needle]:
     """Yields needles for every fourth run of four ids: arrays, lists of Python integers, msgpack, decimals with commas.
 
-    Ids of no more than two decimal digits make needles that chance finds; give others.
+    Ids of at most two decimal digits give needles that are found by chance; use others.
     """
     for start in range(0, len(token_ids) - RUN + 1, RUN):
         run = token_ids[start : start + RUN]
@@ -100,7 +100,7 @@ def of_token_ids(token_ids: Sequence[int], owner: int, prefix: str = "") -> Iter
 
 
 def _base64(data: bytes, shift: int) -> bytes:
-    """Returns what of base64 is the same whatever stands around `data`, when `shift` bytes stand before it."""
+    """Returns the part of base64 that does not depend on the bytes around `data`, with `shift` bytes before it."""
     coded = base64.b64encode(bytes(shift) + data)
     first = (0, 2, 3)[shift]
     whole = (shift + len(data)) // 3 * 4
@@ -119,7 +119,7 @@ def _msgpack(value: int) -> bytes:
 
 # Marked prompts: word sequences unique enough that a match identifies the prompt. Pure.
 #
-# The words are single tokens of the model, so that a mark is known as text and as token ids alike.
+# The words are single tokens of the model, so that a mark is known both as text and as token ids.
 
 
 NUM_WORDS: Final = 12
@@ -133,9 +133,9 @@ class Mark:
     """One mark.
 
     Attributes:
-        owner: number of the request that carries it.
-        text: begins with a space; one of its words stands between letters that JSON escapes.
-        token_ids: of its words, for each a run of ids in a row: those before the accented letter and those after it.
+        owner: number of its request.
+        text: begins with a space; one of its words is between letters that JSON escapes.
+        token_ids: runs of consecutive ids of its words: those before the accented letter and those after it.
     """
 
     owner: int
@@ -148,7 +148,7 @@ class Mark:
         return "".join(self.words[:half]) + f" {_ACCENTED}" + "".join(self.words[half:])
 
     def needles(self) -> Iterator[Needle]:
-        """Yields what shows a third of the mark or more, in every encoding."""
+        """Yields needles for at least a third of the mark, in every encoding."""
         half = NUM_WORDS // 2
         for start in range(0, NUM_WORDS, RUN):
             part = self.words[start : start + RUN]
@@ -161,10 +161,10 @@ class Mark:
 
 
 class MarkMaker:
-    """Makes marks that one model's tokenizer reads word for word.
+    """Creates marks whose words are single tokens of a model's tokenizer.
 
     Args:
-        seed: makes the marks repeatable; None draws them.
+        seed: makes the marks reproducible; None draws them.
 
     Raises:
         ValueError: the tokenizer has too few whole words.
@@ -185,7 +185,7 @@ class MarkMaker:
 
 
 def _whole_words(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Yields words with a space before them that are one token, alone and behind another word."""
+    """Yields words with a leading space that are one token, alone and after another word."""
     for token_id in range(_LEAST_ID, tokenizer.vocab_size):
         data = tokenizer.read_bytes(token_id)
         if not (data.startswith(b" ") and len(data) >= 5 and data[1:].isalpha() and data.isascii()):

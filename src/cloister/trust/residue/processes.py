@@ -1,7 +1,7 @@
 """A node's processes and their memory maps. Linux only; reads /proc.
 
-A process that ended is not searched, for its pages are the kernel's again; it is listed. The list is made by looking often,
-so a process that lives for less than `LOOK_EVERY_S` may be missing in it.
+A process that has ended is listed but not searched, because its pages were returned to the kernel. The list is made by polling,
+so a process that lives for less than `LOOK_EVERY_S` may be missing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Process:
     """A process of the node.
 
     Attributes:
-        started: clock ticks since boot; with the pid it names one process for good.
-        name: as it calls itself.
-        command: its arguments, as far as the kernel still shows them.
+        started: clock ticks since boot; together with the pid a unique identifier.
+        name: its process name.
+        command: its arguments, if the kernel still shows them.
     """
 
     pid: int
@@ -48,10 +48,10 @@ class ProcessTree:
     """Watches processes and their children from outside.
 
     Args:
-        roots: pids that were started by whoever asks.
+        roots: pids started by the caller.
 
     Attributes:
-        seen: everybody who was ever seen, by (pid, start).
+        seen: all processes seen so far, by (pid, start).
     """
 
     def __init__(self, roots: Iterable[int]) -> None:
@@ -70,7 +70,7 @@ class ProcessTree:
         self._thread.join()
 
     def alive(self) -> list[Process]:
-        """Returns who is alive now; a process whose parent died stays one of the family."""
+        """Returns the processes that are alive; those whose parent died stay included."""
         everybody = list(_everybody())
         members = set(self._roots) | {pid for pid, start in self.seen if _is_among(pid, start, everybody)}
         grows = True
@@ -83,16 +83,16 @@ class ProcessTree:
         return found
 
     def ended(self) -> list[Process]:
-        """Returns who was seen and is gone."""
+        """Returns the processes that have ended."""
         alive = {(process.pid, process.started) for process in self.alive()}
         return [process for key, process in self.seen.items() if key not in alive]
 
     @contextmanager
     def frozen(self) -> Iterator[list[Process]]:
-        """Stops everybody, so that nothing moves while it is looked at, and lets them go on afterwards.
+        """Stops all processes during the block, so that memory does not change, and resumes them afterwards.
 
         Raises:
-            TimeoutError: somebody did not stop.
+            TimeoutError: a process did not stop.
         """
         stopped: dict[int, Process] = {}
         try:
@@ -142,14 +142,13 @@ def _is_among(pid: int, started: int, everybody: list[Process]) -> bool:
 
 # A process's mappings and resident pages. Linux only; reads /proc/PID/maps, pagemap and mem.
 #
-# A page that was never touched is neither present nor swapped and holds nothing. Pages of a file that were not changed are
-# the file's, whoever maps them, and are read once. (Documentation/admin-guide/mm/pagemap.rst: bit 63 present, 62 swapped, 61
-# of a file or shared.)
+# A page that was never touched is neither present nor swapped, and is empty. Unmodified pages of a file are shared by all
+# mappings, and are read once. (Documentation/admin-guide/mm/pagemap.rst: bit 63 present, 62 swapped, 61 of a file or shared.)
 
 
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _KERNELS: Final = frozenset({"[vvar]", "[vvar_vclock]", "[vdso]", "[vsyscall]"})
-"""Pages that the kernel shows to every process, the same to all."""
+"""Pages of the kernel that are identical in every process."""
 _PRESENT, _SWAPPED, _OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
 
 
@@ -160,7 +159,7 @@ class Mapping:
     Attributes:
         rights: such as "rw-p".
         offset: of the first page in the file.
-        file: (device, inode) of what is mapped, or None for memory of no file.
+        file: (device, inode) of the mapped file, or None for anonymous memory.
         name: path, "[heap]", "[stack]" or "".
     """
 
@@ -180,12 +179,12 @@ class Mapping:
         return (self.end - self.start) // PAGE
 
     def describe(self) -> str:
-        """What an operator may read about it: no address, which would differ in every run."""
+        """Description for operators, without addresses, which differ in every run."""
         return f"{self.name or 'anonymous'} ({self.rights})"
 
 
 def read_maps(pid: int) -> list[Mapping]:
-    """Returns the mappings of a process, the kernel's own left out.
+    """Returns the mappings of a process, without the kernel's own.
 
     Raises:
         OSError: it ended, or may not be read.
@@ -203,12 +202,12 @@ def read_maps(pid: int) -> list[Mapping]:
 
 @dataclass(frozen=True, slots=True)
 class ResidentPages:
-    """The pages of one mapping that hold something.
+    """The non-empty pages of one mapping.
 
     Attributes:
         present: [num_pages] bool: in memory or in swap.
-        of_file: [num_pages] bool: unchanged pages of a file, or memory that is shared.
-        num_swapped: of them in swap.
+        of_file: [num_pages] bool: unmodified pages of a file, or shared memory.
+        num_swapped: number of pages in swap.
     """
 
     present: npt.NDArray[np.bool_]
@@ -217,13 +216,13 @@ class ResidentPages:
 
 
 def read_pages(pagemap: int, mapping: Mapping) -> ResidentPages:
-    """Returns which pages of a mapping there are.
+    """Returns the pages of a mapping.
 
     Args:
         pagemap: descriptor of the open /proc/PID/pagemap.
 
     Raises:
-        OSError: the kernel says nothing about them.
+        OSError: the kernel provides no data about them.
     """
     size, at = mapping.num_pages * 8, mapping.start // PAGE * 8
     data = b""

@@ -1,4 +1,4 @@
-"""What a model computes from a prompt, as byte patterns: K and V rows as stored in blocks, and logits.
+"""Values that a model computes from a prompt, as byte patterns: K and V rows as stored in blocks, and logits.
 
 A row has the same bits in any batch (batch invariance), so a copy of the model in another process computes what the node
 computed, if its number formats, kernels and block size are the same. A search during a request shows whether they are.
@@ -19,11 +19,11 @@ LOGITS_KIND: Final = "logits"
 _SLICE_BYTES: Final = 32
 _NUM_SLICES: Final = 6
 _FEWEST_VALUES: Final = 12
-"""Different bytes that a slice must have: zeros and repetitions are found everywhere."""
+"""Minimum number of distinct bytes in a slice: zeros and repetitions are found everywhere."""
 
 
 class BlockReader(Protocol):
-    """A program that shows the bytes of its KV blocks."""
+    """A program that exposes the bytes of its KV blocks."""
 
     @property
     def num_layers(self) -> int: ...
@@ -53,7 +53,7 @@ def rows_of(program: Program, blocks: BlockReader, token_ids: Sequence[int], blo
 
 
 def _slices(data: bytes) -> Iterator[bytes]:
-    """Yields slices from all over, at multiples of their size, that are nobody else's."""
+    """Yields slices at multiples of their size, distributed over the data and unique."""
     starts = range(0, len(data) - _SLICE_BYTES + 1, _SLICE_BYTES)
     full = [start for start in starts if len(set(data[start : start + _SLICE_BYTES])) >= _FEWEST_VALUES]
     step = max(1, len(full) // _NUM_SLICES)

@@ -1,7 +1,7 @@
 """Searches all memory of a node's processes, and the files that they could have written.
 
-It runs from outside: it needs the right to trace (root, or CAP_SYS_PTRACE), and the node has no hook for it. What it cannot
-read it names; a search with such gaps proves nothing.
+It runs from outside: it needs the right to trace (root, or CAP_SYS_PTRACE), and the node has no hook for it. It lists what it
+cannot read; a search with such gaps proves nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NUM_THREADS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """A needle that was found. It says where and what kind, and nothing of what stands there.
+    """A found needle: location and kind, without the content.
 
     Attributes:
         place: mapping or file.
-        owner: of the needle.
+        owner: owner of the needle.
     """
 
     where: str
@@ -44,11 +44,11 @@ class Find:
 
 @dataclass(slots=True)
 class Searched:
-    """What was looked at in one process, or in files.
+    """The search of one process, or of files.
 
     Attributes:
         gaps: what could not be read, and why.
-        num_swapped: pages that were in swap, where memory outlives its process.
+        num_swapped: number of pages in swap, where memory outlives its process.
     """
 
     where: str
@@ -71,11 +71,11 @@ Runs = Sequence[tuple[int, tuple[int, ...]]]
 def search_process(
     process: Process, finder: Finder, done_files: set[tuple[str, int, int]] | None = None, runs: Runs = ()
 ) -> Searched:
-    """Searches every mapping of one process, readable by itself or not.
+    """Searches every mapping of one process, even those that the process itself cannot read.
 
     Args:
-        done_files: (device, inode, page) of unchanged pages of files that were searched already, in whatever process; grows.
-        runs: of token ids, looked for as lists of Python integers too.
+        done_files: (device, inode, page) of unmodified file pages that were already searched in any process; updated.
+        runs: runs of token ids, also searched for as lists of Python integers.
     """
     done_files = set() if done_files is None else done_files
     begun_s = time.monotonic()
@@ -119,7 +119,7 @@ def search_process(
 
 
 def search_all(processes: Iterable[Process], finder: Finder, runs: Runs = ()) -> list[Searched]:
-    """Searches processes, pages of files that several map only once."""
+    """Searches processes; file pages mapped by several are searched once."""
     done: set[tuple[str, int, int]] = set()
     return [search_process(process, finder, done, runs) for process in processes]
 
@@ -142,7 +142,7 @@ def search_file(path: str, descriptor: int, finder: Finder) -> Searched:
 
 
 def _search_piece(memory: int, finder: Finder, lists: ListFinder, mapping: Mapping, at: int, end: int, limit: int) -> Searched:
-    """Searches from `at` to `end`, and as far beyond, up to `limit`, as a needle may lie that begins before `end`."""
+    """Searches from `at` to `end`, and beyond it (up to `limit`) for needles that begin before `end`."""
     piece = Searched("")
     try:
         block = _read(memory, at, min(end + finder.reach, limit))
@@ -161,7 +161,7 @@ def _search_piece(memory: int, finder: Finder, lists: ListFinder, mapping: Mappi
 def _search_lists(memory: int, lists: ListFinder, mapping: Mapping, at: int, end: int, limit: int) -> list[Find]:
     try:
         block = _read(memory, at, min(end + PAGE, limit))
-    except OSError:  # the first pass said so
+    except OSError:  # from the first pass
         return []
     return [Find("", mapping.describe(), LIST_KIND, owner) for place, owner in lists.find(block) if place < end - at]
 
@@ -170,7 +170,7 @@ def _read(memory: int, start: int, end: int) -> Bytes:
     """Reads memory of a process.
 
     Raises:
-        OSError: the kernel does not give it.
+        OSError: the memory cannot be read.
     """
     data = os.pread(memory, end - start, start)
     while len(data) < end - start:
@@ -182,7 +182,7 @@ def _read(memory: int, start: int, end: int) -> Bytes:
 
 
 def _done(mapping: Mapping, of_file: npt.NDArray[np.bool_], done: set[tuple[str, int, int]]) -> npt.NDArray[np.bool_]:
-    """Returns which pages were searched already, and marks the others."""
+    """Returns which pages were already searched, and marks the others."""
     known = np.zeros(len(of_file), bool)
     assert mapping.file is not None
     first = mapping.offset // PAGE
@@ -209,12 +209,12 @@ USUAL_ROOTS: Final = ("/dev/shm", "/tmp", "/var/tmp", "/var/log", "/var/cache", 
 def search_files(
     processes: Iterable[Process], finder: Finder, *, since_s: float, roots: Iterable[str | Path], skip: Iterable[Path] = ()
 ) -> Searched:
-    """Searches the files that processes hold open for writing, and those under `roots` that changed since then.
+    """Searches the files that processes have open for writing, and those under `roots` that changed since `since_s`.
 
     Args:
         since_s: seconds since the epoch.
-        roots: directories; whatever is missing is left out. The current directories of the processes count as well.
-        skip: files of whoever searches, such as a report.
+        roots: directories; missing ones are skipped. The current directories of the processes are included.
+        skip: files of the searching program, such as a report.
     """
     found = Searched("files")
     done = {_identity(os.stat(path)) for path in skip if path.exists()}
@@ -253,7 +253,7 @@ def _search(path: str, name: str, finder: Finder, done: set[tuple[int, int]], fo
 
 
 def _open_files(process: Process, found: Searched) -> Iterator[str]:
-    """Yields ways to the regular files that a process could write to; deleted ones and those of memory included."""
+    """Yields paths to the regular files that a process could write to, including deleted and in-memory ones."""
     base = f"/proc/{process.pid}"
     try:
         numbers = os.listdir(f"{base}/fd")
@@ -282,7 +282,7 @@ def _changed(roots: Iterable[str], since_s: float) -> Iterator[str]:
 
 
 def _outermost(directories: Iterable[str]) -> list[str]:
-    """Leaves out what lies inside another one, and what is no directory of disks or memory."""
+    """Skips directories inside others, and those that are not on a disk or in memory."""
     kept: list[str] = []
     for path in sorted({os.path.realpath(directory) for directory in directories}):
         if path.startswith(("/proc", "/sys")) or path == "/" or not os.path.isdir(path):
@@ -293,26 +293,26 @@ def _outermost(directories: Iterable[str]) -> list[str]:
 
 
 def _look_at_segments(processes: Iterable[Process], found: Searched) -> None:
-    """A segment of System V memory that a process of the node made, and nobody maps, cannot be read from outside."""
+    """A System V shared memory segment created by the node but mapped by no process cannot be read from outside."""
     pids = {process.pid for process in processes}
     with suppress(OSError):
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
             fields = line.split()
             if int(fields[4]) in pids and int(fields[6]) == 0:
-                found.gaps.append("a segment of System V shared memory that nobody maps")
+                found.gaps.append("a segment of System V shared memory that no process maps")
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-# Search results for people and as data: counts, kinds and places, never what was found.
+# Search results as text and as data: counts, kinds and locations, never content.
 
 _MOST_PLACES = 12
 
 
 def describe(searched: Sequence[Searched], roles: dict[str, str], shapes: dict[int, str]) -> Iterator[str]:
-    """Yields lines for an operator: what was searched, and what was found where, by kind and by kind of request."""
+    """Yields lines for an operator: what was searched, and the finds by location, kind and request shape."""
     for one in searched:
         role = roles.get(one.where, "files")
         rate = f", {one.num_bytes / one.elapsed_s / 1e6:.0f} MB/s" if one.elapsed_s else ""

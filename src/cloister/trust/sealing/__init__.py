@@ -1,7 +1,7 @@
 """Sealed messages: binary HTTP, HPKE, oblivious HTTP (whole and chunked), key rotation, padding, replay protection.
 
 Pure: bytes in, bytes out; time is an argument. A client seals with `RequestSealer` (or `seal_chunked_request`) and opens with
-`ResponseOpener`; a receiver takes the context of a request from its `Receiver` and seals with `ResponseSealer`.
+`ResponseOpener`; a receiver gets the context of a request from its `Receiver` and seals with `ResponseSealer`.
 """
 
 from cloister.trust.sealing.bhttp import (

@@ -26,29 +26,29 @@ from cloister.trust.sealing.messages import (
 )
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Longest head or trailer section that is read, in bytes: what is not content has to be kept until it is whole."""
+"""Maximum length of a head or trailer section in bytes: these are buffered until complete."""
 
 MAX_LINES: Final = 512
-"""Most field lines of one section: each costs a reader far more than the three bytes that it may have."""
+"""Maximum number of field lines in one section: each costs a reader far more than its minimum of three bytes."""
 
 FREE_CHUNKS: Final = 1024
 BYTES_PER_CHUNK: Final = 256
-"""How finely a request may be cut: into `FREE_CHUNKS`, and one more for so many bytes. Chunks of one byte each would keep
-whoever reads 16 MiB of them busy for a minute. Answers may be cut as finely as they are written."""
+"""Limit on the chunks of a request: `FREE_CHUNKS`, and one more for this many bytes. Reading 16 MiB in chunks of one byte would
+take a minute. Responses have no such limit."""
 
 _T = TypeVar("_T")
 _Step = Generator[None, None, _T]
-"""A piece of reading that yields whenever it needs more bytes than there are."""
+"""A parser step that yields whenever it needs more bytes."""
 
 
 class MessageReader:
-    """Turns bytes into parts: a head (after informational ones), contents, trailers if there are any.
+    """Parses bytes into parts: a head (after informational ones), contents, trailers if any.
 
-    A message may stop before a length that would be zero (section 3.8); anywhere else the end is an error, and so are
-    bytes other than zero behind it.
+    A message may end before a length that would be zero (section 3.8); an end anywhere else is an error, as are non-zero bytes
+    after it.
 
     Args:
-        max_head_bytes: longest head or trailer section.
+        max_head_bytes: maximum length of a head or trailer section.
     """
 
     def __init__(self, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
@@ -61,7 +61,7 @@ class MessageReader:
         self._reading = self._read_message()
 
     def feed(self, data: bytes) -> list[Part]:
-        """Takes in the next bytes and returns the parts that are whole by now; content as far as it is there.
+        """Adds the next bytes and returns the parts that are now complete, and available content.
 
         Raises:
             MessageError: the message is invalid; nothing after it is read.
@@ -70,7 +70,7 @@ class MessageReader:
         return self._go_on()
 
     def close(self) -> list[Part]:
-        """Says that no more bytes come, and returns what remained.
+        """Marks the end of the input, and returns the remaining parts.
 
         Raises:
             MessageError: the message is cut off.
@@ -125,7 +125,7 @@ class MessageReader:
         return check_request_head(RequestHead(method, scheme, authority, path))
 
     def _fields(self, is_known: bool) -> _Step[Fields]:
-        """Reads a header or trailer section: of a length that stands before it, or up to a name of no length."""
+        """Reads a header or trailer section: with a preceding length, or up to an empty name."""
         if (yield from self._is_over()):
             return ()
         lines: list[tuple[bytes, bytes]] = []
@@ -138,7 +138,7 @@ class MessageReader:
         return check_fields(lines)
 
     def _line(self, lines: list[tuple[bytes, bytes]]) -> _Step[bool]:
-        """Reads one field line; False at a name of no length."""
+        """Reads one field line; returns False at an empty name."""
         name = yield from self._string()
         if not name:
             return False
@@ -203,7 +203,7 @@ class MessageReader:
             yield
 
     def _is_over(self) -> _Step[bool]:
-        """Says whether the message stops here, once that is known."""
+        """Returns whether the message ends here, once that is known."""
         while not self._buffer and not self._at_end:
             yield
         return not self._buffer
@@ -213,13 +213,13 @@ def _split(reader: MessageReader, section: bytes) -> list[tuple[bytes, bytes]]:
     """Returns the field lines that fill a section of known length."""
     reader._room = len(section)
     reader._buffer += section
-    reader._at_end = True  # so that no step of it waits
+    reader._at_end = True  # so that no step of it needs more input
     lines: list[tuple[bytes, bytes]] = []
     while reader._buffer:
         num_lines = len(lines)
         next(reader._line(lines), None)
         if len(lines) == num_lines:
-            raise _invalid()  # a name of no length
+            raise _invalid()  # an empty name
     return lines
 
 
@@ -234,13 +234,13 @@ INDETERMINATE_RESPONSE: Final = b"\x03"
 
 
 def encode_request(request: HttpRequest, *, padded_to: int = 0) -> bytes:
-    """Returns a known-length request; empty parts at the end are left out (section 3.8).
+    """Returns a known-length request; empty parts at the end are omitted (section 3.8).
 
     Args:
-        padded_to: length in bytes up to which zeros follow; none when the message is longer.
+        padded_to: length in bytes to which zeros are added; none if the message is longer.
 
     Raises:
-        MessageError: a part is none that HTTP allows.
+        MessageError: a part is not valid HTTP.
     """
     head = check_request_head(request.head)
     parts = [_known_fields(head.fields), _prefixed(request.content), _known_fields(request.trailers)]
@@ -280,9 +280,9 @@ def decode_response(message: bytes) -> HttpResponse:
 
 
 class BinaryHttpWriter:
-    """Writes an indeterminate-length message, each part when it is there: heads, contents, then `end`.
+    """Writes an indeterminate-length message part by part: heads, contents, then `end`.
 
-    What is returned is to be sent in that order. A message without its `end` is invalid, so a reader sees that it broke off.
+    Send the returned bytes in order. A message without its `end` is invalid, so a reader detects that it was cut off.
     """
 
     def __init__(self) -> None:
@@ -291,14 +291,14 @@ class BinaryHttpWriter:
 
     @property
     def has_head(self) -> bool:
-        """Whether a head was written, an informational one included."""
+        """Whether a head was written, including an informational one."""
         return self._began
 
     def head(self, head: RequestHead | ResponseHead) -> bytes:
         """Returns the head of a message, or an informational response that precedes it.
 
         Raises:
-            MessageError: a part is none that HTTP allows.
+            MessageError: a part is not valid HTTP.
         """
         assert not self._is_open, "a message has one head"
         begin = b"" if self._began else INDETERMINATE_REQUEST if isinstance(head, RequestHead) else INDETERMINATE_RESPONSE
@@ -313,7 +313,7 @@ class BinaryHttpWriter:
         return begin + control + _field_lines(head.fields) + b"\0"
 
     def content(self, data: bytes) -> bytes:
-        """Returns one chunk of content; nothing for no data, since an empty chunk would be the end."""
+        """Returns one chunk of content; empty for no data, because an empty chunk would be the end."""
         assert self._is_open, "content follows a final head"
         return _prefixed(data) if data else b""
 

@@ -1,4 +1,4 @@
-"""Errors while opening a message: a single kind for all that depends on a key."""
+"""Errors while opening a message: a single error for everything that depends on a key."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from cloister.types.errors import CloisterError, ConfigError
 class UnsealError(CloisterError):
     """A sealed message cannot be opened.
 
-    Unknown key, replay, wrong tag, chunks cut off or out of order: they are all this one error with these very words, and
-    nothing is chained to it, so that who sends changed messages learns nothing from the difference.
+    Unknown key, replay, wrong tag, truncated or reordered chunks all give this error with the same text and without a chained
+    exception, so that an attacker learns nothing from manipulated messages.
     """
 
     code = "unsealing_failed"
@@ -20,18 +20,18 @@ class UnsealError(CloisterError):
 
 
 class MessageError(CloisterError):
-    """What was sealed is no valid binary HTTP message (RFC 9292, section 4)."""
+    """The opened message is not valid binary HTTP (RFC 9292, section 4)."""
 
     code = "invalid_binary_http"
     status = 400
 
 
 class ReplayCacheFullError(CloisterError):
-    """So many messages came within the window that no further one could be recognised again; none is accepted."""
+    """The replay cache is full, so a further message could not be recognised again; none is accepted."""
 
     code = "too_many_messages"
     status = 503
 
 
 class KeyConfigurationError(ConfigError):
-    """A key configuration is malformed, or offers nothing that this program implements."""
+    """A key configuration is malformed, or offers no supported algorithm."""

@@ -1,7 +1,7 @@
 """Hybrid public key encryption, RFC 9180, in base mode: key derivation by pyhpke, contexts of our own.
 
-A context is what a request is opened with. Its `ContextSecrets` are plain bytes of one request, so that a process that holds
-the private key can hand them to one that reads the content.
+A context opens one request. Its `ContextSecrets` are plain bytes for one request, so that a process with the private key can
+pass them to one that reads the content.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from cloister.trust.sealing.errors import UnsealError
 from cloister.trust.sealing.kem import SHARED_SECRET_BYTES, Kem, KemPrivateKey
 
 TAG_BYTES: Final = 16
-"""By how much each of the ciphers here lengthens what it seals (Nt)."""
+"""Tag length of all supported ciphers (Nt)."""
 NONCE_BYTES: Final = 12
-"""Nn of each of the ciphers here."""
+"""Nn of all supported ciphers."""
 _MODE_BASE: Final = b"\x00"
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is used with a KEM: a key derivation and a cipher, by their numbers in RFC 9180, section 7."""
+    """The algorithms used with a KEM: a key derivation and a cipher, by their numbers in RFC 9180, section 7."""
 
     kdf_id: int
     aead_id: int
@@ -51,16 +51,16 @@ HKDF_SHA256_AES_128_GCM: Final = Suite(KDFId.HKDF_SHA256.value, AEADId.AES128_GC
 HKDF_SHA256_CHACHA20_POLY1305: Final = Suite(KDFId.HKDF_SHA256.value, AEADId.CHACHA20_POLY1305.value)
 HKDF_SHA256_AES_256_GCM: Final = Suite(KDFId.HKDF_SHA256.value, AEADId.AES256_GCM.value)
 SUITES: Final = (HKDF_SHA256_AES_128_GCM, HKDF_SHA256_CHACHA20_POLY1305, HKDF_SHA256_AES_256_GCM)
-"""What is offered, and taken from others, in order of preference."""
+"""Offered and accepted suites, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSecrets:
-    """What the key schedule gives (RFC 9180, section 5.1).
+    """The output of the key schedule (RFC 9180, section 5.1).
 
     Attributes:
-        kem_id, suite: the three algorithms, to whose names all that is derived is bound.
-        key: of the cipher, `suite.key_bytes`.
+        kem_id, suite: the three algorithms, to whose ids all derived values are bound.
+        key: the cipher's key, `suite.key_bytes`.
         base_nonce: `NONCE_BYTES`.
         exporter: from which further secrets of this context are derived.
     """
@@ -84,7 +84,7 @@ class Cipher(Protocol):
 
 
 class HpkeContext:
-    """Seals or opens one piece after the other: each with the nonce of its place, so order and number cannot change.
+    """Seals or opens consecutive pieces, each with the nonce of its index, so that order and number cannot change.
 
     Used for contexts of HPKE (RFC 9180, section 5.2) and for chunked responses, which count in the same way.
     """
@@ -102,7 +102,7 @@ class HpkeContext:
         """Returns the plaintext.
 
         Raises:
-            UnsealError: anything about it is not as it was sealed.
+            UnsealError: the piece was changed.
         """
         nonce = self._next_nonce()
         try:
@@ -112,7 +112,7 @@ class HpkeContext:
 
     def _next_nonce(self) -> bytes:
         nonce = (self._base ^ self._count).to_bytes(NONCE_BYTES, "big")
-        self._count += 1  # 2^96 pieces are more than anybody sends; to_bytes would refuse the next
+        self._count += 1  # 2^96 pieces are never reached; to_bytes would fail for the next
         return nonce
 
 
@@ -120,7 +120,7 @@ class Context(HpkeContext):
     """One side of one exchange.
 
     Attributes:
-        secrets: what it is made of; whoever has them can open and seal as this context does.
+        secrets: its secrets, which suffice to open and seal as this context does.
     """
 
     def __init__(self, secrets: ContextSecrets) -> None:
@@ -151,10 +151,10 @@ def set_up_sender(
 
     Args:
         public_key: of `kem`, `kem.public_key_bytes`.
-        ephemeral: private key to encapsulate with; for official examples only, None draws one.
+        ephemeral: private key to encapsulate with; for test vectors only; None draws one.
 
     Raises:
-        ValueError: the public key is none, or of low order.
+        ValueError: the public key is invalid, or of low order.
     """
     shared_secret, enc = kem.encapsulate(public_key, ephemeral)
     return enc, Context(derive_secrets(kem.kem_id, suite, shared_secret, info))
@@ -164,13 +164,13 @@ def set_up_receiver(enc: bytes, private_key: KemPrivateKey, suite: Suite, info: 
     """Returns the context that opens what was sealed with the encapsulated key `enc` (SetupBaseR).
 
     Raises:
-        UnsealError: `enc` is no encapsulated key, or one of low order.
+        UnsealError: `enc` is not an encapsulated key, or is of low order.
     """
     return Context(derive_secrets(private_key.kem_id, suite, private_key.decapsulate(enc), info))
 
 
 def derive_decoy(kem_id: int, suite: Suite, secret: bytes, enc: bytes) -> bytes:
-    """Returns a shared secret that nobody has, in the time that the step after a key exchange takes."""
+    """Returns a random shared secret, in the time that the step after a key exchange takes."""
     return kdf_of(kem_id, suite).extract_and_expand(b"", secret, enc, SHARED_SECRET_BYTES)
 
 

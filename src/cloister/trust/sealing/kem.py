@@ -16,24 +16,24 @@ from pyhpke.kem import KEM
 from cloister.trust.sealing.errors import UnsealError
 
 SHARED_SECRET_BYTES: Final = 32
-"""Nsecret of each mechanism here."""
+"""Nsecret of all supported mechanisms."""
 
 
 class KemPrivateKey(Protocol):
-    """The private half of a key pair, in objects of OpenSSL."""
+    """The private key of a key pair, as OpenSSL objects."""
 
     @property
     def kem_id(self) -> int:
-        """Number of the mechanism that it belongs to."""
+        """Number of its mechanism."""
 
     def public_bytes(self) -> bytes:
-        """Returns the public key as a key configuration carries it."""
+        """Returns the public key in the format of key configurations."""
 
     def decapsulate(self, enc: bytes) -> bytes:
         """Returns the shared secret of an encapsulated key, `SHARED_SECRET_BYTES`.
 
         Raises:
-            UnsealError: `enc` is no encapsulated key, or one whose secret everybody knows.
+            UnsealError: `enc` is not an encapsulated key, or has a predictable secret.
         """
 
 
@@ -44,7 +44,7 @@ class Kem(Protocol):
         kem_id: number in IANA's registry of HPKE KEM identifiers.
         name: for messages.
         public_key_bytes, enc_bytes: lengths of a public key and of an encapsulated key (Npk, Nenc).
-        is_post_quantum: whether a quantum computer does not break it, as far as is known.
+        is_post_quantum: whether it is considered secure against quantum computers.
     """
 
     kem_id: int
@@ -57,13 +57,13 @@ class Kem(Protocol):
         """Draws a key pair."""
 
     def encapsulate(self, public_key: bytes, ephemeral: bytes | None = None) -> tuple[bytes, bytes]:
-        """Returns a shared secret and the encapsulated key from which the holder of `public_key` derives it.
+        """Returns a shared secret, and the encapsulated key from which the holder of the private key derives it.
 
         Args:
-            ephemeral: private key to encapsulate with, where the mechanism takes one; for official examples only.
+            ephemeral: private key to encapsulate with, if the mechanism supports it; for test vectors only.
 
         Raises:
-            ValueError: the public key is none, or of low order.
+            ValueError: the public key is invalid, or of low order.
         """
 
 
@@ -114,20 +114,20 @@ def _pair_of(private_bytes: bytes) -> KEMKeyPair:
 
 # X-Wing: ML-KEM-768 and X25519 in one mechanism, MLKEM768-X25519 of draft-ietf-hpke-pq. No I/O, no clock.
 #
-# Its shared secret stays secret while either of the two holds. ML-KEM, X25519 and SHA3 are OpenSSL's. What is here is the
-# combiner of draft-connolly-cfrg-xwing-kem, section 5.3: the library has X-Wing for messages that are sealed whole only,
-# without the exported secrets that OHTTP derives its responses from.
+# Its shared secret is secure while either of the two is. ML-KEM, X25519 and SHA3 are OpenSSL's. This module only adds the
+# combiner of draft-connolly-cfrg-xwing-kem, section 5.3: the library supports X-Wing only for single-shot messages, without the
+# exported secrets from which OHTTP derives its responses.
 
 
 _LABEL: Final = bytes.fromhex("5c2e2f2f5e5c")
-"""`XWingLabel`; a small picture."""
+"""`XWingLabel`, an ASCII drawing."""
 _ML_KEM_PUBLIC_BYTES: Final = 1184
 _ML_KEM_CIPHERTEXT_BYTES: Final = 1088
 _X25519_BYTES: Final = 32
 
 
 class XWingKey:
-    """A private key. The two halves are drawn separately: a seed of both is needed only where a key is stored."""
+    """A private key. The two halves are drawn separately: a common seed is needed only to store a key."""
 
     def __init__(self, ml_kem: MLKEM768PrivateKey, x25519: X25519PrivateKey) -> None:
         self._ml_kem = ml_kem
@@ -141,7 +141,7 @@ class XWingKey:
         return self._ml_kem.public_key().public_bytes_raw() + self._x25519.public_key().public_bytes_raw()
 
     def decapsulate(self, enc: bytes) -> bytes:
-        """Returns the shared secret. For a changed ML-KEM ciphertext that is one nobody has (implicit rejection, FIPS 203)."""
+        """Returns the shared secret. For a changed ML-KEM ciphertext it is pseudorandom (implicit rejection, FIPS 203)."""
         ciphertext, point = enc[:_ML_KEM_CIPHERTEXT_BYTES], enc[_ML_KEM_CIPHERTEXT_BYTES:]
         try:
             ml_kem_secret = self._ml_kem.decapsulate(ciphertext)
@@ -176,7 +176,7 @@ XWING: Final = _XWing()
 
 
 def is_supported() -> bool:
-    """Says whether this machine's OpenSSL has ML-KEM; distributions build `cryptography` against older ones too."""
+    """Returns whether this machine's OpenSSL has ML-KEM; some distributions build `cryptography` with older versions."""
     try:
         MLKEM768PrivateKey.generate()
     except UnsupportedAlgorithm:
@@ -188,14 +188,14 @@ def _combine(ml_kem_secret: bytes, x25519_secret: bytes, point: bytes, public_ke
     return hashlib.sha3_256(ml_kem_secret + x25519_secret + point + public_key + _LABEL).digest()
 
 
-# The supported mechanisms in order of preference: post-quantum first, where OpenSSL has ML-KEM.
+# The supported mechanisms in order of preference: post-quantum first, if OpenSSL has ML-KEM.
 
 
 KEMS: Final[tuple[Kem, ...]] = (XWING, X25519) if is_supported() else (X25519,)
-"""What is offered, and taken from others, in order of preference. Every client chooses alike."""
+"""Offered and accepted mechanisms, in order of preference. Every client makes the same choice."""
 _BY_ID: Final = {kem.kem_id: kem for kem in KEMS}
 
 
 def find_kem(kem_id: int) -> Kem | None:
-    """Returns the mechanism of that number; None if this program does not have it."""
+    """Returns the mechanism with this number; None if unsupported."""
     return _BY_ID.get(kem_id)

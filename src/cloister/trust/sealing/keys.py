@@ -1,6 +1,6 @@
 """Private keys with a lifetime, their rotation, and OHTTP key configurations (RFC 9458, section 3). Time is an argument.
 
-A key object of OpenSSL holds the private bytes; they are never in a Python object, and OpenSSL overwrites them when the last
+OpenSSL key objects hold the private bytes. These are never in a Python object, and OpenSSL overwrites them when the last
 reference is dropped.
 """
 
@@ -32,12 +32,12 @@ _NAMES: Final = " or ".join(kem.name for kem in KEMS)
 
 @dataclass(frozen=True, slots=True)
 class KeyConfiguration:
-    """A public key and what it is used with.
+    """A public key with its algorithms.
 
     Attributes:
-        key_id: number from 0 to 255 by which a request names it.
-        public_key: of the KEM, in its length.
-        suites: that its holder takes, best first; at least one.
+        key_id: number from 0 to 255 that identifies it in requests.
+        public_key: public key of the KEM, with its length.
+        suites: suites that its holder accepts, best first; at least one.
         kem_id: number of the KEM; one of `KEMS`.
     """
 
@@ -51,7 +51,7 @@ class KeyConfiguration:
         """The mechanism that the key belongs to.
 
         Raises:
-            KeyConfigurationError: this program does not have it.
+            KeyConfigurationError: the mechanism is unsupported.
         """
         kem = find_kem(self.kem_id)
         if kem is None:
@@ -64,7 +64,7 @@ class KeyConfiguration:
         return _HEAD.pack(self.key_id, self.kem_id) + self.public_key + _LENGTH.pack(len(suites)) + suites
 
     def choose_suite(self) -> Suite:
-        """Returns the first of our suites that the holder takes; every client chooses alike, so the choice tells nothing.
+        """Returns the first of our suites that the holder accepts; every client makes the same choice, so it reveals nothing.
 
         Raises:
             KeyConfigurationError: there is none.
@@ -76,10 +76,10 @@ class KeyConfiguration:
 
 
 def choose_configuration(configurations: Iterable[KeyConfiguration]) -> KeyConfiguration:
-    """Returns the configuration to seal to: the first of the best KEM; every client of this release chooses alike.
+    """Returns the configuration to seal to: the first of the best KEM; every client of this release makes the same choice.
 
     Raises:
-        KeyConfigurationError: there is none of a KEM that this program has.
+        KeyConfigurationError: there is none with a supported KEM.
     """
     by_kem = {one.kem_id: one for one in reversed(tuple(configurations))}
     for kem in KEMS:
@@ -89,16 +89,16 @@ def choose_configuration(configurations: Iterable[KeyConfiguration]) -> KeyConfi
 
 
 def encode_keys(configurations: Iterable[KeyConfiguration]) -> bytes:
-    """Returns a list as `application/ohttp-keys`: each configuration behind its length in two bytes."""
+    """Returns a list as `application/ohttp-keys`: each configuration preceded by its length in two bytes."""
     encoded = [configuration.encode() for configuration in configurations]
     return b"".join(_LENGTH.pack(len(one)) + one for one in encoded)
 
 
 def parse_keys(data: bytes) -> tuple[KeyConfiguration, ...]:
-    """Reads `application/ohttp-keys`. Configurations of other KEMs are passed over, as are other suites of a known one.
+    """Reads `application/ohttp-keys`. Configurations of other KEMs are skipped, as are other suites of a known one.
 
     Raises:
-        KeyConfigurationError: it is malformed, or holds nothing that this program can seal to.
+        KeyConfigurationError: it is malformed, or has no supported key.
     """
     found, rest = [], data
     while rest:
@@ -115,7 +115,7 @@ def parse_keys(data: bytes) -> tuple[KeyConfiguration, ...]:
 
 
 def parse_configuration(data: bytes) -> KeyConfiguration:
-    """Reads one configuration without a length before it.
+    """Reads one configuration without a preceding length.
 
     Raises:
         KeyConfigurationError: it is malformed, or of another KEM.
@@ -132,7 +132,7 @@ def _parse(data: bytes) -> KeyConfiguration | None:
     key_id, kem_id = _HEAD.unpack_from(data)
     kem = find_kem(kem_id)
     if kem is None:
-        return None  # how long its public key is, is not known here
+        return None  # the length of its public key is unknown here
     end = _HEAD.size + kem.public_key_bytes
     public_key, rest = data[_HEAD.size : end], data[end:]
     length, suites = _take_length(rest)
@@ -155,7 +155,7 @@ def _malformed() -> KeyConfigurationError:
 NODE_KEY_LIFE_S: Final = 3600.0
 NODE_KEY_OVERLAP_S: Final = 900.0
 RECEIPT_GRACE_S: Final = 600.0
-"""How long after a key the key of its receipts ends: an answer may outlast the key that opened its request by as much."""
+"""How much longer a receipt key lives than its key: a response may outlast the key of its request by as much."""
 GATEWAY_KEY_LIFE_S: Final = 24 * 3600.0
 GATEWAY_KEY_OVERLAP_S: Final = 3600.0
 
@@ -166,7 +166,7 @@ class SealingKey:
 
     Attributes:
         configuration: its public part.
-        created_s, expires_s: the time from which and up to which it opens requests, on the ring's clock.
+        created_s, expires_s: period in which it opens requests, on the ring's clock.
     """
 
     configuration: KeyConfiguration
@@ -188,14 +188,14 @@ class SealingKey:
 
 
 class KeyRing:
-    """The keys of one receiver: current ones, one for each KEM, and for `overlap_s` those before them, then destroyed.
+    """The keys of one receiver: a current one for each KEM, and for `overlap_s` the previous ones, which are then destroyed.
 
-    A key lives `life_s` in all: it is current for `life_s - overlap_s`, and goes on opening requests of clients that have not
-    seen the next one yet for `overlap_s`.
+    A key lives for `life_s`: it is current for `life_s - overlap_s`, and for `overlap_s` it still opens requests of clients
+    that do not have the next one yet.
 
     Args:
-        now_s: any clock that never goes back; all other times are of the same clock.
-        kems: what is offered, best first.
+        now_s: time of a monotonic clock; all other times are of the same clock.
+        kems: offered mechanisms, best first.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class KeyRing:
 
     @property
     def current(self) -> SealingKey:
-        """The newest key of the best KEM, to which clients seal that have it."""
+        """The newest key of the best KEM, used by clients that support it."""
         return self._generations[-1][0]
 
     @property
@@ -226,17 +226,17 @@ class KeyRing:
 
     @property
     def num_keys(self) -> int:
-        """How many keys of each KEM there are at this moment."""
+        """Number of current keys of each KEM."""
         return len(self._generations)
 
     @property
     def next_change_s(self) -> float:
-        """When `rotate` next has something to do."""
+        """When `rotate` is next due."""
         ends_s = [end_s for _, end_s in self._receipt_keys.values()]
         return min(self._generations[0][0].expires_s, self.current.expires_s - self.overlap_s, *ends_s)
 
     def rotate(self, now_s: float) -> bool:
-        """Replaces the current keys when their time has come and drops what has expired; says whether it drew new ones."""
+        """Replaces the current keys when due and drops expired ones; returns whether it drew new ones."""
         is_due = now_s >= self.current.expires_s - self.overlap_s
         if is_due:
             last_id = self._generations[-1][-1].configuration.key_id
@@ -246,21 +246,21 @@ class KeyRing:
         return is_due
 
     def find(self, key_id: int, now_s: float) -> SealingKey | None:
-        """Returns the key of that number, unless it has expired."""
+        """Returns the key with this number, unless it has expired."""
         keys = (key for keys in self._generations for key in keys)
         return next((key for key in keys if key.configuration.key_id == key_id and now_s < key.expires_s), None)
 
     def publish(self) -> bytes:
-        """Returns the current keys as `application/ohttp-keys`, the best first; who does not know its KEM takes another."""
+        """Returns the current keys as `application/ohttp-keys`, best first; clients that do not support its KEM use another."""
         return encode_keys(self.configurations)
 
     def find_receipt_key(self, key_id: int, now_s: float) -> Ed25519PrivateKey | None:
-        """Returns the key that signs receipts of requests that the key of that number opened, unless it has ended too."""
+        """Returns the receipt key for requests opened by the key with this number, unless it has expired too."""
         key, end_s = self._receipt_keys.get(key_id, (None, now_s))
         return key if now_s < end_s else None
 
     def publish_receipt_key(self) -> bytes:
-        """Returns the public key that checks receipts of requests sealed to the current key, Ed25519, 32 bytes."""
+        """Returns the public key that verifies receipts of requests sealed to the current key, Ed25519, 32 bytes."""
         key, _ = self._receipt_keys[self.current.configuration.key_id]
         return key.public_key().public_bytes_raw()
 

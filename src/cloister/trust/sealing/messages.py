@@ -11,7 +11,7 @@ from cloister.trust.sealing.errors import MessageError
 from cloister.types.errors import RequestTooLargeError
 
 Fields = tuple[tuple[bytes, bytes], ...]
-"""Field lines in their order: (name in lower case, value), as ASGI has headers."""
+"""Field lines in order: (name in lower case, value), like ASGI headers."""
 
 _NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE: Final = re.compile(rb"(?:[^\x00\r\n\t ](?:[^\x00\r\n]*[^\x00\r\n\t ])?)?")  # RFC 9113, section 8.2.1
@@ -23,7 +23,7 @@ _PATH: Final = re.compile(r"/[!-~]*|\*")
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """What comes before the content of a request. `authority` may be empty; then `fields` may have `host`."""
+    """The head of a request. `authority` may be empty; then `fields` may have `host`."""
 
     method: str
     scheme: str
@@ -72,7 +72,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """A whole response, with the informational ones that came before it."""
+    """A whole response, with preceding informational ones."""
 
     head: ResponseHead
     content: bytes = b""
@@ -84,7 +84,7 @@ def check_fields(lines: Iterable[tuple[bytes, bytes]]) -> Fields:
     """Returns field lines with names in lower case.
 
     Raises:
-        MessageError: a name is no token, pseudo-fields among them (RFC 9292, section 3.6), or a value cannot be one.
+        MessageError: a name is not a token (including pseudo-fields, RFC 9292, section 3.6), or a value is invalid.
     """
     fields = tuple((name.lower(), value) for name, value in lines)
     if not all(_NAME.fullmatch(name) and _VALUE.fullmatch(value) for name, value in fields):
@@ -93,10 +93,10 @@ def check_fields(lines: Iterable[tuple[bytes, bytes]]) -> Fields:
 
 
 def check_request_head(head: RequestHead) -> RequestHead:
-    """Returns the head if its control data follow HTTP/2 (RFC 9113, section 8.3.1).
+    """Returns the head if its control data are valid in HTTP/2 (RFC 9113, section 8.3.1).
 
     Raises:
-        MessageError: they do not.
+        MessageError: they are invalid.
     """
     rules = ((_METHOD, head.method), (_SCHEME, head.scheme), (_AUTHORITY, head.authority), (_PATH, head.path))
     if not all(rule.fullmatch(value) for rule, value in rules):
@@ -105,10 +105,10 @@ def check_request_head(head: RequestHead) -> RequestHead:
 
 
 def find_field(fields: Fields, name: bytes) -> str | None:
-    """Returns the value of the only field `name` (lower case); None when there is none.
+    """Returns the value of the only field `name` (lower case); None if absent.
 
     Raises:
-        MessageError: it is there more than once.
+        MessageError: it occurs more than once.
     """
     values = [value for found, value in fields if found == name]
     if len(values) > 1:
@@ -123,7 +123,7 @@ MAX_VARINT: Final = 2**62 - 1
 
 
 def encode_varint(value: int) -> bytes:
-    """Returns `value` in as few bytes as hold it.
+    """Returns `value` in the shortest encoding.
 
     Raises:
         ValueError: it is negative or above `MAX_VARINT`.
@@ -135,7 +135,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def varint_bytes(first: int) -> int:
-    """Returns how many bytes an integer takes whose first byte is `first`."""
+    """Returns the length in bytes of an integer with the first byte `first`."""
     return 1 << (first >> 6)
 
 

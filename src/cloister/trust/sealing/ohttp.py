@@ -1,4 +1,4 @@
-"""Oblivious HTTP (RFC 9458): single-shot messages, and what the chunked form shares with them. No I/O, no clock."""
+"""Oblivious HTTP (RFC 9458): single-shot messages, and the parts shared with the chunked form. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cloister.trust.sealing.messages import decode_varint, encode_varint, varint
 
 _NUMBERS: Final = struct.Struct(">BHHH")
 NUMBERS_BYTES: Final = _NUMBERS.size
-"""Length of the numbers of key and algorithms, which a request begins with; the encapsulated key follows."""
+"""Length of the key id and algorithm ids at the start of a request; the encapsulated key follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One of the two forms of OHTTP; the labels keep a message of one from being opened as the other.
+    """One of the two forms of OHTTP; the labels prevent opening a message of one form as the other.
 
     Attributes:
-        request_label, response_label: that go into the keys.
+        request_label, response_label: labels for key derivation.
         request_type, response_type: media types.
     """
 
@@ -46,7 +46,7 @@ FORMS: Final = {form.request_type: form for form in (WHOLE, CHUNKED)}
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a request begins with, in the clear for whoever carries it."""
+    """The clear-text header of a request."""
 
     key_id: int
     kem_id: int
@@ -55,7 +55,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
-        """Reads the first `header_bytes` of a request. Says nothing about whether anybody has the key.
+        """Reads the first `header_bytes` of a request. The key may be unknown.
 
         Raises:
             UnsealError: there are fewer.
@@ -74,15 +74,15 @@ class Header:
         return self.numbers + self.enc
 
     def info(self, form: Form) -> bytes:
-        """Returns what the request's keys are bound to (section 4.3)."""
+        """Returns the info string to which the request's keys are bound (section 4.3)."""
         return form.request_label + b"\0" + self.numbers
 
 
 def header_bytes(start: bytes | bytearray) -> int:
-    """Returns the length of the header of a request that begins with `start`: at least the number of the KEM tells.
+    """Returns the header length of a request that begins with `start`, derived from the KEM id.
 
-    While that number is not there yet, it is the length of the numbers. A KEM that is not known here counts as X25519: such a
-    request is refused as one with an unknown key is.
+    Before the KEM id has arrived, it is the length of the ids. An unknown KEM counts as X25519: such a request is refused like
+    one with an unknown key.
     """
     if len(start) < NUMBERS_BYTES:
         return NUMBERS_BYTES
@@ -91,12 +91,12 @@ def header_bytes(start: bytes | bytearray) -> int:
 
 
 class OhttpContext:
-    """The state of one OHTTP request on either side (RFC 9458): what it was sealed with, and the keys of its response.
+    """The state of one OHTTP request on either side (RFC 9458): its sealing context, and the keys of its response.
 
     Attributes:
-        form: of both.
-        header: of the request.
-        context: in which the request is sealed or opened.
+        form: form of request and response.
+        header: header of the request.
+        context: context that seals or opens the request.
     """
 
     def __init__(self, form: Form, header: Header, context: Context) -> None:
@@ -106,11 +106,11 @@ class OhttpContext:
 
     @property
     def nonce_bytes(self) -> int:
-        """Length of the nonce that a response begins with."""
+        """Length of the nonce at the start of a response."""
         return self.context.secrets.suite.secret_bytes
 
     def response_sequence(self, nonce: bytes) -> HpkeContext:
-        """Returns what seals or opens the response that begins with `nonce` (section 4.4)."""
+        """Returns the AEAD for the response that begins with `nonce` (section 4.4)."""
         suite = self.context.secrets.suite
         secret = self.context.export(self.form.response_label, suite.secret_bytes)
         kdf = kdf_of(self.context.secrets.kem_id, suite)
@@ -124,14 +124,14 @@ class OhttpContext:
 def begin_request(
     configuration: KeyConfiguration, form: Form, *, suite: Suite | None = None, ephemeral: bytes | None = None
 ) -> OhttpContext:
-    """Begins a request to the holder of a key, with a key pair that is used once.
+    """Begins a request to the holder of a key, with an ephemeral key pair.
 
     Args:
-        suite: None takes the best that the holder offers.
-        ephemeral: private key to encapsulate with; for official examples only, None draws one.
+        suite: None uses the best one that the holder offers.
+        ephemeral: private key to encapsulate with; for test vectors only; None draws one.
 
     Raises:
-        KeyConfigurationError: the holder offers no suite of ours, or its public key is none or of low order.
+        KeyConfigurationError: the holder offers no supported suite, or its public key is invalid or of low order.
     """
     suite = suite or configuration.choose_suite()
     bare = Header(configuration.key_id, configuration.kem_id, suite, b"")
@@ -147,19 +147,19 @@ def begin_request(
 def seal_request(
     configuration: KeyConfiguration, message: bytes, *, suite: Suite | None = None, ephemeral: bytes | None = None
 ) -> tuple[bytes, OhttpContext]:
-    """Seals a binary HTTP request whole; returns it and what opens the response. See `begin_request`."""
+    """Seals a binary HTTP request as a whole; returns it and the exchange that opens the response. See `begin_request`."""
     exchange = begin_request(configuration, WHOLE, suite=suite, ephemeral=ephemeral)
     return exchange.header.encode() + exchange.context.seal(message), exchange
 
 
 def seal_response(exchange: OhttpContext, message: bytes, *, nonce: bytes | None = None) -> bytes:
-    """Seals a binary HTTP response whole. `nonce` is for official examples only; None draws one."""
+    """Seals a binary HTTP response as a whole. `nonce` is for test vectors only; None draws one."""
     nonce = exchange.draw_nonce() if nonce is None else nonce
     return nonce + exchange.response_sequence(nonce).seal(message)
 
 
 def open_response(exchange: OhttpContext, sealed: bytes) -> bytes:
-    """Opens a response that was sealed whole.
+    """Opens a response that was sealed as a whole.
 
     Raises:
         UnsealError: it is not the response to this request, or it was changed.
@@ -170,22 +170,22 @@ def open_response(exchange: OhttpContext, sealed: bytes) -> bytes:
 
 # Chunked OHTTP (draft-ietf-ohai-chunked-ohttp-08): messages sealed and opened chunk by chunk.
 #
-# A chunk is bound to its place by its nonce, the last one by the associated data `final`; so chunks that are missing, come
-# twice or in another order, and a message that breaks off, do not open.
+# A chunk is bound to its index by its nonce, the last one by the associated data `final`; so missing, repeated or reordered
+# chunks, and truncated messages, do not open.
 
 DRAFT: Final = "draft-ietf-ohai-chunked-ohttp-08"
 MAX_CHUNK_BYTES: Final = 2**14
-"""Longest plaintext of a chunk that is sent: what everybody must take (section 3 of the draft)."""
+"""Maximum plaintext of a sent chunk: the size that every receiver must accept (section 3 of the draft)."""
 MAX_TAKEN_BYTES: Final = 2**16 + TAG_BYTES
-"""Longest sealed chunk that is taken: so much of a message is kept at once."""
+"""Maximum accepted sealed chunk: this much of a message is buffered at once."""
 FINAL: Final = b"final"
 _FINAL_LENGTH: Final = b"\0"
 
 
 class ChunkSealer:
-    """Seals pieces of one message; the first has `prefix` before it.
+    """Seals pieces of one message; `prefix` precedes the first.
 
-    What is returned is to be sent in that order. A message that is not finished does not open as a whole.
+    Send the returned bytes in order. An unfinished message does not open completely.
     """
 
     def __init__(self, sequence: HpkeContext, prefix: bytes) -> None:
@@ -203,7 +203,7 @@ class ChunkSealer:
         return b"".join(pieces)
 
     def finish(self, data: bytes = b"") -> bytes:
-        """Returns the last chunk, which holds the end of `data` and marks the end of the message."""
+        """Returns the last chunks of `data`; the final one marks the end of the message."""
         num_last = len(data) % MAX_CHUNK_BYTES or min(len(data), MAX_CHUNK_BYTES)
         sealed = self.seal(data[: len(data) - num_last])
         self._is_finished = True
@@ -215,7 +215,7 @@ class ChunkSealer:
 
 
 class ChunkOpener:
-    """Opens chunks as they arrive, in pieces of any size. After an error it opens nothing more."""
+    """Opens chunks as they arrive, in pieces of any size. After an error it opens nothing."""
 
     def __init__(self, sequence: HpkeContext) -> None:
         self._sequence = sequence
@@ -224,10 +224,10 @@ class ChunkOpener:
         self._is_over = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Takes in the next bytes and returns the plaintext of each chunk that is whole by now.
+        """Adds the next bytes and returns the plaintext of each complete chunk.
 
         Raises:
-            UnsealError: a chunk is not what was sealed at its place.
+            UnsealError: a chunk was changed or moved.
         """
         self._check_open()
         self._buffer += data
@@ -239,10 +239,10 @@ class ChunkOpener:
         return opened
 
     def close(self) -> bytes:
-        """Says that no more bytes come, and returns the plaintext of the last chunk, which may be empty.
+        """Marks the end of the input, and returns the plaintext of the last chunk, which may be empty.
 
         Raises:
-            UnsealError: the message broke off.
+            UnsealError: the message was cut off.
         """
         self._check_open()
         if not self._is_last:
@@ -253,7 +253,7 @@ class ChunkOpener:
         return plaintext
 
     def _take(self) -> bytes | None:
-        """Takes the next whole chunk that is not the last; None while there is none."""
+        """Returns the next complete chunk that is not the last; None if there is none yet."""
         if self._is_last or not self._buffer or len(self._buffer) < varint_bytes(self._buffer[0]):
             return None
         start = varint_bytes(self._buffer[0])
@@ -290,7 +290,7 @@ class RequestSealer(ChunkSealer):
     """Seals a request to the holder of a key. See `begin_request` for the arguments and errors.
 
     Attributes:
-        exchange: what opens the response.
+        exchange: opens the response.
     """
 
     def __init__(self, configuration: KeyConfiguration, *, suite: Suite | None = None, ephemeral: bytes | None = None) -> None:
@@ -299,7 +299,7 @@ class RequestSealer(ChunkSealer):
 
 
 class ResponseSealer(ChunkSealer):
-    """Seals the response to an opened request. `nonce` is for official examples only; None draws one."""
+    """Seals the response to an opened request. `nonce` is for test vectors only; None draws one."""
 
     def __init__(self, exchange: OhttpContext, *, nonce: bytes | None = None) -> None:
         nonce = exchange.draw_nonce() if nonce is None else nonce
@@ -315,10 +315,10 @@ class ResponseOpener:
         self._chunks: ChunkOpener | None = None
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Takes in the next bytes and returns the plaintext of each chunk that is whole by now.
+        """Adds the next bytes and returns the plaintext of each complete chunk.
 
         Raises:
-            UnsealError: a chunk is not what was sealed at its place, or the response is another request's.
+            UnsealError: a chunk was changed or moved, or the response belongs to another request.
         """
         if self._chunks is None:
             self._head += data
@@ -330,10 +330,10 @@ class ResponseOpener:
         return self._chunks.feed(data)
 
     def close(self) -> bytes:
-        """Says that no more bytes come, and returns the plaintext of the last chunk.
+        """Marks the end of the input, and returns the plaintext of the last chunk.
 
         Raises:
-            UnsealError: the response broke off.
+            UnsealError: the response was cut off.
         """
         if self._chunks is None:
             raise UnsealError
@@ -341,6 +341,6 @@ class ResponseOpener:
 
 
 def seal_chunked_request(configuration: KeyConfiguration, message: bytes) -> tuple[bytes, OhttpContext]:
-    """Seals a whole binary HTTP request in chunks; returns it and what opens the response."""
+    """Seals a whole binary HTTP request in chunks; returns it and the exchange that opens the response."""
     sealer = RequestSealer(configuration)
     return sealer.finish(message), sealer.exchange

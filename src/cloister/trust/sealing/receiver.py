@@ -20,22 +20,23 @@ from cloister.trust.sealing.kem import KEMS, SHARED_SECRET_BYTES, X25519, KemPri
 from cloister.trust.sealing.keys import NODE_KEY_LIFE_S, RECEIPT_GRACE_S, KeyRing
 from cloister.trust.sealing.ohttp import Form, Header, OhttpContext
 
-# Replay protection: remembers opened messages, bounded in time and number; refuses rather than forgets. No I/O, no clock.
+# Replay protection: remembers opened messages, bounded in time and number; when full it refuses messages instead of dropping
+# records. No I/O, no clock.
 
 
 DEFAULT_CAPACITY: Final = 1_000_000
-"""Messages that are remembered at once; about 200 bytes each."""
+"""Maximum number of remembered messages; about 200 bytes each."""
 
 
 class ReplayCache:
-    """Remembers encapsulated keys: each is drawn anew for each message, so one that comes again is a copy (RFC 9458, 6.5.1).
+    """Remembers encapsulated keys: each message has a fresh one, so a repeated one is a replay (RFC 9458, 6.5.1).
 
-    It keeps their SHA-256: those of X-Wing have 1,120 bytes.
+    Stores their SHA-256, because those of X-Wing have 1,120 bytes.
 
     Args:
-        window_s: how long a message could be accepted after it was first seen; it is remembered as long.
-        capacity: how many are remembered. At that number new messages are refused until old ones leave the window: one that was
-            forgotten early could be sent again.
+        window_s: how long a message could be accepted after it was first seen; it is remembered for as long.
+        capacity: maximum number of records. When full, new messages are refused until old ones leave the window: a record that
+            was dropped early would permit a replay.
     """
 
     def __init__(self, window_s: float, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -47,22 +48,22 @@ class ReplayCache:
         return len(self._seen_s)
 
     def has_seen(self, enc: bytes, now_s: float) -> bool:
-        """Says whether a message with this encapsulated key was opened within the window."""
+        """Returns whether a message with this encapsulated key was opened within the window."""
         self._expire(now_s)
         return _digest(enc) in self._seen_s
 
     def check_room(self, now_s: float) -> None:
-        """Raises `ReplayCacheFullError` when no further message could be remembered."""
+        """Raises `ReplayCacheFullError` if no further message can be remembered."""
         self._expire(now_s)
         if len(self._seen_s) >= self._capacity:
             raise ReplayCacheFullError("The receiver has as many requests as it can keep apart; try again in a moment.")
 
     def remember(self, enc: bytes, now_s: float) -> None:
-        """Takes in a message that has been opened. Of two at the same moment, one is taken in.
+        """Records an opened message. Of two concurrent copies, only one is accepted.
 
         Raises:
-            UnsealError: it was there already.
-            ReplayCacheFullError: there is no room.
+            UnsealError: it was already recorded.
+            ReplayCacheFullError: the cache is full.
         """
         if self.has_seen(enc, now_s):
             raise UnsealError
@@ -82,12 +83,12 @@ def _digest(enc: bytes) -> bytes:
 
 
 class Receiver:
-    """A ring of keys and the requests that were opened with them.
+    """A ring of keys, with the requests that they opened.
 
-    `begin` gives a context for every header there is: for one that names an unknown key, was opened before, or is malformed, a
-    context of a key that nobody seals to. So each failure shows in the same place, when the first chunk does not open, and
-    takes as long as any other of its KEM, whose number its sender wrote. `accept` is to be called when the first chunk has
-    opened: only then is the request known to be more than noise, which must not fill the cache.
+    `begin` returns a context for every header: if the header names an unknown key, is a replay, or is malformed, the context
+    belongs to a key that no client seals to. So all failures occur at the same point, when the first chunk does not open, and
+    take equally long for a KEM, which the sender chose. Call `accept` once the first chunk has opened: only then is the request
+    known to be valid, so that noise cannot fill the cache.
     """
 
     def __init__(self, ring: KeyRing, replays: ReplayCache) -> None:
@@ -101,14 +102,14 @@ class Receiver:
         """Returns the exchange that opens the request with this header, if any does.
 
         Raises:
-            ReplayCacheFullError: it could not be remembered.
+            ReplayCacheFullError: the cache is full.
         """
         self.ring.rotate(now_s)
         self._replays.check_room(now_s)
         key = self.ring.find(header.key_id, now_s)
         suites = key.configuration.suites if key is not None else SUITES
         decoy = self._decoys.get(header.kem_id, self._decoys[X25519.kem_id])
-        checks = (  # all of them, whichever fails
+        checks = (  # evaluate all of them, whichever fails
             key is not None,
             key is not None and header.kem_id == key.configuration.kem_id,
             header.suite in suites,
@@ -118,22 +119,22 @@ class Receiver:
         return OhttpContext(form, header, self._context(header, private_key, form))
 
     def accept(self, header: Header, now_s: float) -> None:
-        """Takes in a request whose first chunk has opened.
+        """Accepts a request whose first chunk has opened.
 
         Raises:
-            UnsealError: it was taken in before.
-            ReplayCacheFullError: there is no room.
+            UnsealError: it was accepted before.
+            ReplayCacheFullError: the cache is full.
         """
         self._replays.remember(header.enc, now_s)
 
     def sign(self, header: Header, message: bytes, now_s: float) -> bytes:
-        """Signs the receipt of a request that was taken in, with the receipt key beside the one it was sealed to (Ed25519).
+        """Signs the receipt of an accepted request, with the receipt key that belongs to its sealing key (Ed25519).
 
-        Each request has one, so that a worker which its request took over signs no more than that.
+        Each request gets one signature, so that a worker captured by its request cannot sign more.
 
         Raises:
-            UnsealError: no such request was taken in, it has its receipt, or its key is gone.
-            ReplayCacheFullError: it could not be remembered.
+            UnsealError: no such request was accepted, it already has its receipt, or its key was destroyed.
+            ReplayCacheFullError: the cache is full.
         """
         key = self.ring.find_receipt_key(header.key_id, now_s)
         if key is None or not self._replays.has_seen(header.enc, now_s):
@@ -145,7 +146,7 @@ class Receiver:
         suite = header.suite if header.suite in SUITES else HKDF_SHA256_AES_128_GCM
         try:
             return set_up_receiver(header.enc, private_key, suite, header.info(form))
-        except UnsealError:  # the point is of low order, which its sender knows; it takes as long all the same
+        except UnsealError:  # a point of low order, chosen by the sender; takes equally long
             kem_id = private_key.kem_id
             decoy = derive_decoy(kem_id, suite, self._decoy_secret, header.enc)
             return Context(derive_secrets(kem_id, suite, decoy, header.info(form)))

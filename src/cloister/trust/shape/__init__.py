@@ -1,7 +1,7 @@
-"""Traffic shaping: turns an answer stream into frames whose sizes and times reveal little (docs/traffic.md).
+"""Traffic shaping: converts an answer stream to frames whose sizes and times reveal little (docs/traffic.md).
 
-Pure: bytes in, frames out, time is an argument. `Shaper` is the node's side, `Unshaper` the client's. What a frame looks like
-is in `frames`, and for clients of other makers in `binary_http`. Which profile asks for which shape is in `shapes`.
+Pure: bytes in, frames out, time is an argument. `Shaper` is the node's side, `Unshaper` the client's. `frames` defines the
+frame format, `binary_http` the one for other clients. `shapes` defines each profile's shape.
 """
 
 from cloister.trust.shape.binary_http import BinaryHttpShaper

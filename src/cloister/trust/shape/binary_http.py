@@ -1,14 +1,14 @@
 """Shaped frames that together form one valid binary HTTP response (RFC 9292). Pure.
 
-Sizes and times are those of the shape; what fills a frame is something that every reader skips:
+Sizes and times are those of the shape; frames are filled with padding that every reader skips:
 
 - before the response: informational responses, 102 (Processing), with a field of padding;
 - in its head: a field of padding;
 - between events: comments of the event stream (WHATWG HTML, 9.2.6), each frame one content chunk;
-- behind its end: zeros (RFC 9292, section 3.8).
+- after its end: zeros (RFC 9292, section 3.8).
 
-Content that is no event stream has no place for padding, so it is held back until all of it is there. An answer that fails in
-the middle goes on as padding to where it would have ended, and its message lacks its end.
+Content other than an event stream has no place for padding, so it is buffered until complete. An answer that fails continues as
+padding to where it would have ended, and its message lacks its end.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PADDING_FIELD: Final = b"cloister-padding"
 PROCESSING: Final = 102
 _EVENT_END: Final = b"\n\n"
 _LENGTH_BYTES: Final = 2
-"""Of a content chunk that fills a frame: from 64 to 16,383 bytes."""
+"""Size of a content chunk that fills a frame: from 64 to 16,383 bytes."""
 
 
 class BinaryHttpShaper(Shaper):
-    """As `Shaper`; it is fed the same Binary HTTP message, and writes it anew with padding inside."""
+    """Like `Shaper`, but rewrites the same binary HTTP message with padding inside."""
 
     def __init__(self, shape: TrafficShape, now_s: float) -> None:
         super().__init__(shape, now_s)
@@ -79,12 +79,12 @@ class BinaryHttpShaper(Shaper):
         self._has_ended = True
 
     def _cut(self, message: bytes) -> list[bytes]:
-        """Returns the end of a message as frames, zeros behind it."""
+        """Returns the end of a message as frames, followed by zeros."""
         size = self._frame_bytes
         return [message[start : start + size].ljust(size, b"\0") for start in range(0, len(message), size)]
 
     def _frames_of_head(self, head: ResponseHead) -> list[bytes]:
-        """Returns a head as whole frames, the last of them filled by a field of padding."""
+        """Returns a head as whole frames, the last one filled with a padding field."""
         size = self._frame_bytes
         bare = len(BinaryHttpWriter().head(head)) - self._writer.has_head  # only the first head has the framing indicator
         wanted = size
@@ -109,19 +109,19 @@ class BinaryHttpShaper(Shaper):
 
 
 def _padding_value_bytes(room: int) -> int | None:
-    """Returns how long the value of a field line of padding is that takes `room` bytes; None if none takes so many."""
+    """Returns the value length of a padding field line of `room` bytes in total; None if impossible."""
     room -= len(encode_varint(len(PADDING_FIELD)) + PADDING_FIELD)
     lengths = (room - num_length for num_length in (1, 2, 4))
     return next((length for length in lengths if length >= 0 and length + len(encode_varint(length)) == room), None)
 
 
 def _comment(num_bytes: int) -> bytes:
-    """Returns lines of an event stream that say nothing: a comment, or an empty line where there is room for no more."""
+    """Returns padding lines of an event stream: a comment, or an empty line if a comment does not fit."""
     return b"\n" * num_bytes if num_bytes < 2 else b":" + b" " * (num_bytes - 2) + b"\n"
 
 
 def _bucket(num_bytes: int) -> tuple[int, int]:
-    """Returns the number and size of frames of a whole answer: 4^n KiB in all."""
+    """Returns the number and size of frames of a whole answer: 4^n KiB in total."""
     bucket = 1024
     while bucket < num_bytes:
         bucket *= 4

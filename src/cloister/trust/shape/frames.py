@@ -1,9 +1,9 @@
 """Frame formats inside a sealed stream. Pure.
 
-A shaped stream is a row of frames of one size, each the plain text of one sealed chunk. The first begins with six bytes: 0xC1
-(no framing indicator of Binary HTTP, RFC 9292, 3.3, begins so), the version 1, and the size of every frame as a 32-bit number.
-Then, and at once in all other frames: a 32-bit word, whose top bits are flags and whose others count the payload bytes that
-follow, those bytes, and zeros up to the size. The payloads one after the other are the answer. Numbers are big-endian.
+A shaped stream is a sequence of frames of one size, each the plain text of one sealed chunk. The first begins with six bytes:
+0xC1 (no framing indicator of Binary HTTP, RFC 9292, 3.3, begins so), the version 1, and the size of every frame as a 32-bit
+number. Then, and at once in all other frames: a 32-bit word, whose top bits are flags and whose others count the payload bytes
+that follow, those bytes, and zeros up to the size. The concatenated payloads are the answer. Numbers are big-endian.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FAILS: Final = 1 << 30
 """Flag: the node failed; there is no more answer. What follows is padding."""
 COUNT_MASK: Final = FAILS - 1
 MAX_FRAME_BYTES: Final = 1 << 14
-"""No frame is larger, so that a sealed chunk stays within what every reader of chunked OHTTP takes."""
+"""Maximum frame size, so that a sealed chunk stays within the limit of every reader of chunked OHTTP."""
 
 
 class ShapeError(Exception):
-    """A shaped stream cannot be read: malformed, ended too early, or the node says that it failed."""
+    """A shaped stream cannot be read: malformed, truncated, or marked as failed by the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ def encode_frame(payload: bytes, frame_bytes: int, *, first: bool, flags: int = 
     return (head + (flags | len(payload)).to_bytes(WORD_BYTES) + payload).ljust(frame_bytes, b"\0")
 
 
-# Which framing of a shaped answer a client asks for: our own, or binary HTTP for any RFC 9292 reader.
+# The framing of a shaped answer that a client requests: our own, or binary HTTP for any RFC 9292 reader.
 
 FRAMES: Final = "frames"
-"""A head in each frame, as in `frames`: what clients get that ask for nothing."""
+"""A header in each frame, as in `frames`: the default."""
 BINARY_HTTP: Final = "binary-http"
-"""Frames that are, one after the other, one Binary HTTP message, as in `binary_http`."""
+"""Frames whose concatenation is one binary HTTP message, as in `binary_http`."""
 FRAMINGS: Final = (FRAMES, BINARY_HTTP)
 FRAMING_FIELD: Final = b"cloister-framing"
-"""Field of the sealed request by which a client asks for one."""
+"""Field of the sealed request for the framing."""

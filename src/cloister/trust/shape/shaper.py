@@ -17,14 +17,14 @@ _WHOLE_BUCKET: Final = 1024
 
 
 class Shaper:
-    """Cuts an answer into frames of one size and says when each may leave.
+    """Cuts an answer into frames of one size and schedules them.
 
-    A frame holds one event (WHATWG HTML, 9.2) or a part of one, never two, so that tokens which the engine brings together,
-    such as accepted drafts, leave one by one. An answer that comes whole, in one piece, and under a shape that is not constant,
-    is padded to 4^n KiB and leaves at once instead.
+    A frame holds one event (WHATWG HTML, 9.2) or a part of one, never two, so that tokens of one step, such as accepted drafts,
+    are sent one by one. Under a shape that is not constant, an answer written as a whole is padded to 4^n KiB and sent at once
+    instead.
 
     Args:
-        now_s: when the request came. Times are of one monotonic clock.
+        now_s: arrival of the request. Times are of one monotonic clock.
     """
 
     def __init__(self, shape: TrafficShape, now_s: float) -> None:
@@ -41,17 +41,17 @@ class Shaper:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last frame was taken."""
+        """Whether the last frame was returned."""
         return self._num_wanted is not None and self._num_sent >= self._num_wanted
 
     @property
     def num_waiting(self) -> int:
-        """Pieces that wait for a frame."""
+        """Number of queued pieces."""
         return len(self._pieces)
 
     @property
     def due_s(self) -> float | None:
-        """When the next frame may leave; None if nothing will until more is written."""
+        """When the next frame may be sent; None if there is nothing to send until more is written."""
         if self.is_over:
             return None
         if self._shape.constant or self._pieces or self._closing:
@@ -59,17 +59,17 @@ class Shaper:
         return None
 
     def head(self, data: bytes) -> None:
-        """Takes bytes that leave together with what is written next."""
+        """Adds bytes that are sent with the next write."""
         self._head += data
 
     def write(self, data: bytes, now_s: float, *, last: bool = False) -> None:
-        """Takes one flush of the answer.
+        """Adds one flush of the answer.
 
         Args:
             last: the answer is complete.
 
         Raises:
-            ValueError: it was complete before.
+            ValueError: it was already complete.
         """
         if self._closing:
             raise ValueError("the answer is complete already")
@@ -82,13 +82,13 @@ class Shaper:
             self._closing = ENDS
 
     def fail(self, now_s: float) -> None:
-        """Notes that there is no more answer. What was written still leaves, then a frame says so, in the same shape."""
+        """Marks the answer as failed. Queued data are still sent, followed by an error frame, in the same shape."""
         if not self._closing:
             self.write(b"", now_s)
             self._closing = FAILS
 
     def take(self, now_s: float) -> Frame | None:
-        """Returns the frame that may leave now, else None. A tick that was missed is not made up for."""
+        """Returns the frame that may be sent now, else None. Missed ticks are not made up for."""
         due_s = self.due_s
         if due_s is None or now_s < due_s:
             return None
@@ -101,14 +101,14 @@ class Shaper:
         return Frame(data, self.is_over)
 
     def _queue(self, data: bytes, *, last: bool) -> None:
-        """Takes in what was written, in pieces that frames are made of."""
+        """Queues written data in pieces for frames."""
         if last and not self._has_written and not self._shape.constant:
             self._make_whole(data)
         else:
             self._pieces.extend(_split_events(data))
 
     def _next_frame(self) -> bytes:
-        """Returns the next frame, of `_frame_bytes`, whether or not there is something to say."""
+        """Returns the next frame, of `_frame_bytes`, even if there is no data."""
         payload = self._take_payload()
         flags = self._closing if self._is_done() and self._num_wanted is None else 0
         return encode_frame(payload, self._frame_bytes, first=self._num_sent == 0, flags=flags)
@@ -144,7 +144,7 @@ class Shaper:
 
 
 def _split_events(data: bytes) -> list[bytes]:
-    """Returns the events one by one; what stands after the last one, such as the end of the message, stays with it."""
+    """Splits data into events; bytes after the last one, such as the end of the message, stay with it."""
     if not data:
         return []
     cuts = [match.end() for match in _EVENT_END.finditer(data)][:-1]

@@ -1,7 +1,7 @@
-"""The traffic shape of each profile, and the threats it answers. Pure data.
+"""The traffic shape of each profile, and the threats it mitigates. Pure data.
 
-The size was measured (`python -m benchmarks.traffic leak`): the event of one token has 231 bytes beside its text, so a frame
-of 512 holds it with any token of the vocabularies that were looked at.
+The size was measured (`python -m benchmarks.traffic leak`): the event of one token has 231 bytes besides its text, so a frame
+of 512 holds any token of the examined vocabularies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from cloister.types.threat import Requirement, ThreatProfile
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """How frames look and when they leave.
+    """Size and timing of frames.
 
     Attributes:
         frame_bytes: size of every frame of a stream.
-        tick_s: frames leave when the node's monotonic clock is a multiple of this, at most one each time.
-        constant: a frame leaves on every tick, from the one after the request came, whether or not there is something to say,
-            and their number is a bucket's edge.
+        tick_s: frames are sent when the node's monotonic clock is a multiple of this, at most one each time.
+        constant: a frame is sent on every tick from the one after the request's arrival, even without data, and the number of
+            frames is a bucket size.
     """
 
     frame_bytes: int
@@ -38,33 +38,33 @@ SHAPES: Final[Mapping[Profile, TrafficShape | None]] = {
 }
 
 _WITH_DRAFTS: Final = TrafficShape(frame_bytes=512, tick_s=0.010, constant=True)
-"""In `private` while drafts are verified. Accepted ones leave one a tick in every shape, but where nothing leaves when there is
-nothing to say, the silence after them tells how many they were (docs/traffic.md has what that comes to)."""
+"""Used in `private` with drafts. Accepted drafts are sent one per tick in every shape, but in a shape without frames for idle
+ticks, the following gap reveals their number (docs/traffic.md quantifies this)."""
 
 FIRST_EDGE: Final = 64
-"""Frames of the smallest bucket: enough for any refusal, so that an error looks like a short answer."""
+"""Number of frames in the smallest bucket: enough for any refusal, so that an error looks like a short answer."""
 EDGE_RATIO: Final = 4
 
 
 def shape_of(profile: str, *, drafts: bool = False) -> TrafficShape | None:
-    """Returns the shape of sealed answers under a profile; None where they go as they come.
+    """Returns the shape of sealed answers under a profile; None for no shaping.
 
     Args:
-        drafts: drafts are verified, so that how many tokens a step brings follows what is said.
+        drafts: drafts are verified, so that the number of tokens per step depends on content.
     """
     shape = SHAPES[Profile(profile)]
     return shape if shape is None or shape.constant or not drafts else _WITH_DRAFTS
 
 
 def find_edge(num_frames: int) -> int:
-    """Returns how many frames an answer of `num_frames` is padded to: 64, 256, 1,024, 4,096 and so on."""
+    """Returns the padded number of frames of an answer with `num_frames`: 64, 256, 1,024, 4,096 and so on."""
     edge = FIRST_EDGE
     while edge < num_frames:
         edge *= EDGE_RATIO
     return edge
 
 
-# The threat that traffic shaping answers.
+# The threat that traffic shaping mitigates.
 
 
 SHAPING_THREAT = ThreatProfile(

@@ -15,11 +15,11 @@ from cloister.trust.shape.frames import (
 
 
 class Unshaper:
-    """Takes the opened plain text of a sealed answer, however it is cut, and returns what the answer says.
+    """Converts the opened plain text of a sealed answer, split in any way, to the answer.
 
-    A stream that is not shaped passes as it is, unless `required`: a client that was promised a shape takes nothing else.
-    After `is_complete` there is only padding, which must be read to the final chunk all the same: who hangs up early shows the
-    length that the padding hides.
+    An unshaped stream passes unchanged, unless `required`: if the profile requires a shape, no other stream is accepted. After
+    `is_complete` there is only padding, which must still be read to the final chunk: disconnecting early reveals the length
+    that the padding hides.
 
     Args:
         required: refuse a stream that is not shaped.
@@ -35,7 +35,7 @@ class Unshaper:
         self.is_complete = False
 
     def feed(self, data: bytes) -> bytes:
-        """Takes more plain text; returns the part of the answer that became known, perhaps nothing.
+        """Adds plain text; returns the new part of the answer, possibly empty.
 
         Raises:
             ShapeError: the stream is malformed, or not shaped although that was required.
@@ -53,7 +53,7 @@ class Unshaper:
         return b"".join(payloads)
 
     def close(self) -> None:
-        """Says that the final chunk was read.
+        """Marks the final chunk as read.
 
         Raises:
             ShapeError: the answer is not complete, or the node failed.
@@ -66,7 +66,7 @@ class Unshaper:
             raise ShapeError("the stream ended before the answer was complete; send the request again")
 
     def _read_head(self) -> bool:
-        """Reads the first bytes; returns whether the size of frames is known now."""
+        """Reads the first bytes; returns whether the frame size is known."""
         start = bytes(self._buffer[: len(MAGIC)])
         if start != MAGIC[: len(start)]:
             if self._required:

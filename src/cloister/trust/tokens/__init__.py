@@ -1,7 +1,7 @@
-"""Anonymous tokens: the issuer learns who asks but not for what, the gateway for what but not who (T4).
+"""Anonymous tokens: the issuer learns the account but not the request, the gateway the request's node but not the account (T4).
 
-`blind_rsa` (RFC 9474), `challenge` (RFC 9577) and `issuance` (RFC 9578, type 2) are the formats; `Issuer` gives tokens against
-API keys, `Redeemer` takes them, once each, with the help of a spend store.
+`blind_rsa` (RFC 9474), `challenge` (RFC 9577) and `issuance` (RFC 9578, type 2) are the formats; `Issuer` issues tokens to
+holders of API keys, `Redeemer` accepts each once, with a spend store.
 """
 
 from cloister.trust.tokens.blind_rsa import BlindSignatureError

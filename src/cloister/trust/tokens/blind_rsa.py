@@ -1,10 +1,10 @@
 """RSA blind signatures (RFC 9474), and public keys of token type 2 as SubjectPublicKeyInfo. Pure but for random bytes.
 
-Both variants that the vectors cover: SHA-384 with a PSS salt of 48 bytes (what Privacy Pass token type 2 uses) and with none.
+Both variants in the test vectors: SHA-384 with a PSS salt of 48 bytes (used by Privacy Pass token type 2) and without salt.
 Preparation is the identity: a token's message starts with 32 random bytes of the client (RFC 9578, section 6.1).
 
-Python integers multiply in a time that depends on their value. Everything secret goes through GMP's `powmod_sec`, which has
-the same memory accesses for any value, and the signer blinds its base too, so that what is left depends on a number of its own.
+The time of Python's integer multiplication depends on the values. All secret values go through GMP's `powmod_sec`, whose memory
+accesses are constant, and the signer also blinds its base, so that remaining leakage depends on its own random number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PUBLIC_EXPONENT = 65537
 
 
 class BlindSignatureError(Exception):
-    """A message, blinded message or signature is not what the key can have made; its text has no value in it."""
+    """A message, blinded message or signature is invalid for the key; the text contains no values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class RsaPublicKey:
 
 @dataclass(frozen=True, slots=True)
 class RsaPrivateKey:
-    """A signer's key: two primes, and what follows from them."""
+    """A signer's key: two primes, and derived values."""
 
     p: int = field(repr=False)
     q: int = field(repr=False)
@@ -78,7 +78,7 @@ class RsaPrivateKey:
 
 @dataclass(frozen=True, slots=True)
 class Blinding:
-    """What the client keeps between `blind` and `finalize`."""
+    """The client's state between `blind` and `finalize`."""
 
     message: bytes = field(repr=False)
     inverse: int = field(repr=False)
@@ -98,14 +98,14 @@ def blind(
     factor: int | None = None,
     random: RandomBytes = os.urandom,
 ) -> tuple[bytes, Blinding]:
-    """Returns the blinded message for the signer, and what `finalize` needs (RFC 9474, section 4.2).
+    """Returns the blinded message for the signer, and the state for `finalize` (RFC 9474, section 4.2).
 
     Args:
-        salt: of the PSS encoding; None draws 48 bytes.
-        factor: the blinding factor r; None draws it, anything else is for test vectors.
+        salt: salt of the PSS encoding; None draws 48 bytes.
+        factor: the blinding factor r; None draws it; other values are for test vectors.
 
     Raises:
-        BlindSignatureError: the key is too small for the encoding, or shares a factor with what was drawn.
+        BlindSignatureError: the key is too small for the encoding, or shares a factor with a drawn number.
     """
     n = public.n
     encoded = int.from_bytes(encode(message, public.num_bits - 1, random(SALT_BYTES) if salt is None else salt), "big")
@@ -121,13 +121,14 @@ def blind(
 
 
 def blind_sign(private: RsaPrivateKey, blinded: bytes, *, random: RandomBytes = os.urandom) -> bytes:
-    """Signs a blinded message (RFC 9474, section 4.3): by CRT, base blinded, and verified before anybody gets it.
+    """Signs a blinded message (RFC 9474, section 4.3): with CRT and a blinded base, and verifies the signature before returning
+    it.
 
-    A signature that a fault damaged in one of the two primes' halves would give the key away (Boneh, DeMillo, Lipton 1997),
-    so one that does not verify is never returned.
+    A faulty computation modulo one of the primes would reveal the key (Boneh, DeMillo, Lipton 1997), so a signature that does
+    not verify is never returned.
 
     Raises:
-        BlindSignatureError: the message has another length, or does not lie below n.
+        BlindSignatureError: the message has another length, or is not below n.
     """
     public = private.public
     n = public.n
@@ -145,10 +146,10 @@ def blind_sign(private: RsaPrivateKey, blinded: bytes, *, random: RandomBytes = 
 
 
 def finalize(public: RsaPublicKey, blind_signature: bytes, blinding: Blinding, *, salt_bytes: int = SALT_BYTES) -> bytes:
-    """Returns the signature of the message itself (RFC 9474, section 4.4).
+    """Returns the unblinded signature of the message (RFC 9474, section 4.4).
 
     Raises:
-        BlindSignatureError: the signer did not sign what it was given.
+        BlindSignatureError: the signer did not sign the blinded message.
     """
     if len(blind_signature) != public.num_bytes:
         raise BlindSignatureError("the blind signature has another length than the key's signatures")
@@ -159,9 +160,9 @@ def finalize(public: RsaPublicKey, blind_signature: bytes, blinding: Blinding, *
 
 
 def encode(message: bytes, num_bits: int, salt: bytes) -> bytes:
-    """EMSA-PSS with SHA-384 and MGF1-SHA-384 (RFC 8017, section 9.1.1), with the salt given.
+    """EMSA-PSS with SHA-384 and MGF1-SHA-384 (RFC 8017, section 9.1.1), with a given salt.
 
-    `cryptography` encodes only what it signs, and with a salt of its own.
+    `cryptography` has no separate encoding, and chooses its own salt.
 
     Raises:
         BlindSignatureError: the key is too small.
@@ -191,7 +192,7 @@ def _power(private: RsaPrivateKey, base: int) -> int:
 
 
 def _draw_unit(n: int, random: RandomBytes) -> int:
-    """Draws evenly from what has an inverse modulo n."""
+    """Draws uniformly from the invertible numbers modulo n."""
     num_bytes = (n.bit_length() + 7) // 8
     while True:
         drawn = int.from_bytes(random(num_bytes), "big") >> (8 * num_bytes - n.bit_length())
@@ -201,7 +202,7 @@ def _draw_unit(n: int, random: RandomBytes) -> int:
 
 # Public keys of token type 2 as bytes: SubjectPublicKeyInfo under id-RSASSA-PSS with SHA-384 (RFC 9578, section 6.5).
 #
-# Pure. `cryptography` writes RSA keys under rsaEncryption only, and the key's identity is the hash of these very bytes.
+# Pure. `cryptography` encodes RSA keys only as rsaEncryption, but the key's id is the hash of this encoding.
 
 
 KEY_BITS = 2048
@@ -228,14 +229,14 @@ def encode_public(key: RsaPublicKey) -> bytes:
 
 
 def decode_public(data: bytes) -> RsaPublicKey:
-    """Reads a key; takes exactly what `encode_public` writes, so that one key has one identity.
+    """Reads a key; accepts only the output of `encode_public`, so that a key has a single id.
 
     Raises:
         ValueError: it is anything else.
     """
     try:
         loaded = load_der_public_key(data)
-    except Exception:  # whatever the parser says of bytes that it was given
+    except Exception:  # any parser error about untrusted bytes
         raise ValueError("a token key is a SubjectPublicKeyInfo in DER, as RFC 9578 section 6.5 has it") from None
     if not isinstance(loaded, rsa.RSAPublicKey):
         raise ValueError("a token key of type 2 is an RSA key")

@@ -1,7 +1,7 @@
-"""Token challenges, tokens and their HTTP headers (RFC 9577); the challenge that all parties derive from the epoch. Pure.
+"""Token challenges, tokens and their HTTP headers (RFC 9577); and the challenge that all parties derive from the epoch. Pure.
 
-There is one challenge for everybody: issuer and gateway by name, no redemption context. A context of a client's own would mark
-its tokens, so `TokenChallenge` has the field for the format's sake, and `Redeemer` never asks with one.
+All clients share one challenge: issuer and gateway by name, no redemption context. A client-specific context would mark its
+tokens, so `TokenChallenge` has the field only because the format requires it, and `Redeemer` never uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKEN_TYPE = 2
 
 NONCE_BYTES = 32
 INPUT_BYTES = 2 + 3 * 32
-"""What is signed of a token: type, nonce, digest of the challenge, id of the key."""
+"""The signed part of a token: type, nonce, digest of the challenge, id of the key."""
 
 TOKEN_BYTES = INPUT_BYTES + 256
 SCHEME = "PrivateToken"
@@ -28,16 +28,16 @@ _TOKEN = re.compile(r'PrivateToken +token=(?:"([A-Za-z0-9_-]+={0,2})"|([A-Za-z0-
 
 
 class MalformedTokenError(Exception):
-    """Bytes that are no challenge, token or header of one; the text repeats nothing of them."""
+    """A malformed challenge, token or header; the text repeats nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChallenge:
-    """Who issues, and where it may be spent (RFC 9577, section 2.1).
+    """The issuer of a token, and where it may be spent (RFC 9577, section 2.1).
 
     Attributes:
         issuer_name: host of the issuer.
-        origin_info: hosts that take the token; empty for any.
+        origin_info: hosts that accept the token; empty for any.
         redemption_context: empty, or 32 bytes.
     """
 
@@ -67,7 +67,7 @@ class TokenChallenge:
         )
 
     def digest(self) -> bytes:
-        """Returns the 32 bytes that a token carries of its challenge."""
+        """Returns the digest of the challenge in a token, 32 bytes."""
         return hashlib.sha256(self.encode()).digest()
 
     @classmethod
@@ -75,7 +75,7 @@ class TokenChallenge:
         """Reads a challenge.
 
         Raises:
-            MalformedTokenError: it is none.
+            MalformedTokenError: it is malformed.
         """
         reader = _Reader(data)
         kind = int.from_bytes(reader.take(2), "big")
@@ -106,7 +106,7 @@ class Token:
 
     @property
     def signed(self) -> bytes:
-        """What the authenticator signs (`token_authenticator_input`, 98 bytes)."""
+        """The bytes that the authenticator signs (`token_authenticator_input`, 98 bytes)."""
         return TOKEN_TYPE.to_bytes(2, "big") + self.nonce + self.challenge_digest + self.key_id
 
     def encode(self) -> bytes:
@@ -142,16 +142,16 @@ def read_authorization(value: str) -> Token:
 
 
 def authenticate(challenge: TokenChallenge, encoded_key: bytes, *, max_age_s: int | None = None) -> str:
-    """Returns the value of `WWW-Authenticate` that asks for a token (RFC 9577, section 2.1.2)."""
+    """Returns the value of `WWW-Authenticate` that requests a token (RFC 9577, section 2.1.2)."""
     age = "" if max_age_s is None else f", max-age={max_age_s}"
     return f'{SCHEME} challenge="{_to_text(challenge.encode())}", token-key="{_to_text(encoded_key)}"{age}'
 
 
 def read_authenticate(value: str) -> list[tuple[TokenChallenge, bytes]]:
-    """Reads challenges and encoded keys out of `WWW-Authenticate`; those of other schemes and types are left out.
+    """Reads challenges and encoded keys out of `WWW-Authenticate`; those of other schemes and types are skipped.
 
     Raises:
-        MalformedTokenError: one of type 2 is broken.
+        MalformedTokenError: one of type 2 is malformed.
     """
     found = []
     for part in re.split(r"(?i)(?:^|, *)PrivateToken +", value)[1:]:
@@ -167,7 +167,7 @@ def _to_text(data: bytes) -> str:
 
 
 def from_text(text: str) -> bytes:
-    """base64url with or without its padding; RFC 9577 asks for it, and not every client writes it."""
+    """base64url with or without padding; RFC 9577 requires it, but not every client adds it."""
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except binascii.Error:
@@ -197,9 +197,9 @@ class _Reader:
 
 
 def challenge_between(issuer_url: str, gateway_url: str) -> TokenChallenge:
-    """Returns the challenge that tokens of an issuer answer at a gateway: both by host, in lower case, and port if it has one.
+    """Returns the challenge for tokens of an issuer at a gateway: both by host, in lower case, with the port if any.
 
-    A challenge that the gateway sent could be another one for each client, and mark its tokens; this one cannot.
+    A gateway could send each client a different challenge to mark its tokens; this derivation prevents that.
     """
     return TokenChallenge(_host(issuer_url), (_host(gateway_url),))
 

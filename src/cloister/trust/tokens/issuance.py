@@ -1,7 +1,8 @@
 """Token issuance (RFC 9578, type 2): requests, responses and the issuer directory. Pure but for random bytes.
 
-A batch is the generic batch of draft-ietf-privacypass-batched-tokens: type 2 requests one after another behind their length in
-bytes, a QUIC variable-length integer (RFC 9000, section 16); the answer has a mark that a response is there, its type and it.
+A batch is the generic batch of draft-ietf-privacypass-batched-tokens: concatenated type 2 requests, preceded by their length in
+bytes as a QUIC variable-length integer (RFC 9000, section 16); each entry of the reply has a presence marker, the type and the
+response.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DIRECTORY_PATH = "/.well-known/private-token-issuer-directory"
 REQUEST_BYTES = 2 + 1 + 256
 RESPONSE_BYTES = 256
 MAX_BATCH = 100
-"""Tokens of one batch: an eighth of a second of one core of the issuer."""
+"""Maximum tokens in one batch: an eighth of a second on one core of the issuer."""
 
 _TYPE = TOKEN_TYPE.to_bytes(2, "big")
 _PRESENT = b"\x01"
@@ -65,7 +66,7 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Tokens that were asked for: what the client keeps until the answer is there."""
+    """Requested tokens: the client's state until the reply arrives."""
 
     encoded_key: bytes
     tokens: tuple[Token, ...] = field(repr=False)
@@ -73,16 +74,16 @@ class Pending:
     requests: tuple[TokenRequest, ...] = field(repr=False)
 
     def encode(self) -> bytes:
-        """Returns the body of the request for all of them (`BATCH_REQUEST_TYPE`)."""
+        """Returns the body of the batch request (`BATCH_REQUEST_TYPE`)."""
         body = b"".join(request.encode() for request in self.requests)
         return _to_varint(len(body)) + body
 
     def finish(self, answer: bytes) -> list[Token]:
-        """Returns the tokens that the issuer's answer (`BATCH_RESPONSE_TYPE`) makes usable.
+        """Returns the finished tokens from the issuer's reply (`BATCH_RESPONSE_TYPE`).
 
         Raises:
-            MalformedTokenError: the answer is no batch of as many responses.
-            BlindSignatureError: the issuer signed something else, or with another key than the one that everybody knows.
+            MalformedTokenError: the reply is not a batch with the same number of responses.
+            BlindSignatureError: the issuer signed something else, or with another key than the published one.
         """
         responses = _split(_behind_varint(answer), 3 + RESPONSE_BYTES)
         if len(responses) != len(self.tokens) or any(r[:3] != _PRESENT + _TYPE for r in responses):
@@ -90,7 +91,7 @@ class Pending:
         return self.finish_each([response[3:] for response in responses])
 
     def finish_each(self, blind_signatures: Sequence[bytes]) -> list[Token]:
-        """Returns the tokens, from one response (`RESPONSE_TYPE`) each; raises like `finish`."""
+        """Returns the tokens, each from one response (`RESPONSE_TYPE`); raises like `finish`."""
         public = decode_public(self.encoded_key)
         made = zip(self.tokens, self.blindings, blind_signatures, strict=True)
         return [
@@ -103,10 +104,10 @@ def request_tokens(encoded_key: bytes, challenge: TokenChallenge, count: int, *,
     """Draws `count` tokens and blinds them.
 
     Args:
-        encoded_key: the issuer's key, from the epoch file: a key that one client alone was shown would mark its tokens.
+        encoded_key: the issuer's key, from the epoch file: a key shown to a single client would mark its tokens.
 
     Raises:
-        ValueError: the key is no key of type 2, or the count is not 1 to 100.
+        ValueError: the key is not of type 2, or the count is not 1 to 100.
     """
     if not 1 <= count <= MAX_BATCH:
         raise ValueError(f"a batch has 1 to {MAX_BATCH} tokens")
@@ -121,7 +122,7 @@ def decode_batch(body: bytes) -> list[TokenRequest]:
     """Reads the requests of a batch.
 
     Raises:
-        MalformedTokenError: it is no batch of 1 to 100 requests of type 2 for one key.
+        MalformedTokenError: it is not a batch of 1 to 100 requests of type 2 for one key.
     """
     requests = [TokenRequest.decode(piece) for piece in _split(_behind_varint(body), REQUEST_BYTES)]
     if not 1 <= len(requests) <= MAX_BATCH or len({request.truncated_key_id for request in requests}) != 1:
@@ -134,7 +135,7 @@ def evaluate(private: RsaPrivateKey, request: TokenRequest) -> bytes:
 
     Raises:
         MalformedTokenError: the blinded message is not below the modulus.
-        BlindSignatureError: this machine computed it wrong.
+        BlindSignatureError: a computation on this machine failed.
     """
     if int.from_bytes(request.blinded, "big") >= private.public.n:
         raise MalformedTokenError("a blinded message is not below the modulus of the key")
@@ -142,7 +143,7 @@ def evaluate(private: RsaPrivateKey, request: TokenRequest) -> bytes:
 
 
 def encode_answers(signatures: Sequence[bytes]) -> bytes:
-    """Returns the body of the answer to a batch."""
+    """Returns the body of the reply to a batch."""
     body = b"".join(_PRESENT + _TYPE + signature for signature in signatures)
     return _to_varint(len(body)) + body
 
@@ -152,8 +153,8 @@ class DirectoryKey:
     """One key of an issuer's directory.
 
     Attributes:
-        not_before: Unix seconds; clients ask under the first key whose time has come.
-        taken_until, budget: see `AcceptedKey`; members of our own, that other implementations pass over.
+        not_before: Unix seconds; clients use the first key that has become valid.
+        taken_until, budget: see `AcceptedKey`; extensions, which other implementations ignore.
     """
 
     encoded_key: bytes
@@ -174,7 +175,7 @@ def decode_directory(data: bytes) -> tuple[str, list[DirectoryKey]]:
     """Returns the request URI and the keys of type 2.
 
     Raises:
-        MalformedTokenError: it is no directory.
+        MalformedTokenError: it is not a directory.
     """
     try:
         directory = msgspec.json.decode(data, type=_Directory)
@@ -209,7 +210,7 @@ def _to_varint(value: int) -> bytes:
 
 
 def _behind_varint(data: bytes) -> bytes:
-    """Returns what follows a length that names exactly that."""
+    """Returns the data after a length prefix, which must match."""
     if not data:
         raise MalformedTokenError("a batch is empty")
     width = 1 << (data[0] >> 6)

@@ -1,4 +1,4 @@
-"""The issuer: an API key and blinded messages in, signatures out; and its quotas per key, in SQLite."""
+"""The issuer: signs blinded messages for an API key, with quotas per key in SQLite."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cloister.types.errors import AuthenticationError, CloisterError, InvalidReq
 
 # The issuer's quotas: tokens issued per API key and issuer key. SQLite, counts only.
 #
-# A batch that comes a second time, since its answer was lost or somebody sent a copy, is counted once: it is known by a
-# digest, and blind signatures of one message are equal. The book holds no blinded message, no time and nothing of what became
-# of a token.
+# A batch that arrives again, because its reply was lost or it was replayed, is counted once: it is identified by a digest, and
+# blind signatures of one message are equal. The database holds no blinded messages, no times and nothing about the use of
+# tokens.
 
 
 _TABLE = """
@@ -43,18 +43,18 @@ ON CONFLICT DO UPDATE SET count = count + excluded.count WHERE count + excluded.
 """
 
 MOST_TIMES = 8
-"""How often one batch is signed: an answer may be lost again, but signing costs the issuer and not who asks."""
+"""How often one batch is signed: a reply may be lost again, but repeated signing costs only the issuer."""
 
 
 class QuotaStoreError(CloisterError):
-    """The book gives no answer; no token was issued."""
+    """The database does not respond; no token was issued."""
 
     code = "issuer_unavailable"
     status = 503
 
 
 class QuotaBook:
-    """Counts tokens by epoch and holder of an API key. Safe to use from several threads and processes at once."""
+    """Counts tokens by epoch and holder of an API key. Safe for several threads and processes."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
@@ -62,17 +62,17 @@ class QuotaBook:
         self._database.execute(_BATCHES)
 
     def take(self, epoch: int, holder: bytes, count: int, *, batch: bytes, most: int, retry_after_s: float) -> None:
-        """Counts `count` more tokens, before they are signed: a crash in between gives nothing away.
+        """Counts `count` more tokens before they are signed, so that a crash in between issues none.
 
         Args:
             holder: digest of the API key.
-            batch: digest of the holder and all that is to be signed; one that was counted before is not counted again.
-            most: tokens of one holder in one epoch.
-            retry_after_s: until the next epoch.
+            batch: digest of the holder and all messages to sign; counted only once.
+            most: limit of one holder in one epoch.
+            retry_after_s: seconds until the next epoch.
 
         Raises:
-            RateLimitError: that would be more than `most`, or the batch came `MOST_TIMES` before; nothing was counted.
-            QuotaStoreError: no answer.
+            RateLimitError: the limit would be exceeded, or the batch was already sent `MOST_TIMES`; nothing was counted.
+            QuotaStoreError: the database does not respond.
         """
         values = {"epoch": epoch, "holder": holder, "count": count, "most": most, "batch": batch, "most_times": MOST_TIMES}
         with self._lock:
@@ -91,7 +91,7 @@ class QuotaBook:
         """Drops the counts of epochs before this one.
 
         Raises:
-            QuotaStoreError: no answer.
+            QuotaStoreError: the database does not respond.
         """
         with self._lock:
             try:
@@ -101,7 +101,7 @@ class QuotaBook:
                 raise _unavailable(error) from None
 
     def _take_once(self, values: dict[str, object]) -> bool:
-        """Counts the batch and remembers it, both or neither; a thread and a process of the same book wait meanwhile."""
+        """Counts and records the batch atomically; other threads and processes of the same database wait."""
         self._database.execute("BEGIN IMMEDIATE")
         try:
             asked = self._database.execute(_ASK, values).fetchone()
@@ -123,12 +123,12 @@ def _unavailable(error: sqlite3.Error) -> QuotaStoreError:
 
 
 REFRESH_S = 60.0
-"""How often the directory of keys is read again: keys turn on time, and `cloister issuer` beside it is heard."""
+"""Refresh interval of the key directory: for timely rotation, and to notice changes by another `cloister issuer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class IssuerLimits:
-    """What one API key gets.
+    """Limits of one API key.
 
     Attributes:
         tokens_per_epoch: tokens in one epoch of the issuer (seven days).
@@ -141,7 +141,7 @@ class Issuer:
     """Issues tokens. Safe to use from several threads.
 
     Args:
-        credentials: who may ask, read anew at every request, so that a removed key gets nothing more.
+        credentials: returns the API keys; called at every request, so that a removed key gets no more tokens.
         now: Unix seconds.
     """
 
@@ -160,11 +160,11 @@ class Issuer:
         self._read_at = -REFRESH_S
 
     def current_keys(self) -> list[IssuerKey]:
-        """Returns the keys that hold now, oldest first: one that is still taken, the one that signs, the next one."""
+        """Returns the current keys, oldest first: one that is still accepted, the signing one, the next one."""
         return self._keys_at(self._now())
 
     def directory(self, request_uri: str) -> bytes:
-        """Returns the directory. First the key that signs, as clients take the first one whose time has come."""
+        """Returns the directory. The signing key comes first, because clients use the first valid one."""
         now = self._now()
         keys = sorted(self._keys_at(now), key=lambda key: (key.issues_until <= now, key.epoch))
         return encode_directory(
@@ -172,14 +172,14 @@ class Issuer:
         )
 
     def issue(self, api_key: str | None, requests: list[TokenRequest]) -> list[bytes]:
-        """Returns one signature for each request, all or none; the same ones, at no further cost, for a batch that comes again.
+        """Returns one signature for each request, all or none; a repeated batch gets the same ones without a further charge.
 
         Raises:
-            AuthenticationError: this is no API key.
+            AuthenticationError: the API key is invalid.
             InvalidRequestError: a request names a key that does not sign now, or does not fit it.
-            RateLimitError: the key had its tokens in this epoch.
-            QuotaStoreError: the book gives no answer.
-            BlindSignatureError: this machine computed a signature wrong.
+            RateLimitError: the quota of the key in this epoch is used up.
+            QuotaStoreError: the quota database does not respond.
+            BlindSignatureError: a computation on this machine failed.
         """
         credential = None if api_key is None else self._credentials().find(api_key)
         if credential is None:

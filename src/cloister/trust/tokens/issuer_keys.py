@@ -1,7 +1,7 @@
 """The issuer's keys on disk: rotated every seven days, announced a day ahead, old private keys destroyed.
 
-Epochs count seven days each from 1970 on, the same on every machine, so a key's number says when it holds. Tokens of a key
-are taken for one more day after it stopped signing: who holds some at the turn can still spend them.
+Epochs count seven days each from 1970 on, the same on every machine, so a key's number determines its validity. Tokens of a key
+are accepted for one more day after it stops signing, so that tokens held at the rotation can still be spent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPOCH_S = 7 * 86400
 GRACE_S = 86400
 AHEAD_S = 86400
 _LOCK_S = 10.0
-"""Far more than another issuer needs to draw two keys."""
+"""Timeout for the lock: far longer than another issuer needs to draw two keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class IssuerKey:
     """One key of the issuer.
 
     Attributes:
-        epoch: its number; it signs from `issues_from` to `issues_until`, and its tokens are taken until `taken_until`.
-        encoded: the public key as everybody is given it.
-        budget: output tokens that one of its tokens pays for.
+        epoch: its number; it signs from `issues_from` to `issues_until`, and its tokens are accepted until `taken_until`.
+        encoded: the published encoding of the public key.
+        budget: output tokens that one blind token pays for.
         private: None once its epoch is over.
     """
 
@@ -69,11 +69,11 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyShelf:
-    """Keys in a directory of mode 0700, one file an epoch.
+    """Keys in a directory of mode 0700, one file per epoch.
 
     Args:
-        budget: of keys that are made from now on. A key that exists keeps its own: its tokens were given out for that.
-        make_key: draws a key of a number of bits.
+        budget: budget of new keys. Existing keys keep theirs, because their tokens were issued with it.
+        make_key: generates a key with a number of bits.
 
     Raises:
         ConfigError: the directory cannot be used, or the budget is not positive.
@@ -91,7 +91,7 @@ class KeyShelf:
             raise ConfigError(f"cannot use the issuer's directory {directory}: {error.strerror}") from None
 
     def turn(self, now: float) -> list[IssuerKey]:
-        """Makes what must be there at a time, destroys what must not, and returns the rest, oldest first.
+        """Creates the keys due at a time, destroys expired private keys, and returns the current keys, oldest first.
 
         Raises:
             ConfigError: the directory or a file in it cannot be used.
@@ -119,7 +119,7 @@ class KeyShelf:
         while True:
             private = self._make_key(KEY_BITS)
             key = IssuerKey(epoch, encode_public(private.public), self._budget, private)
-            if key.key_id[-1] not in taken:  # requests name their key by this byte (RFC 9578, section 6.1)
+            if key.key_id[-1] not in taken:  # requests identify their key by this byte (RFC 9578, section 6.1)
                 return self._write(key)
 
     def _write(self, key: IssuerKey) -> IssuerKey:
@@ -151,7 +151,7 @@ class KeyShelf:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps two issuers of one directory from making two keys for one epoch."""
+        """Prevents two issuers of one directory from creating two keys for one epoch."""
         descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             give_up_s = time.monotonic() + _LOCK_S

@@ -1,8 +1,7 @@
 """A token request and its response as sealed messages of constant length. No I/O, no clock.
 
-Binary HTTP (RFC 9292) in oblivious HTTP (RFC 9458), sealed to a key that the issuer states; zeros follow up to
-`PURCHASE_BYTES`, so that whoever carries it cannot tell a batch from a refusal, nor one client's API key from another's by its
-length.
+Binary HTTP (RFC 9292) in oblivious HTTP (RFC 9458), sealed to a key that the issuer publishes, and padded with zeros to
+`PURCHASE_BYTES`, so that the relay cannot distinguish a batch from a refusal, nor API keys of different lengths.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from cloister.trust.sealing import (
 from cloister.trust.tokens.issuance import BATCH_REQUEST_TYPE
 
 PURCHASE_BYTES: Final = 8192
-"""Length of every request and every answer before it is sealed; 28 tokens fit beside an API key of ours."""
+"""Length of every request and reply before sealing; 28 tokens fit together with one of our API keys."""
 PURCHASE_PATH: Final = "/ohttp"
-"""Where an issuer takes sealed requests; a relay has a path of its own."""
+"""The issuer's path for sealed requests; a relay uses another path."""
 REQUEST_PATH: Final = "/token-request"
 STATEMENT_PATH: Final = "/.well-known/cloister/issuer"
 REQUEST_TYPE: Final = WHOLE.request_type
@@ -45,13 +44,13 @@ def seal_purchase(
 
     Args:
         batch: `Pending.encode()`.
-        date: IMF-fixdate; the issuer holds it against its clock, so that no old request is taken again.
+        date: IMF-fixdate; the issuer compares it with its clock, so that old requests are not accepted again.
 
     Returns:
-        What goes to the relay, always of one length, and what opens the answer.
+        The request for the relay, of constant length, and the exchange that opens the reply.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the batch does not fit.
         MessageError: the API key has characters that no header field may have.
         KeyConfigurationError: the key cannot be sealed to.
     """
@@ -72,14 +71,14 @@ def open_purchase_answer(exchange: OhttpContext, sealed: bytes) -> tuple[int, st
     """Returns status, media type and content of the issuer's answer.
 
     Raises:
-        UnsealError: it is not the answer to this request, or it was changed.
-        MessageError: it is no response.
+        UnsealError: it is not the reply to this request, or it was changed.
+        MessageError: it is not a response.
     """
     response = decode_response(open_response(exchange, sealed))
     return response.head.status, find_field(response.head.fields, b"content-type") or "", response.content
 
 
 def seal_purchase_answer(exchange: OhttpContext, status: int, media_type: str, content: bytes) -> bytes:
-    """Seals an answer, refusals included, to one length."""
+    """Seals a reply, including refusals, to constant length."""
     head = ResponseHead(status, ((b"content-type", media_type.encode()),))
     return seal_response(exchange, encode_response(HttpResponse(head, content), padded_to=PURCHASE_BYTES))

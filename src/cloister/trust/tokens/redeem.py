@@ -14,7 +14,7 @@ from cloister.types.errors import CloisterError, ConfigError
 
 
 class TokenError(CloisterError):
-    """There is no token, or none that the gateway takes. Every reason has one text, as all of them mean: get another one."""
+    """The token is missing or not accepted. All reasons share one text, because the remedy is the same: get another token."""
 
     code = "invalid_token"
     status = 401
@@ -24,7 +24,7 @@ class TokenError(CloisterError):
 
 
 class TokenSpentError(CloisterError):
-    """The token was spent before; each pays for one request."""
+    """The token was already spent; each pays for one request."""
 
     code = "token_spent"
     status = 401
@@ -35,13 +35,13 @@ class TokenSpentError(CloisterError):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedKey:
-    """An issuer's key whose tokens are taken.
+    """An issuer's key whose tokens are accepted.
 
     Attributes:
         encoded: as in the epoch file.
-        challenge: what its tokens answer; equal for every client (`challenge_between`).
-        until: Unix seconds at which its tokens end, those spent included.
-        budget: output tokens that one of its tokens pays for.
+        challenge: challenge of its tokens; the same for every client (`challenge_between`).
+        until: Unix seconds at which its tokens expire, including the records of spent ones.
+        budget: output tokens that one blind token pays for.
     """
 
     encoded: bytes
@@ -61,12 +61,12 @@ class Redeemer:
     """Checks tokens and spends them.
 
     Args:
-        keys: whose tokens are taken.
-        store: remembers them.
-        now: Unix seconds.
+        keys: the accepted keys.
+        store: records spent tokens.
+        now: returns Unix seconds.
 
     Raises:
-        ConfigError: a challenge has a redemption context, or a key is none of type 2.
+        ConfigError: a challenge has a redemption context, or a key is not of type 2.
     """
 
     def __init__(self, keys: Sequence[AcceptedKey], store: SpendStore, now: Callable[[], float]) -> None:
@@ -76,10 +76,10 @@ class Redeemer:
         self.change_keys(keys)
 
     def change_keys(self, keys: Sequence[AcceptedKey]) -> None:
-        """Takes tokens of these keys from now on.
+        """Replaces the accepted keys.
 
         Raises:
-            ConfigError: as at the start; nothing was changed.
+            ConfigError: as in the constructor; nothing was changed.
         """
         if any(key.challenge.redemption_context for key in keys):
             raise ConfigError("the gateway's challenge must be the same for everybody: without a redemption context")
@@ -90,18 +90,18 @@ class Redeemer:
         self._keys = {key_id(till.key.encoded): till for till in tills}
 
     def ask(self) -> str:
-        """Returns the value of `WWW-Authenticate` for who came without a token: one challenge for every key."""
+        """Returns the `WWW-Authenticate` value for a request without a token: one challenge for every key."""
         return ", ".join(authenticate(till.key.challenge, till.key.encoded) for till in self._keys.values())
 
     def redeem(self, header: str | None) -> AcceptedKey:
-        """Spends the token in the value of `Authorization`; returns whose it was, and with that its budget.
+        """Spends the token in an `Authorization` value; returns its key, which has the budget.
 
-        The signature is checked before the store is asked, so that forged tokens cost it nothing.
+        The signature is checked before the store is queried, so that forged tokens do not load it.
 
         Raises:
-            TokenError: there is no token, or none that is taken.
-            TokenSpentError: it was spent.
-            SpendStoreError: the store gives no answer; nobody is let in meanwhile.
+            TokenError: the token is missing or not accepted.
+            TokenSpentError: it was already spent.
+            SpendStoreError: the store does not respond; requests are refused meanwhile.
         """
         token = self._read(header)
         till = self._keys.get(token.key_id)
@@ -120,20 +120,20 @@ class Redeemer:
             raise TokenError from None
 
 
-# What a token pays for, as stated to a node by client and gateway independently. Pure.
+# The token budget, which client and gateway state to a node independently. Pure.
 #
-# The client seals the number that the issuer signed; the gateway sends its own beside the sealed request. A node that finds
-# two numbers refuses, so a gateway cannot have one node answer less than another.
+# The client seals the number that the issuer signed; the gateway sends its own outside of the sealed request. A node refuses if
+# they differ, so a gateway cannot make one node answer less than another.
 
 
 BUDGET_FIELD: Final = "cloister-token-budget"
-"""How many output tokens were paid for; the same for every token of an issuer's key."""
+"""Header field with the paid output tokens; the same for every token of an issuer's key."""
 _DIGITS: Final = 9
 _SEALED: Final = BUDGET_FIELD.encode()
 
 
 def with_budget(request: HttpRequest, budget: int | None) -> HttpRequest:
-    """Returns the request with its budget, in as many digits whatever it is, so that no length tells it.
+    """Returns the request with its budget, with a fixed number of digits, so that the length does not reveal it.
 
     Args:
         budget: output tokens, below 10^9; None adds none.
@@ -146,20 +146,20 @@ def with_budget(request: HttpRequest, budget: int | None) -> HttpRequest:
 
 
 def parse_budget(value: str | None) -> int | None:
-    """Returns the number that a field says; None where there is none, or none that is a budget."""
+    """Returns the budget in a field; None if absent or invalid."""
     value = value or ""
     return int(value) if value.isascii() and value.isdigit() and len(value) <= _DIGITS else None
 
 
 def differs(fields: Fields, budget: int | None) -> bool:
-    """Returns whether a sealed request names another budget than this one; one that names none takes what it is given.
+    """Returns whether a sealed request names another budget; a request without one accepts any.
 
     Args:
-        fields: of the sealed request.
-        budget: as the gateway says it; None where it says none.
+        fields: header fields of the sealed request.
+        budget: the gateway's value; None if it states none.
 
     Raises:
-        MessageError: the field is there more than once.
+        MessageError: the field occurs more than once.
     """
     sealed = find_field(fields, _SEALED)
     return sealed is not None and (budget is None or parse_budget(sealed) != budget)

@@ -1,7 +1,8 @@
-"""The protocol of spend stores, which accept a token once; and when records of spent tokens expire.
+"""The protocol of spend stores, which accept a token once, and the expiry of records of spent tokens.
 
-A record is the digest of a token under its issuer's key, and when the key's tokens end. No account, address, time of spending
-or order is kept, and the issuer keeps its own book (`quota`) elsewhere: the two have no value in common that could join them.
+A record is the digest of a token under its issuer's key, with the expiry of the key's tokens. No account, address, time of
+spending or order is stored. The issuer's quotas are in a separate database: the two share no value by which they could be
+linked.
 """
 
 from __future__ import annotations
@@ -16,55 +17,55 @@ from cloister.trust.tokens.challenge import Token
 from cloister.types.errors import CloisterError, ConfigError
 
 WAIT_S = 5.0
-"""How long a store may take before the request is refused."""
+"""Timeout of a store, after which the request is refused."""
 
 
 class SpendStoreError(CloisterError):
-    """The store gave no answer. The token may count as spent; nothing was let through."""
+    """The store did not respond. The token may count as spent; the request was refused."""
 
     code = "spend_store_unavailable"
     status = 503
 
 
 class SpendStore(Protocol):
-    """Remembers spent tokens. Safe to use from any number of threads, processes and machines at once."""
+    """Records spent tokens. Safe for any number of threads, processes and machines."""
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
-        """Takes a token down, for good before this returns. True for the first caller ever, False for everybody after, and for
-        every token of a key whose records were dropped.
+        """Records a token durably before it returns. Returns True for the first caller only, and False for every token of a key
+        whose records were dropped.
 
         Args:
             key_id: the issuer key's, 32 bytes.
             token_digest: 32 bytes.
-            expires_at: Unix seconds; from then on no token of the key is taken, and its records may go.
+            expires_at: Unix seconds; from then on no token of the key is accepted, and its records may be dropped.
 
         Raises:
-            SpendStoreError: no answer within `WAIT_S`; the caller refuses the request.
+            SpendStoreError: no response within `WAIT_S`; the caller refuses the request.
         """
 
     def forget(self, now: int) -> None:
         """Drops the records of keys whose tokens ended by `now` (Unix seconds), and refuses those keys from then on.
 
-        Both in one step: no clock that is set back can make a key good again whose records are gone. `Expiry` says when.
+        Atomic: a clock that is set back cannot make a key valid again after its records were dropped. `Expiry` schedules it.
 
         Raises:
-            SpendStoreError: no answer within `WAIT_S`; nothing was dropped.
+            SpendStoreError: no response within `WAIT_S`; nothing was dropped.
         """
 
     def close(self) -> None:
-        """Lets go of files and connections."""
+        """Closes files and connections."""
 
 
 def digest_of(token: Token) -> bytes:
-    """Returns what stands for a token in a store: SHA-256 of what its issuer signed.
+    """Returns a token's digest in a store: SHA-256 of the bytes that its issuer signed.
 
-    Not of the signature: whoever got two signatures of one nonce has two tokens to pay for and one to spend.
+    It excludes the signature, so two signatures of one nonce count as one token.
     """
     return hashlib.sha256(b"cloister spent token v1\n" + token.signed).digest()
 
 
 def missing_extra(library: str) -> ConfigError:
-    """The error when a store's client library is not there."""
+    """The error for a missing client library of a store."""
     return ConfigError(
         f"this spend store needs {library}; install it with: pip install 'cloister[stores]'", param="spend_store"
     )
@@ -72,19 +73,19 @@ def missing_extra(library: str) -> ConfigError:
 
 # Expiry of spent-token records, by a wall clock that is trusted only after an hour of agreement with uptime.
 #
-# A wall clock can be set forward by mistake (NTP, a virtual machine that resumes, an operator) and back again. Whoever drops
-# records in between loses the proof that tokens were spent. Two rules hold that off:
+# A wall clock can be set forward by mistake (NTP, a virtual machine that resumes, an operator) and back again. Dropping records
+# in between would lose the proof that tokens were spent. Two rules prevent this:
 
 
 SETTLE_S: Final = 3600
-"""For how long the wall clock must not fall back before a time that it showed is believed."""
+"""How long the wall clock must not go back before its time is trusted."""
 LOOK_S: Final = 300.0
 
 _logger = logging.getLogger(__name__)
 
 
 class Expiry:
-    """Has a store drop the records of keys that ended.
+    """Drops the records of expired keys in a store.
 
     Args:
         wall: Unix seconds; may jump.
@@ -99,10 +100,10 @@ class Expiry:
         self._shown_since = 0.0
 
     def drop_ended(self) -> None:
-        """Drops what ended by a time that has settled; called again and again, at least every `SETTLE_S`.
+        """Drops records that expired before a settled time; call it periodically, at least every `SETTLE_S`.
 
         Raises:
-            SpendStoreError: the store gives no answer.
+            SpendStoreError: the store does not respond.
         """
         wall, uptime = self._wall(), self._monotonic()
         if self._shown is not None and wall >= self._shown:
@@ -112,7 +113,7 @@ class Expiry:
         self._shown, self._shown_since = wall, uptime
 
     async def run_forever(self) -> None:
-        """Looks every five minutes until it is cancelled."""
+        """Runs every five minutes until cancelled."""
         while True:
             try:
                 await asyncio.to_thread(self.drop_ended)

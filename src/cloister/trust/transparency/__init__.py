@@ -1,5 +1,5 @@
-"""Verifiable transparency: what runs is what was published, and every client sees the same.
+"""Verifiable transparency: nodes run published code, and all clients see the same log.
 
 An append-only Merkle log as plain files, witnesses that cosign its checkpoints, releases and epochs as its entries, and the
-checks that a client makes before it sends anything.
+checks of a client before it sends anything.
 """

@@ -1,9 +1,9 @@
-"""A client's checks of an epoch, now and later, and its memory of the log. No clock.
+"""A client's checks of an epoch, now and later, and its view of the log. No clock.
 
-The client keeps a `View`: the size of the log it saw last and the frontier of its tree. For a newer checkpoint it reads every
-entry since and adds it to the frontier. If the root comes out, nothing old was changed and nothing new was hidden: so one pass
-is the consistency proof, finds revocations, and counts the epochs. The epoch must be the newest entry of its checkpoint: so
-there is one epoch for each size of the log, and witnesses see to it that there is one log.
+The client keeps a `View`: the last size of the log and the frontier of its tree. For a newer checkpoint it reads every later
+entry and adds it to the frontier. If the result is the checkpoint's root, no old entry was changed and no new one hidden: so a
+single pass verifies consistency, finds revocations, and counts epochs. The epoch must be the newest entry of its checkpoint: so
+there is one epoch for each size of the log, and witnesses ensure that there is one log.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from cloister.trust.transparency.trust import Trust
 from cloister.types.errors import ConfigError
 
 MAX_BUNDLES = 8192
-"""Most files of a log that are read at once: two million entries, some centuries of epochs. One that says it is longer would
-keep a client fetching for ever, and the log alone signs how long it is."""
+"""Maximum number of log files that are read at once: two million entries, some centuries of epochs. Otherwise a log with a
+false size, which only its own key signs, could keep a client fetching forever."""
 
 
 class View(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client remembers of a log; it starts empty.
+    """A client's stored view of a log; initially empty.
 
     Attributes:
-        size: leaves of the newest checkpoint that it believed.
+        size: leaves of the newest verified checkpoint.
         frontier: roots of the complete subtrees of that tree, the largest first.
         checkpoint: that checkpoint, signed: one half of the proof if the log ever shows another.
         epoch: the number of the newest epoch; 0 before the first.
         minimum: no release with a smaller number runs.
-        roll: which membership holds, and which may follow.
-        pace: how fast epochs came.
-        past: the memberships that later ones are held against (`client.limits`); empty before the first.
+        roll: the valid membership, and those that may follow.
+        pace: rate of epochs.
+        past: the memberships with which later ones are compared (`client.limits`); empty before the first.
     """
 
     size: Count = 0
@@ -72,12 +72,12 @@ class View(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Logged:
-    """An epoch that everybody was given.
+    """A verified public epoch.
 
     Attributes:
-        epoch: which nodes serve.
-        release: what its nodes run.
-        checkpoint: the checkpoint that has it, and `note`, the same with its signatures.
+        epoch: the list of nodes.
+        release: the release of its nodes.
+        checkpoint: the checkpoint that contains it; `note` is the same with its signatures.
         note: signed checkpoint, text.
     """
 
@@ -92,8 +92,8 @@ class VerifiedEpoch(Logged):
     """An epoch that passed every check.
 
     Attributes:
-        membership: who belongs to the cloud; clients draw from it, and nodes that the epoch leaves out are in it.
-        view: what to remember now.
+        membership: the members of the cloud, from which clients draw, including nodes that the epoch omits.
+        view: the new view to store.
     """
 
     membership: Membership
@@ -101,13 +101,13 @@ class VerifiedEpoch(Logged):
 
 
 def needed_paths(data: bytes, trust: Trust, view: View) -> list[str]:
-    """Which files of the log a client has to fetch before it can believe a bundle; none if the log has not grown.
+    """Returns the log files that a client must fetch to verify a bundle; none if the log has not grown.
 
     Returns:
         Paths below the log's URL, the keys of `fetched` in `believe`.
 
     Raises:
-        TransparencyError: the bundle is malformed, or not of the log that is trusted, or that log has grown beyond reading.
+        TransparencyError: the bundle is malformed, or of another log, or the log is too long.
     """
     size = open_checkpoint(parse_bundle(data).checkpoint, trust.log)[0].size
     if size // WIDTH - view.size // WIDTH > MAX_BUNDLES:
@@ -116,17 +116,17 @@ def needed_paths(data: bytes, trust: Trust, view: View) -> list[str]:
 
 
 def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes], now: float) -> VerifiedEpoch:
-    """Checks a bundle from beginning to end.
+    """Verifies a bundle completely.
 
     Args:
-        data: what the gateway serves as its epoch.
-        trust: whom to believe.
-        view: what was remembered.
-        fetched: content of the files that `needed_paths` named.
+        data: the gateway's epoch bundle.
+        trust: the trust anchors.
+        view: the stored view.
+        fetched: content of the files from `needed_paths`.
         now: Unix time in seconds.
 
     Raises:
-        TransparencyError: the first rule that it breaks; nothing may be sent then.
+        TransparencyError: the first violated rule; nothing may be sent.
     """
     bundle = parse_bundle(data)
     checkpoint, _ = trust.open_checkpoint(bundle.checkpoint, now)
@@ -140,10 +140,10 @@ def believe(data: bytes, trust: Trust, view: View, fetched: Mapping[str, bytes],
 
 
 def check_inclusion(bundle: EpochBundle, checkpoint: Checkpoint) -> None:
-    """Checks that all entries of a bundle are in the tree, and that the epoch is its newest one.
+    """Checks that all entries of a bundle are in the tree, and that the epoch is the newest one.
 
     Raises:
-        TransparencyError: one is not.
+        TransparencyError: one of them is not.
     """
     epoch = LoggedEntry(epoch_leaf(bundle.epoch), bundle.index, bundle.proof)
     for logged in (epoch, bundle.release, bundle.minimum):
@@ -195,7 +195,7 @@ def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: M
         elif entry.startswith(MEMBERSHIP_PREFIX):
             roll = roll.add(entry, trust.log.name, trust.releases)
         elif entry.startswith(MINIMUM_PREFIX):
-            with contextlib.suppress(TransparencyError):  # by another key it says nothing, and cannot stop anybody either
+            with contextlib.suppress(TransparencyError):  # signed by another key it is ignored, and cannot block clients
                 minimum = max(minimum, read_minimum(entry, trust.releases))
     if bundle.epoch.epoch != number:
         raise TransparencyError(Reason.OUT_OF_ORDER, f"the epoch is number {bundle.epoch.epoch}; the log's newest is {number}")
@@ -203,7 +203,7 @@ def _read_on(checkpoint: Checkpoint, bundle: EpochBundle, view: View, fetched: M
 
 
 def unpack_fetched(begin: int, size: int, fetched: Mapping[str, bytes]) -> Iterator[bytes]:
-    """Yields the entries [begin, size) of a log from the files that `needed_paths` named.
+    """Yields the entries [begin, size) of a log from the files of `needed_paths`.
 
     Raises:
         TransparencyError: one is missing or malformed.
@@ -212,7 +212,7 @@ def unpack_fetched(begin: int, size: int, fetched: Mapping[str, bytes]) -> Itera
         data = fetched.get(tile.path)
         if data is None:
             raise TransparencyError(
-                Reason.NOT_CONSISTENT, f"{tile.path} of the log could not be fetched, so nobody knows what is in it"
+                Reason.NOT_CONSISTENT, f"{tile.path} of the log could not be fetched, so its entries are unknown"
             )
         yield from unpack_entries(data, tile.width)[max(begin - tile.index * WIDTH, 0) :]
 
@@ -221,7 +221,7 @@ def check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
     """Returns the release that the epoch names.
 
     Raises:
-        TransparencyError: it is signed by nobody who is trusted, another one, or revoked.
+        TransparencyError: it is not signed by a trusted key, is another release, or was revoked.
     """
     release = read_release(bundle.release.entry, trust.releases)
     if release.digest != bundle.epoch.release:
@@ -246,16 +246,16 @@ def check_release(bundle: EpochBundle, trust: Trust, view: View) -> Release:
 
 # Verifies a past epoch again from its bundle alone. No I/O, no clock.
 #
-# What a client compares with what it remembers of the log, or reads in it, is not checked here: that the log was not
-# rewritten since, that the release was not revoked later, and which nodes belonged to the cloud. The witnesses' signatures
-# stand for the first.
+# Checks that need the client's view or the log itself are omitted: that the log was not rewritten since, that the release was
+# not revoked later, and which nodes were members. The witnesses' signatures replace the first.
 
 
 def recall(data: bytes, trust: Trust) -> tuple[Logged, float]:
-    """Returns what clients believed, and the first moment at which they could (Unix seconds): enough witnesses had cosigned.
+    """Returns the epoch that clients verified, and the first time at which they could (Unix seconds): when enough witnesses had
+    cosigned.
 
     Raises:
-        TransparencyError: no client that trusts these keys can ever have believed it.
+        TransparencyError: a client that trusts these keys can never have accepted it.
     """
     bundle = parse_bundle(data)
     epoch = bundle.epoch
@@ -273,21 +273,21 @@ def recall(data: bytes, trust: Trust) -> tuple[Logged, float]:
     return Logged(epoch, release, checkpoint, bundle.checkpoint), moment
 
 
-# A client's memory of the log between runs: one small file that only moves forward.
+# A client's stored view of the log between runs: one small file that only advances.
 
 
 class Memory:
-    """A `View` on disk. Several clients of one person may share it."""
+    """A `View` on disk. Several clients of one user may share it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser()
 
     def load(self) -> View:
-        """What was remembered; the empty view on first use.
+        """Returns the stored view; an empty one on first use.
 
         Raises:
-            ConfigError: the file is broken, or of an older version. It is not passed over: whoever could break it could hide
-                a split view.
+            ConfigError: the file is damaged, or of an older version. It is not ignored: an attacker who damaged it could hide a
+                split view.
         """
         try:
             view = msgspec.convert(adopt_baseline(msgspec.json.decode(self.path.read_bytes(), type=dict[str, Any])), View)
@@ -298,24 +298,24 @@ class Memory:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             message = f"{self.path} is broken ({error}); remove it to read the log from its beginning again"
             raise ConfigError(message) from None
-        if view.epoch and view.roll.current is None:  # no epoch is believed without one
+        if view.epoch and view.roll.current is None:  # no epoch is accepted without one
             raise ConfigError(
                 f"{self.path} is of a version that knew no memberships; remove it to read the log from its beginning again"
             )
         return view
 
     def save(self, view: View, begun: View) -> bool:
-        """Remembers a view that was read on from what the file had.
+        """Stores a view that extends the file's.
 
         Args:
-            begun: what `load` returned then.
+            begun: the view that `load` returned.
 
         Returns:
-            False: another program wrote the file meanwhile, and it is as that one left it. Its view may be of another log than
-            this one, which sizes do not tell: load it, and read the log on from there.
+            False: another program wrote the file meanwhile, and it was left unchanged. Its view may belong to another log,
+                which sizes cannot show: load it, and continue reading the log from there.
 
         Raises:
-            ConfigError: the file is broken, or cannot be written.
+            ConfigError: the file is damaged, or cannot be written.
         """
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""DSSE envelopes, and the in-toto statements that they carry here. No I/O, no clock.
+"""DSSE envelopes, and the in-toto statements in them. No I/O, no clock.
 
 Sources: secure-systems-lab/dsse protocol.md (PAE, version 1), in-toto attestation framework v1 (Statement), SLSA provenance v1.
 """
@@ -23,7 +23,7 @@ class EnvelopeSignature(Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         sig: over `pae` of the envelope; 64 bytes for Ed25519.
-        keyid: a hint, which key; the verifier key's name and id, joined by a plus sign.
+        keyid: a hint about the key: the verifier key's name and id, joined by a plus sign.
     """
 
     sig: Annotated[bytes, Meta(max_length=512)]
@@ -31,7 +31,7 @@ class EnvelopeSignature(Struct, frozen=True, omit_defaults=True):
 
 
 class Envelope(Struct, frozen=True, rename={"payload_type": "payloadType"}):
-    """A payload with its type, and who signed both."""
+    """A payload with its type, and signatures of both."""
 
     payload: bytes
     payload_type: str
@@ -39,7 +39,7 @@ class Envelope(Struct, frozen=True, rename={"payload_type": "payloadType"}):
 
 
 class Subject(Struct, frozen=True):
-    """What a statement is about: a name, and its digests in hex by algorithm."""
+    """The subject of a statement: a name, and its digests in hex by algorithm."""
 
     name: str
     digest: dict[str, str]
@@ -55,7 +55,7 @@ class InTotoStatement(Struct, frozen=True, rename={"type": "_type", "predicate_t
 
 
 def pae(payload_type: str, payload: bytes) -> bytes:
-    """The pre-authentication encoding: what is signed, so that type and payload cannot be shifted into each other."""
+    """The pre-authentication encoding: the signed bytes, in which type and payload are unambiguous."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
@@ -70,7 +70,7 @@ def open_envelope(envelope: Envelope, payload_type: str, keys: Iterable[PublicKe
     """The payload, if one of the keys signed it as this type. Key ids are hints only: every key is tried.
 
     Raises:
-        TransparencyError: it is of another type, or none of the keys signed it.
+        TransparencyError: it has another type, or none of the keys signed it.
     """
     message = pae(payload_type, envelope.payload)
     if envelope.payload_type != payload_type or not any(
@@ -86,7 +86,7 @@ def make_provenance(subjects: Mapping[str, str], definition: Mapping[str, Any], 
     Args:
         subjects: hex digests by name.
         definition: `buildDefinition` of SLSA provenance v1.
-        builder: URI of who built.
+        builder: URI of the builder.
     """
     subject = tuple(Subject(name, {"sha256": digest}) for name, digest in sorted(subjects.items()))
     predicate = {"buildDefinition": dict(definition), "runDetails": {"builder": {"id": builder}}}
@@ -97,7 +97,7 @@ def read_statement(payload: bytes) -> InTotoStatement:
     """Reads an in-toto statement.
 
     Raises:
-        TransparencyError: it is none.
+        TransparencyError: it is malformed.
     """
     try:
         return msgspec.json.decode(payload, type=InTotoStatement)

@@ -1,8 +1,8 @@
-"""The epoch file: the nodes, keys and issuers valid for the next hour, the same for every client; and the bundle that proves
-it.
+"""The epoch file: the nodes, keys and issuers valid for the next hour, the same for every client; and the bundle with its
+proofs.
 
-It is canonical JSON (sorted keys, no white space), so that one epoch is one string of bytes, and those bytes are a leaf of the
-log: a client that saw the leaf under a witnessed checkpoint knows that everybody else was given the same list.
+It is canonical JSON (sorted keys, no white space), so that an epoch has a single encoding, which is a leaf of the log: a client
+that verifies the leaf under a witnessed checkpoint knows that all others got the same list.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from cloister.trust.transparency.refusal import Reason, TransparencyError
 
 EPOCH_PREFIX = b"cloister epoch v1\n"
-"""What the log's leaf begins with, so that no other kind of leaf can be read as an epoch."""
+"""Prefix of the log's leaf, so that no other kind of leaf can be read as an epoch."""
 
 MAX_EPOCH_BYTES = 65_535 - len(EPOCH_PREFIX)
-"""A log entry has 16 bits for its length (C2SP tlog-tiles); some 300 nodes fit."""
+"""A log entry has 16 bits for its length (C2SP tlog-tiles); about 300 nodes fit."""
 
 MAX_EPOCH_S = 3600
-"""Node keys live an hour at most, and so does the list that names them."""
+"""Maximum validity of an epoch: node keys live for at most an hour."""
 
 MAX_CLOCK_SKEW_S = 300
-"""How far behind a client's clock may be when an epoch begins. Its end has no such room: the nodes' keys are gone by then."""
+"""Tolerance for a client's clock at the start of an epoch. There is none at its end: the nodes' keys are destroyed by then."""
 
 MAX_CAPACITY = 1_000_000
-"""Shares are counted in whole numbers; the sum of all of them stays far below 2^53."""
+"""Maximum capacity. Capacities are integers whose sum stays far below 2^53."""
 
 Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Url = Annotated[str, Meta(pattern=r"^https?://[!-~]+\Z", max_length=512)]
@@ -44,7 +44,7 @@ class GatewayEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """The gateway.
 
     Attributes:
-        url: where it is; clients ask it through a relay only.
+        url: its URL; clients reach it through a relay only.
         keys: its key configurations, `application/ohttp-keys` (RFC 9458, section 3.1).
     """
 
@@ -56,12 +56,12 @@ class IssuerEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """An issuer of tokens.
 
     Attributes:
-        url: where it is.
-        token_key: its public key as RFC 9578 has it (SPKI with the RSASSA-PSS OID).
-        not_before, not_after: Unix seconds from which it signs, and at which it ends: one key at a time, for everybody.
-        signature: the issuer's, over all the rest (`issuer_keys`); clients buy under no key without one.
-        budget: output tokens that one of the key's tokens pays for; unset in entries older than this field, under which clients
-            buy nothing.
+        url: its URL.
+        token_key: its public key as in RFC 9578 (SPKI with the RSASSA-PSS OID).
+        not_before, not_after: period in which it signs, Unix seconds: one key at a time for all clients.
+        signature: the issuer's signature over all other fields (`issuer_keys`); clients buy only under signed keys.
+        budget: output tokens that one blind token of the key pays for; unset in entries older than this field, under which
+            clients buy nothing.
     """
 
     url: Url
@@ -77,11 +77,11 @@ class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
 
     Attributes:
         node_id: SHA-256 of the key configuration that its evidence binds, in hex.
-        capacity: its share of the draw, above 0.
-        keys: its key configurations, `application/ohttp-keys`, in epochs older than this rule; now empty. Its evidence has
-            them, and `node_id` is their digest.
+        capacity: its weight in the draw, above 0.
+        keys: its key configurations, `application/ohttp-keys`, in older epochs; now empty, because they are in its evidence,
+            and `node_id` is their digest.
         evidence_sha256: SHA-256 of its evidence document, in hex.
-        member: name of the member that it is, of the membership that holds (`membership`).
+        member: name of its member in the valid membership (`membership`).
     """
 
     node_id: Hex
@@ -92,18 +92,18 @@ class NodeEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
 
 
 class Epoch(Struct, frozen=True, forbid_unknown_fields=True):
-    """One list for every client, valid in [not_before, not_after).
+    """The list of nodes for all clients, valid in [not_before, not_after).
 
     Attributes:
-        epoch: counts up by one.
-        not_before: Unix time in seconds from which on it holds.
-        not_after: Unix time in seconds at which it ends; `MAX_EPOCH_S` after not_before at most.
-        gateway: where requests go.
-        issuers: whose tokens the gateway takes, sorted by URL, then key.
-        nodes: what a client draws from, sorted by node_id; no node_id stands twice.
+        epoch: number, increasing by one.
+        not_before: start of its validity, Unix seconds.
+        not_after: end of its validity, Unix seconds; at most `MAX_EPOCH_S` after not_before.
+        gateway: the gateway for requests.
+        issuers: issuers whose tokens the gateway accepts, sorted by URL, then key.
+        nodes: nodes, sorted by unique node_id.
         release: digest of the release that every node runs.
         profile: the privacy profile that every node runs under.
-        witnesses: verifier keys of the witnesses that are asked, sorted; whom a client believes is its own choice.
+        witnesses: verifier keys of the cosigning witnesses, sorted; clients have their own list of trusted ones.
     """
 
     epoch: Count
@@ -118,7 +118,7 @@ class Epoch(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capacity(self) -> int:
-        """The sum over all nodes."""
+        """Total capacity of all nodes."""
         return sum(node.capacity for node in self.nodes)
 
 
@@ -134,7 +134,7 @@ def build_epoch(
     profile: str,
     witnesses: Iterable[str],
 ) -> Epoch:
-    """Makes an epoch in its one order.
+    """Creates an epoch in canonical order.
 
     Raises:
         TransparencyError: it would be refused by `parse_epoch`.
@@ -154,7 +154,7 @@ def build_epoch(
 
 
 def encode_epoch(epoch: Epoch) -> bytes:
-    """The canonical JSON: the same epoch is always the same bytes."""
+    """The canonical JSON: equal epochs have equal bytes."""
     return msgspec.json.encode(epoch, order="sorted")
 
 
@@ -164,7 +164,7 @@ def epoch_leaf(epoch: Epoch) -> bytes:
 
 
 def parse_epoch(data: bytes) -> Epoch:
-    """Reads canonical JSON; every other way to write the same epoch is refused.
+    """Reads canonical JSON; refuses other encodings.
 
     Raises:
         TransparencyError: too large, not canonical, out of range, in another order, or with a node twice.
@@ -182,10 +182,10 @@ def parse_epoch(data: bytes) -> Epoch:
 
 
 def check_epoch(epoch: Epoch) -> None:
-    """Checks what the types cannot say: order, doubles, and how long it holds.
+    """Checks constraints that types cannot express: order, duplicates, and validity.
 
     Raises:
-        TransparencyError: one of them is broken.
+        TransparencyError: one is violated.
     """
     if not 0 < epoch.not_after - epoch.not_before <= MAX_EPOCH_S:
         raise TransparencyError(Reason.MALFORMED, f"an epoch holds between 1 and {MAX_EPOCH_S} seconds; this one does not")
@@ -201,14 +201,14 @@ def check_epoch(epoch: Epoch) -> None:
 
 
 def check_times(epoch: Epoch, now: float) -> None:
-    """Checks that the epoch holds now.
+    """Checks that the epoch is valid now.
 
     Args:
-        epoch: what to check.
+        epoch: the epoch.
         now: Unix time in seconds.
 
     Raises:
-        TransparencyError: it does not hold yet, by more than a clock may be off, or no longer.
+        TransparencyError: it is not valid yet, beyond the clock tolerance, or no longer.
     """
     if now < epoch.not_before - MAX_CLOCK_SKEW_S:
         raise TransparencyError(Reason.NOT_YET_VALID, "the epoch does not hold yet; check this machine's clock")
@@ -229,7 +229,7 @@ def _in_order(issuers: tuple[IssuerEntry, ...]) -> list[IssuerEntry]:
 
 
 MAX_BUNDLE_BYTES = 262_144
-"""An epoch of the largest size, a release, a minimum release, three proofs and a checkpoint, with room to spare."""
+"""An epoch of the largest size, a release, a minimum release, three proofs and a checkpoint, with a margin."""
 
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Proof = Annotated[tuple[Hash, ...], Meta(max_length=64)]
@@ -240,7 +240,7 @@ class LoggedEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         entry: the bytes of the leaf.
-        index: which leaf it is, from 0.
+        index: index of the leaf, from 0.
         proof: RFC 6962 inclusion proof under the bundle's checkpoint, the lowest hash first.
     """
 
@@ -254,11 +254,11 @@ class EpochBundle(Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         checkpoint: C2SP checkpoint with the signatures of the log and of its witnesses.
-        epoch: the epoch; `epoch_leaf(epoch)` is the entry that `proof` is about.
-        index: which leaf of the log the epoch is.
+        epoch: the epoch; `epoch_leaf(epoch)` is the entry of `proof`.
+        index: index of the epoch's leaf.
         proof: its inclusion proof under the checkpoint.
         release: the entry of the release that the epoch names.
-        minimum: the newest entry that says which releases are revoked; None if there is none yet.
+        minimum: the newest revocation entry; None if there is none yet.
     """
 
     checkpoint: Annotated[str, Meta(max_length=16_384)]
@@ -270,15 +270,15 @@ class EpochBundle(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_bundle(bundle: EpochBundle) -> bytes:
-    """Canonical JSON, as epochs are."""
+    """Canonical JSON, like epochs."""
     return msgspec.json.encode(bundle, order="sorted")
 
 
 def parse_bundle(data: bytes) -> EpochBundle:
-    """Reads a bundle; whether it can be believed is `checks.verify_bundle`'s to say.
+    """Parses a bundle, without verifying it.
 
     Raises:
-        TransparencyError: too large, or not of this form.
+        TransparencyError: too large, or malformed.
     """
     if len(data) > MAX_BUNDLE_BYTES:
         raise TransparencyError(Reason.TOO_LARGE, f"the epoch bundle is over {MAX_BUNDLE_BYTES:,} bytes")

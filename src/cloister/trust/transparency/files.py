@@ -23,10 +23,10 @@ _UNFINISHED = ".unfinished-"
 
 
 def write_whole(path: Path, data: bytes, mode: int = PUBLIC) -> None:
-    """Writes a file so that a reader, a crash or a full disk sees the old content or the new, never a part; fsync included.
+    """Writes a file atomically and durably: a reader, a crash or a full disk leaves the old content or the new, never a part.
 
     Raises:
-        ConfigError: the directory cannot be written, or the disk is full; the old file is as it was.
+        ConfigError: the directory cannot be written, or the disk is full; the old file is unchanged.
     """
     temporary = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
     try:
@@ -47,7 +47,7 @@ def write_whole(path: Path, data: bytes, mode: int = PUBLIC) -> None:
 
 
 def _make_directory(directory: Path) -> None:
-    """Makes a directory and those above it, each so that it survives a power cut before anything in it does."""
+    """Creates a directory and its parents durably, each before its content."""
     if not directory.is_dir():
         _make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes names in a directory survive a power cut."""
+    """Makes the names in a directory durable (fsync)."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -64,23 +64,23 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Removes what killed writers left below a directory; only for who holds the directory's lock."""
+    """Removes temporary files of killed writers below a directory; the caller must hold the directory's lock."""
     for left in directory.rglob(f"{_UNFINISHED}*"):
         left.unlink(missing_ok=True)
 
 
 def remove_unfinished_of(path: Path) -> None:
-    """Removes what killed writers of one file left; only for who holds the lock of its directory."""
+    """Removes temporary files of killed writers of one file; the caller must hold the lock of its directory."""
     for left in path.parent.glob(f"{_UNFINISHED}{glob.escape(path.name)}-*"):
         left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def locked(directory: Path, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
-    """Holds a directory against other processes that use this lock; it ends with the process, however that ends.
+    """Locks a directory against other processes that use this lock; the lock is released when the process ends.
 
     Raises:
-        ConfigError: there is no such directory, or another process holds it longer than `deadline_s`.
+        ConfigError: the directory does not exist, or another process holds the lock longer than `deadline_s`.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -108,10 +108,10 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_key(path: Path) -> PrivateKey:
-    """Reads a signer key; no error has anything of it in its text.
+    """Reads a signer key; errors never contain any part of it.
 
     Raises:
-        ConfigError: it is missing, damaged, or open to other users of the machine.
+        ConfigError: it is missing, damaged, or accessible to other users of the machine.
     """
     path = path.expanduser()
     try:
@@ -131,10 +131,10 @@ def read_key(path: Path) -> PrivateKey:
 
 
 def write_key(path: Path, key: PrivateKey) -> None:
-    """Writes a signer key that was not there before.
+    """Writes a new signer key.
 
     Raises:
-        ConfigError: there is a file already, or none can be written.
+        ConfigError: the file already exists, or cannot be written.
     """
     path = path.expanduser()
     if path.exists():

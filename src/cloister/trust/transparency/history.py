@@ -18,15 +18,15 @@ from cloister.trust.transparency.tiles import WIDTH, LogReader
 
 
 class History:
-    """The meaning of a log's entries up to `size`.
+    """The state defined by a log's entries up to `size`.
 
     Attributes:
-        size: entries read.
+        size: number of entries read.
         epoch: the newest epoch; None before the first.
-        begun: the latest time at which one of the epochs begins, Unix seconds.
+        begun: latest start of any epoch, Unix seconds.
         minimum: no release with a smaller number runs.
         releases: number, digest and index of each release that a trusted key signed, by digest.
-        roll: which membership holds, and which may follow.
+        roll: the valid membership, and those that may follow.
     """
 
     def __init__(self, reader: LogReader, release_keys: Iterable[PublicKey]) -> None:
@@ -44,7 +44,7 @@ class History:
         """Reads the entries up to `size`.
 
         Raises:
-            TransparencyError: an epoch does not follow the one before, or the log on disk was changed.
+            TransparencyError: an epoch does not follow the previous one, or the log on disk was changed.
         """
         while self.size < size:
             end = min(size, (self.size // WIDTH + 1) * WIDTH)
@@ -72,11 +72,11 @@ class History:
         return release
 
     def logged_release(self, digest: str) -> LoggedEntry:
-        """A release's entry with its proof in the tree of `size` leaves."""
+        """Returns a release's entry with its proof in the tree of `size` leaves."""
         return self._logged(self.releases[digest][1])
 
     def logged_minimum(self) -> LoggedEntry | None:
-        """The entry that says what is revoked, with its proof."""
+        """Returns the revocation entry with its proof."""
         return None if self._minimum_index is None else self._logged(self._minimum_index)
 
     def _take(self, index: int, entry: bytes) -> None:
@@ -91,7 +91,7 @@ class History:
         elif entry.startswith(MEMBERSHIP_PREFIX):
             self.roll = self.roll.add(entry, self._reader.key.name, self._keys)
         elif entry.startswith(RELEASE_PREFIX):
-            with contextlib.suppress(TransparencyError):  # signed by nobody who is trusted: it says nothing
+            with contextlib.suppress(TransparencyError):  # not signed by a trusted key: ignored
                 release = read_release(entry, self._keys)
                 self.releases.setdefault(release.digest, (release, index))
         elif entry.startswith(MINIMUM_PREFIX):
@@ -107,28 +107,28 @@ class History:
 
 # The pace of epochs, counted from the log alone. No I/O, no clock.
 #
-# Epochs in short succession tell clients apart: each is public, and each is handed to somebody else, whose requests are then
-# known by the gateway's key in it. So clients hold a gateway to a rate, by the generic cell rate algorithm (ITU-T I.371): a
-# few may come at once, for a gateway that starts anew needs two, and then one in `EPOCH_EVERY_S`.
+# Epochs in short succession can distinguish clients: a gateway could give each client a different public epoch, and recognise
+# its requests by the gateway key in it. So clients enforce a rate with the generic cell rate algorithm (ITU-T I.371): a short
+# burst, because a restarted gateway needs two, and then one per `EPOCH_EVERY_S`.
 
 
 EPOCH_EVERY_S = 60
-"""Our gateway rests as long between two (`sealed.epochs`)."""
+"""Our gateway waits as long between two (`private.epochs`)."""
 GATEWAY_KEYS_EVERY_S = 3600
-"""A gateway's key lives for a day, but in memory only: one that is restarted has another."""
+"""A gateway's key lives for a day, but in memory only: a restarted gateway has a new one."""
 BURST = 5
-"""So many may come at once, of either."""
+"""Burst size of both."""
 
 
 class Pace(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is left of both rates after the epochs that were read.
+    """The state of both rate limits after the epochs that were read.
 
     Attributes:
-        begun: the latest time at which one of the epochs begins, Unix seconds.
-        epochs_due, keys_due: when both rates are full again, Unix seconds.
+        begun: latest start of any epoch, Unix seconds.
+        epochs_due, keys_due: when both limits are fully available again, Unix seconds.
         gateway: SHA-256 of the gateway's keys in it, in hex.
-        keys_from: when these keys would have been within their rate, Unix seconds.
-        excess: why the newest epoch is over a rate; empty if it is not.
+        keys_from: when these keys would have been within the limit, Unix seconds.
+        excess: why the newest epoch exceeds a limit; empty if it does not.
     """
 
     begun: Count = 0
@@ -139,10 +139,10 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
     excess: Annotated[str, Meta(max_length=200)] = ""
 
     def after(self, epoch: Epoch) -> Pace:
-        """Returns the pace with one more epoch of the log.
+        """Returns the pace after another epoch of the log.
 
-        An epoch counts as no older than those before it: one that is dated back would else give both rates all their room
-        again, for the real one that follows it.
+        An epoch counts as no older than earlier ones: otherwise a backdated epoch would reset both limits for the next real
+        one.
         """
         at, gateway = max(epoch.not_before, self.begun), hashlib.sha256(epoch.gateway.keys).hexdigest()
         epochs_due, epochs_from = _count(self.epochs_due, at, EPOCH_EVERY_S)
@@ -160,7 +160,7 @@ class Pace(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _count(due: int, at: int, every_s: int) -> tuple[int, int]:
-    """Returns when the rate is full again, and when this one is within it: now, or up to `every_s` later."""
+    """Returns when the limit is fully available again, and when this event is within it: now, or up to `every_s` later."""
     due = max(due, at) + every_s
     most = at + BURST * every_s
     return min(due, most), at + max(due - most, 0)

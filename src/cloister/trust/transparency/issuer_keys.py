@@ -1,7 +1,8 @@
-"""Keys of a token issuer, signed with their validity; and proof that an issuer stated two keys for one time. No I/O, no clock.
+"""Keys of a token issuer, signed with their validity, and proofs that an issuer signed two keys for the same period. No I/O, no
+clock.
 
-One key at a time, for a week at least, is what keeps a token from telling when it was bought. The issuer's own signature makes
-two keys for one time a proof: nobody else can have stated them.
+With one key at a time, for at least a week, a token does not reveal when it was bought. Because the issuer signs its keys, two
+keys for the same period are a proof: nobody else can have signed them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from cloister.trust.transparency.refusal import Reason, TransparencyError
 from cloister.types.errors import ConfigError
 
 MIN_KEY_LIFE_S: Final = 7 * 86400
-"""A key that signs for less says too well when a token was bought."""
+"""Minimum signing period of a key: a shorter one would reveal too precisely when a token was bought."""
 MAX_KEY_LIFE_S: Final = 31 * 86400
-"""How far back a client has to read the log to know every key that could still be in use."""
+"""How far back a client must read the log to know every key that may still be in use."""
 OVERLAP_S: Final = 86400
-"""How long after the end of its key a token may be spent."""
+"""How long a token may be spent after its key has stopped signing."""
 MAX_STATEMENT_LIFE_S: Final = 86400
 MAX_STATEMENT_BYTES: Final = 65_536
 
@@ -36,14 +37,14 @@ _STATEMENT_PREFIX: Final = b"cloister issuer statement v1\n"
 
 @dataclass(frozen=True)
 class IssuerIdentity:
-    """The one issuer that a client buys of.
+    """The issuer from which a client buys.
 
     Attributes:
-        url: https, or http on this machine; without a slash at the end.
-        key: verifies what the issuer states of its keys; a signed-note key (C2SP) of kind 1.
+        url: https, or http on this machine; without a trailing slash.
+        key: verifies the issuer's statements about its keys; a signed-note key (C2SP) of kind 1.
 
     Raises:
-        ConfigError: the URL or the kind of key is another one.
+        ConfigError: the URL or the kind of key is not allowed.
     """
 
     url: str
@@ -58,7 +59,8 @@ class IssuerIdentity:
             raise ConfigError("the issuer's verifier key is of kind 1; make it with: cloister log key NAME --role issuer")
 
     def has_signed(self, entry: IssuerEntry) -> bool:
-        """Whether an entry is one of this issuer's statements: its URL, its signature, and a life within the limits."""
+        """Whether an entry is a valid statement of this issuer: its URL, its signature, and a signing period within
+        the limits."""
         life_s = entry.not_after - entry.not_before
         return (
             entry.url == self.url
@@ -68,7 +70,7 @@ class IssuerIdentity:
 
 
 def sign_entry(entry: IssuerEntry, key: PrivateKey) -> IssuerEntry:
-    """Returns the entry with the issuer's signature over all the rest of it."""
+    """Returns the entry with the issuer's signature over all its other fields."""
     return msgspec.structs.replace(entry, signature=key.sign(_message(_KEY_PREFIX, entry)))
 
 
@@ -76,20 +78,21 @@ _NO_BUDGET = 0
 
 
 def content_of(entry: IssuerEntry) -> tuple[bytes, int, int, int]:
-    """Returns what an entry of one issuer says; of two with different signatures and the same content, one is as good.
+    """Returns the content of an issuer's entry; entries that differ only in signatures are equivalent.
 
     Returns:
-        Its key, when it begins and ends, and its budget in output tokens, 0 where none is named.
+        Its key, start and end, and its budget in output tokens, 0 if none is given.
     """
     budget = _NO_BUDGET if isinstance(entry.budget, UnsetType) else entry.budget
     return entry.token_key, entry.not_before, entry.not_after, budget
 
 
 def find_contradiction(entries: Iterable[IssuerEntry]) -> tuple[IssuerEntry, IssuerEntry] | None:
-    """Returns two entries of one issuer that cannot both be: two keys for one time, or two times or budgets for one key.
+    """Returns two contradictory entries of one issuer: two keys for one period, or two periods or budgets for one key.
 
     Args:
-        entries: of one issuer, each signed by it; an entry may stand more than once, and without the budget that it got later.
+        entries: entries of one issuer, each signed by it; an entry may occur repeatedly, and without a budget that was added
+            later.
     """
     stated = {content_of(entry): entry for entry in entries}
     budgeted = {(*when, _NO_BUDGET) for *when, budget in stated if budget != _NO_BUDGET}
@@ -106,14 +109,14 @@ def find_contradiction(entries: Iterable[IssuerEntry]) -> tuple[IssuerEntry, Iss
 
 
 class IssuerStatement(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an issuer says of itself at `/.well-known/cloister/issuer`, so that nobody on the way can exchange a key.
+    """An issuer's signed statement at `/.well-known/cloister/issuer`, in which no intermediary can replace a key.
 
     Attributes:
-        url: of the issuer.
-        sealing_keys: key configurations that purchases are sealed to, `application/ohttp-keys` (RFC 9458, section 3.1).
-        not_before, not_after: Unix seconds within which they are used, `MAX_STATEMENT_LIFE_S` at most.
-        token_keys: the keys that sign tokens now or soon, or did and whose tokens are taken.
-        signature: the issuer's, over all the rest.
+        url: URL of the issuer.
+        sealing_keys: key configurations for sealing purchases, `application/ohttp-keys` (RFC 9458, section 3.1).
+        not_before, not_after: period of their use, Unix seconds, at most `MAX_STATEMENT_LIFE_S`.
+        token_keys: keys that sign tokens now or soon, or whose tokens are still accepted.
+        signature: the issuer's signature over all other fields.
     """
 
     url: Url
@@ -135,10 +138,10 @@ def read_statement(data: bytes, issuer: IssuerIdentity, now: float, skew_s: floa
 
     Args:
         now: Unix seconds.
-        skew_s: by how much the clocks may differ.
+        skew_s: tolerated clock difference.
 
     Raises:
-        TransparencyError: it is none, not this issuer's, or does not hold now.
+        TransparencyError: it is malformed, not this issuer's, or not valid now.
     """
     try:
         statement = msgspec.json.decode(data, type=IssuerStatement)
@@ -166,15 +169,15 @@ def _is_private(url: str) -> bool:
     return bool(parts.hostname) and (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or "")))
 
 
-# Proof of equivocation: an issuer stated two keys for one time; verifiable by anyone. No I/O, no clock.
+# Proof of equivocation: an issuer signed two keys for the same period; verifiable by anyone. No I/O, no clock.
 
 
 class IssuerProof(Struct, frozen=True, forbid_unknown_fields=True):
-    """Two statements of one issuer that cannot both be.
+    """Two contradictory statements of one issuer.
 
     Attributes:
-        issuer_key: verifies both; it is the checker's to say whose that is.
-        statements: as the epoch file has them.
+        issuer_key: verifies both; the verifier must know the issuer's key independently.
+        statements: entries as in the epoch file.
     """
 
     issuer_key: Annotated[str, Meta(max_length=256)]
@@ -188,7 +191,7 @@ def encode_proof(issuer: IssuerIdentity, statements: tuple[IssuerEntry, IssuerEn
 
 
 def check_proof(data: bytes, key: PublicKey) -> tuple[IssuerEntry, IssuerEntry]:
-    """Returns the two statements if they prove what the file says.
+    """Returns the two statements if they are a valid proof.
 
     Args:
         key: the issuer's verifier key, from the trust file and not from the proof.

@@ -1,8 +1,7 @@
 """The log's writer: appends entries, then signs and publishes a checkpoint.
 
-The order is what keeps its word: tiles first, each whole and on disk, the checkpoint last. Whatever stops it between two writes
-leaves tiles that no checkpoint speaks of, and the next append writes over them. Nothing of a published tree is ever written
-again but with the bytes that it has.
+The order of writes matters: tiles first, each complete and on disk, the checkpoint last. An interruption leaves tiles that no
+checkpoint covers, which the next append overwrites. Files of a published tree are only ever rewritten with the same bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from cloister.types.errors import ConfigError
 
 @dataclass(frozen=True)
 class Appended:
-    """What an append did.
+    """The result of an append.
 
     Attributes:
         first: the index of the first entry that was added.
-        checkpoint: what was published.
+        checkpoint: the published checkpoint.
         note: the same, signed by the log.
     """
 
@@ -37,7 +36,7 @@ class Appended:
 
 
 class Log(LogReader):
-    """A log and the key that signs for it. Many processes may hold one; one at a time appends."""
+    """A log and the key that signs for it. Many processes may open it; one at a time appends."""
 
     def __init__(self, directory: Path, key: PrivateKey) -> None:
         if key.kind is not Kind.NOTE:
@@ -47,10 +46,10 @@ class Log(LogReader):
 
     @classmethod
     def create(cls, directory: Path, key: PrivateKey) -> Log:
-        """Makes an empty log.
+        """Creates an empty log.
 
         Raises:
-            ConfigError: there is one already, or the directory cannot be written.
+            ConfigError: the log already exists, or the directory cannot be written.
         """
         log = cls(directory, key)
         try:
@@ -67,10 +66,10 @@ class Log(LogReader):
         """Adds entries and publishes the checkpoint.
 
         Raises:
-            ConfigError: the disk is full or cannot be written; the log is as it was.
+            ConfigError: the disk is full or cannot be written; the log is unchanged.
             TransparencyError: an entry is too long, or the files are not those of the published checkpoint.
         """
-        bundles = pack_entries(entries)  # refuses what is too long before anything is written
+        bundles = pack_entries(entries)  # refuses oversized entries before anything is written
         if not bundles:
             raise ValueError("nothing to append")
         with locked(self.directory):
@@ -101,7 +100,7 @@ class Log(LogReader):
             write_whole(self.directory / CHECKPOINT, str(newest.add(*note.signatures)).encode())
 
     def keep_manifest(self, data: bytes) -> str:
-        """Keeps a document that an entry names by its SHA-256; the digest in hex."""
+        """Stores a document that an entry references by SHA-256; returns the digest in hex."""
         digest = hashlib.sha256(data).hexdigest()
         write_whole(self.directory / "manifest" / digest, data)
         return digest
@@ -121,7 +120,7 @@ class Log(LogReader):
         return note
 
     def _prune(self, old: int, new: int) -> None:
-        """Removes partial tiles whose full tile is there now; the reader cuts them from it."""
+        """Removes partial tiles whose full tile now exists; readers cut them from it."""
         for level in (ENTRIES, *range(8)):
             shift = 8 * max(level, 0)
             for index in range((old >> shift) // WIDTH, (new >> shift) // WIDTH):

@@ -1,8 +1,8 @@
-"""The cloud's nodes and their capacities, signed by a release key rather than the gateway; and how far a day may change them.
+"""The cloud's nodes and their capacities, signed by a release key rather than the gateway; and limits on changes per day.
 
-A membership is an entry of the log. The first one holds from its time on; a later one holds only if an epoch that began
-`NOTICE_S` before it had it in the log, so that nobody is surprised by it. Which one holds follows from the log alone: every
-reader of the same entries comes to the same answer. A node shows which member it is by a signature over its statement.
+A membership is an entry of the log. The first one is valid from its start time; a later one only if it was in the log under an
+epoch that began `NOTICE_S` before its start, so that it is announced. The log alone determines which one is valid: all readers
+of the same entries get the same result. A node proves its member identity by a signature over its statement.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from cloister.trust.transparency.refusal import Reason, TransparencyError
 MEMBERSHIP_PREFIX = b"cloister membership v1\n"
 MEMBERSHIP_TYPE = "application/vnd.cloister.membership+json"
 NOTICE_S = 600
-"""How long before it holds a membership has to be in the log, under an epoch that everybody was given."""
+"""Notice period: how long before its start a membership must be in the log, under a public epoch."""
 MAX_MEMBERS = 240
 MAX_COMING = 16
 MEMBER_EXTRA = "member"
-"""Under this name evidence carries the member's name and signature."""
+"""Name of the evidence extra with the member's name and signature."""
 _CONTEXT = b"cloister member v1\n"
 
 
 class Member(Struct, frozen=True, forbid_unknown_fields=True):
-    """A node that belongs to the cloud, whatever keys it has this hour.
+    """A node that belongs to the cloud, independent of its current keys.
 
     Attributes:
         key: verifier key of the node's member key; its name is the member's name.
-        capacity: its share of the draw, above 0.
+        capacity: its weight in the draw, above 0.
     """
 
     key: VerifierKey
@@ -48,18 +48,18 @@ class Member(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """What epochs call this member."""
+        """The member's name in epochs."""
         return self.key.partition("+")[0]
 
 
 class Membership(Struct, frozen=True, forbid_unknown_fields=True):
-    """All members, and from when on.
+    """All members, with the start of validity.
 
     Attributes:
-        number: counts up; a number that is not above every earlier one says nothing.
-        log: origin of the log that it is for, so that it cannot be logged elsewhere.
-        not_before: Unix seconds from which it holds.
-        members: sorted by key; no name and no key stands twice.
+        number: increasing; a membership whose number is not above all earlier ones is ignored.
+        log: origin of its log, so that it cannot be used in another log.
+        not_before: start of validity, Unix seconds.
+        members: sorted by key; names and keys are unique.
     """
 
     number: Annotated[int, Meta(ge=1, lt=2**53)]
@@ -69,7 +69,7 @@ class Membership(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def capacity(self) -> int:
-        """The sum over all members."""
+        """Total capacity of all members."""
         return sum(member.capacity for member in self.members)
 
     def find(self, name: str) -> Member | None:
@@ -77,16 +77,16 @@ class Membership(Struct, frozen=True, forbid_unknown_fields=True):
         return next((member for member in self.members if member.name == name), None)
 
     def kept_of(self, earlier: Membership) -> int:
-        """Returns how much of an earlier membership's capacity the same members still have."""
+        """Returns the fraction of an earlier membership's capacity that the same members still have."""
         now = {member.key: member.capacity for member in self.members}
         return sum(min(member.capacity, now.get(member.key, 0)) for member in earlier.members)
 
 
 def build_membership(number: int, log: str, not_before: int, capacities: Mapping[PublicKey, int]) -> Membership:
-    """Makes a membership in its one order.
+    """Creates a membership in canonical order.
 
     Raises:
-        TransparencyError: something is out of range, or a name stands twice.
+        TransparencyError: a field is out of range, or a name occurs twice.
     """
     members = sorted((Member(str(key), capacity) for key, capacity in capacities.items()), key=lambda member: member.key)
     membership = Membership(number, log, not_before, tuple(members))
@@ -103,7 +103,7 @@ def read_membership(entry: bytes, keys: Iterable[PublicKey]) -> Membership:
     """Reads a membership's entry.
 
     Raises:
-        TransparencyError: it is none, not signed by one of the keys, or breaks its own rules.
+        TransparencyError: it is malformed, not signed by one of the keys, or inconsistent.
     """
     try:
         envelope = msgspec.json.decode(entry.removeprefix(MEMBERSHIP_PREFIX), type=Envelope)
@@ -113,7 +113,7 @@ def read_membership(entry: bytes, keys: Iterable[PublicKey]) -> Membership:
 
 
 def sign_member(key: PrivateKey, evidence: Evidence) -> Evidence:
-    """Returns the evidence with the name of a member and its signature over the statement."""
+    """Returns the evidence with a member's name and its signature over the statement added."""
     signature = key.name.encode() + b"\n" + key.sign(_CONTEXT + evidence.report_data)
     return msgspec.structs.replace(evidence, extra={**evidence.extra, MEMBER_EXTRA: signature})
 
@@ -128,12 +128,11 @@ def find_member(membership: Membership, evidence: Evidence) -> Member | None:
 
 
 class Coming(Struct, frozen=True, forbid_unknown_fields=True):
-    """A membership that is logged and does not hold yet.
+    """A membership that is logged but not valid yet.
 
     Attributes:
-        membership: what it says.
-        announced: when the first epoch that was logged after it began (see `Roll.begin`), Unix seconds; None before there is
-            one.
+        membership: its content.
+        announced: start of the first epoch logged after it (see `Roll.begin`), Unix seconds; None if there is none yet.
     """
 
     membership: Membership
@@ -141,11 +140,11 @@ class Coming(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Roll(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which membership holds after the entries that were read, and which may follow.
+    """The valid membership after the entries that were read, and those that may follow.
 
     Attributes:
-        number: of the newest that was logged; 0 before the first.
-        current: the one that holds; None before the first.
+        number: number of the newest logged one; 0 before the first.
+        current: the valid one; None before the first.
         coming: logged ones, oldest first.
     """
 
@@ -154,10 +153,10 @@ class Roll(Struct, frozen=True, forbid_unknown_fields=True):
     coming: Annotated[tuple[Coming, ...], Meta(max_length=MAX_COMING)] = ()
 
     def add(self, entry: bytes, log: str, keys: Iterable[PublicKey]) -> Roll:
-        """Returns the roll after one more entry of the log; one that says nothing leaves it as it is.
+        """Returns the roll after another entry of the log; ignored entries leave it unchanged.
 
-        An entry that another key signed, for another log or out of its order cannot stop anybody either: the log's operator
-        could otherwise make its own log unreadable by adding one.
+        Entries signed by another key, for another log or out of order are ignored, not errors: otherwise the log's operator
+        could make the log unreadable by adding one.
         """
         try:
             membership = read_membership(entry, keys)
@@ -168,18 +167,18 @@ class Roll(Struct, frozen=True, forbid_unknown_fields=True):
         return Roll(membership.number, self.current, (*self.coming, Coming(membership)))
 
     def begin(self, at: int) -> Roll:
-        """Returns the roll after one more epoch of the log.
+        """Returns the roll after another epoch of the log.
 
         Args:
-            at: the latest time at which it or one of the epochs before it begins, Unix seconds (`Pace.begun`). Its own alone
-                could be dated back, and would announce a membership in the past.
+            at: latest start of this or any earlier epoch, Unix seconds (`Pace.begun`). The epoch's own start could be
+                backdated, and would announce a membership in the past.
         """
         current, coming = self.current, list[Coming]()
         for one in self.coming:
             wanted = one.membership.not_before
             is_late = current is not None and (at if one.announced is None else one.announced) > wanted - NOTICE_S
             if is_late:
-                continue  # it surprises, so it never holds
+                continue  # announced too late, so it never becomes valid
             if wanted <= at:
                 current = one.membership
             else:
@@ -189,10 +188,10 @@ class Roll(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_members(epoch: Epoch, membership: Membership | None) -> Membership:
-    """Checks an epoch against the membership that holds: who is in it, once each, and with what capacity.
+    """Checks an epoch against the valid membership: its nodes are unique members with the right capacities.
 
     Raises:
-        TransparencyError: there is no membership, or the epoch says something else.
+        TransparencyError: there is no membership, or the epoch contradicts it.
     """
     if membership is None:
         raise TransparencyError(
@@ -207,14 +206,14 @@ def check_members(epoch: Epoch, membership: Membership | None) -> Membership:
             why = "stands twice in the epoch" if member else f"is not in membership {membership.number}"
             raise TransparencyError(
                 Reason.NOT_A_MEMBER,
-                f"the node {node.node_id[:8]} is called {node.member or 'by no name'}, which {why}; tell whoever signs "
+                f"the node {node.node_id[:8]} is called {node.member or 'by no name'}, which {why}; tell the signer of "
                 "memberships, and wait for the next epoch",
             )
         if node.capacity != member.capacity:
             raise TransparencyError(
                 Reason.WRONG_CAPACITY,
                 f"the epoch gives {node.member} the capacity {node.capacity}, and membership {membership.number} "
-                f"{member.capacity}; tell whoever signs memberships, and wait for the next epoch",
+                f"{member.capacity}; tell the signer of memberships, and wait for the next epoch",
             )
         seen.add(node.member)
     return membership
@@ -237,23 +236,23 @@ def _parse(payload: bytes) -> Membership:
     return membership
 
 
-# The memberships of the last day, and how much of them a new one retains. No I/O, no clock.
+# The memberships of the last day, and the fraction of them that a new one retains. No I/O, no clock.
 #
-# A day's change is bounded against every membership that held within that day, its beginning included: against a single one,
-# two steps around the moment at which that one is replaced would be taken for one each.
+# A day's change is limited relative to every membership that was valid within that day, including its start: relative to a
+# single one, two steps around its replacement would be counted separately.
 
 
 DAY_S: Final = 86400
 MOST_HELD: Final = 16
-"""Memberships of one day that are remembered; with more of them the day's change is not known any more."""
+"""Maximum number of memberships stored for one day; with more, the day's change cannot be determined."""
 
 
 class Held(Struct, frozen=True, forbid_unknown_fields=True):
-    """A membership that held.
+    """A membership that was valid.
 
     Attributes:
-        membership: what it says.
-        since_s: when it was first seen to hold, Unix seconds.
+        membership: its content.
+        since_s: when it was first seen as valid, Unix seconds.
     """
 
     membership: Membership
@@ -261,20 +260,20 @@ class Held(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Past = Annotated[tuple[Held, ...], Meta(max_length=MOST_HELD)]
-"""Oldest first: the one that held a day ago (or the first that was seen), and all that held since."""
+"""Oldest first: the one that was valid a day ago (or the first one seen), and all later ones."""
 
 
 def held_within_a_day(past: Past, at: int) -> Past:
-    """Returns the part of the past that a membership at a time, Unix seconds, is held against."""
+    """Returns the past memberships with which one at a time, Unix seconds, is compared."""
     older = [index for index, held in enumerate(past) if held.since_s <= at - DAY_S]
     return past[older[-1] :] if older else past
 
 
 def least_kept(past: Past, membership: Membership) -> tuple[float, Membership]:
-    """Returns what part of its capacity a membership keeps of the one of which it keeps least, and that one.
+    """Returns the smallest fraction that a membership retains of any past one, and that one.
 
     Args:
-        past: one at least.
+        past: at least one.
     """
     shares = [
         (membership.kept_of(held.membership) / max(held.membership.capacity, membership.capacity), held.membership)
@@ -284,14 +283,14 @@ def least_kept(past: Past, membership: Membership) -> tuple[float, Membership]:
 
 
 def add_held(past: Past, membership: Membership, at: int) -> Past:
-    """Returns the past with a membership that holds at a time, Unix seconds; the oldest stays where there are too many."""
+    """Returns the past after a membership that is valid at a time, Unix seconds; the oldest is kept if there are too many."""
     if past and past[-1].membership == membership:
         return past
     return (*past[:1], *past[1:][-(MOST_HELD - 2) :], Held(membership, at))
 
 
 def adopt_baseline(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a state file; those of an earlier version, which remembered one membership, as they are now."""
+    """Returns the fields of a state file, converting the earlier version, which stored one membership."""
     if "baseline" not in fields:
         return fields
     rest = {name: value for name, value in fields.items() if name not in ("baseline", "baseline_s")}

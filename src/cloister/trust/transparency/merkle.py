@@ -1,7 +1,7 @@
 """The Merkle tree of RFC 6962 and RFC 9162: hashes, roots, inclusion and consistency proofs. No I/O, no clock.
 
-A tree is only ever read through `Nodes`: the hash of one complete subtree, by level and index. So the same code makes proofs
-from a list in memory and from tiles on disk.
+A tree is read only through `Nodes`: the hash of one complete subtree, by level and index. So the same code computes proofs from
+a list in memory and from tiles on disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hash_children(left: bytes, right: bytes) -> bytes:
 
 
 def nodes_of(leaves: Sequence[bytes]) -> Nodes:
-    """The nodes over leaf hashes in memory; each is computed when asked for."""
+    """The nodes over leaf hashes in memory; each is computed on demand."""
 
     def node(level: int, index: int) -> bytes:
         return leaves[index] if level == 0 else hash_children(node(level - 1, 2 * index), node(level - 1, 2 * index + 1))
@@ -76,7 +76,7 @@ def prove_consistency(nodes: Nodes, old: int, new: int) -> tuple[bytes, ...]:
         return ()
     proof: list[bytes] = []
     begin, end = 0, new
-    whole = True  # whether the subtree at hand begins where the old tree begins, so that the verifier knows its hash
+    whole = True  # whether the current subtree begins where the old tree begins, so that the verifier knows its hash
     while old != end:
         middle = begin + _split(end - begin)
         if old <= middle:
@@ -94,7 +94,7 @@ def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes],
     """RFC 9162, section 2.1.3.2.
 
     Raises:
-        TransparencyError: the leaf hash is not at this place of the tree with this root.
+        TransparencyError: the leaf hash is not at this index of the tree with this root.
     """
     if not 0 <= index < size or not _well_formed((leaf, root, *proof)):
         raise _not_included()
@@ -115,7 +115,7 @@ def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes],
 
 
 def verify_consistency(old: int, new: int, old_root: bytes, new_root: bytes, proof: Sequence[bytes]) -> None:
-    """RFC 9162, section 2.1.4.2. A tree of 0 leaves says nothing about a later one, so it is refused.
+    """RFC 9162, section 2.1.4.2. A tree of 0 leaves constrains nothing, so it is refused.
 
     Raises:
         TransparencyError: the new tree does not begin with the old one.
@@ -148,9 +148,9 @@ def verify_consistency(old: int, new: int, old_root: bytes, new_root: bytes, pro
 
 
 def extend_frontier(frontier: Sequence[bytes], size: int, leaves: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Adds leaf hashes to a tree of which only the complete subtrees' roots are known, the largest first.
+    """Adds leaf hashes to a tree of which only the roots of complete subtrees are known, largest first.
 
-    Who holds the frontier of an old tree and reads every new leaf knows the new root, and with it that nothing old was changed.
+    The frontier of an old tree and every new leaf determine the new root, which verifies that no old leaf was changed.
 
     Args:
         frontier: one hash for each bit of `size` that is set.

@@ -31,7 +31,7 @@ class Kind(IntEnum):
     """The note's text (and, here, DSSE envelopes)."""
 
     COSIGNATURE = 4
-    """`cosignature/v1`, a time and the text: what a witness says about a checkpoint."""
+    """`cosignature/v1`, a time and the text: a witness's statement about a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PublicKey:
 
 @dataclass(frozen=True, repr=False)
 class PrivateKey:
-    """A signer key. It has no repr, so that no traceback shows the seed."""
+    """A signer key, without a repr, so that no traceback shows the seed."""
 
     name: str
     kind: Kind
@@ -82,7 +82,7 @@ class PrivateKey:
 
     @classmethod
     def generate(cls, name: str, kind: Kind) -> PrivateKey:
-        """Makes a new key.
+        """Creates a new key.
 
         Raises:
             TransparencyError: the name has white space, a plus sign or a control character, or is too long.
@@ -92,7 +92,7 @@ class PrivateKey:
 
     @classmethod
     def parse(cls, text: str) -> PrivateKey:
-        """Reads what `encode` wrote; the error never has the key in it.
+        """Reads the output of `encode`; errors never contain the key.
 
         Raises:
             TransparencyError: it is not a signer key.
@@ -130,7 +130,7 @@ class Signature:
     Attributes:
         name: the key's name.
         key_id: its four bytes.
-        signature: what the key's kind says; for a cosignature 8 bytes of time, then 64.
+        signature: format by the key's kind; for a cosignature 8 bytes of time, then 64.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Note:
         return self.text + "\n" + "".join(map(str, self.signatures))
 
     def add(self, *signatures: Signature) -> Note:
-        """The note with more signatures; one by the same key takes the place of the old one."""
+        """The note with more signatures; one by the same key replaces the old one."""
         new = {(signature.name, signature.key_id) for signature in signatures}
         kept = tuple(old for old in self.signatures if (old.name, old.key_id) not in new)
         return replace(self, signatures=kept + signatures)
@@ -169,7 +169,7 @@ class Note:
         """Whether `key` signed the text.
 
         Raises:
-            TransparencyError: a signature claims to be by the key and is not; then nothing about the note is to be believed.
+            TransparencyError: a signature claims to be by the key but is not; then the whole note is untrustworthy.
         """
         mine = [signature for signature in self.signatures if signature.is_by(key)]
         if not all(key.verify(signature.signature, self.text.encode()) for signature in mine):
@@ -192,7 +192,7 @@ def parse_note(text: str) -> Note:
 
 
 def parse_signatures(lines: str) -> tuple[Signature, ...]:
-    """Reads signature lines, as a note and a witness's answer have them.
+    """Reads signature lines, as in a note and a witness's answer.
 
     Raises:
         TransparencyError: there is none, there are too many, or one cannot be read.
@@ -217,10 +217,10 @@ def cosign(text: str, key: PrivateKey, time: int) -> Signature:
 
 
 def cosigned_at(note: Note, keys: Iterable[PublicKey]) -> dict[PublicKey, int]:
-    """When each of these witnesses cosigned the note; who did not is left out.
+    """Returns when each of these witnesses cosigned the note; others are omitted.
 
     Raises:
-        TransparencyError: a cosignature claims to be by one of the keys and is not.
+        TransparencyError: a cosignature claims to be by one of the keys but is not.
     """
     times: dict[PublicKey, int] = {}
     for key in keys:
@@ -250,7 +250,7 @@ def _parse_signature(line: str) -> Signature:
 
 
 def _split_key(text: str, what: str) -> tuple[str, Kind, bytes, str]:
-    parts = text.split("+", 2)  # base64 has plus signs of its own; a name has none
+    parts = text.split("+", 2)  # base64 may contain plus signs; a name has none
     data = _decode64(parts[2]) if len(parts) == 3 else None
     if data is None or len(data) != 33 or data[0] not in tuple(Kind):
         raise TransparencyError(Reason.MALFORMED, f"a {what} is written name+id+base64, with an Ed25519 key of kind 1 or 4")
@@ -269,7 +269,7 @@ def _encode64(data: bytes) -> str:
 
 
 def _decode64(text: str) -> bytes | None:
-    """None unless this is the one way to write these bytes."""
+    """None unless this is the canonical encoding of these bytes."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -285,7 +285,7 @@ _SIZE = re.compile(r"(0|[1-9][0-9]{0,15})\Z")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a log says about itself.
+    """A log's signed statement of its state.
 
     Attributes:
         origin: the log's name.
@@ -304,7 +304,7 @@ class Checkpoint:
 def parse_checkpoint(text: str) -> Checkpoint:
     """Reads the text of a checkpoint.
 
-    Extension lines are refused: nothing in a tree vouches for them, so a log could mark each client's copy with them.
+    Extension lines are refused: the tree does not cover them, so a log could mark each client's copy with them.
 
     Raises:
         TransparencyError: it is not three lines of this form.

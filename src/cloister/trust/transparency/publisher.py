@@ -1,7 +1,8 @@
 """Builds the next epoch, logs it, has it cosigned, and serves it as the one file that every client gets.
 
-The gateway holds one. Nothing is handed out that a client would refuse: too few cosignatures or a release that was revoked or
-never logged stop the new epoch, and the one before stays until it ends. A node that runs something else is left out.
+It is part of the gateway. It never serves an epoch that clients would refuse: with too few cosignatures, or a release that was
+revoked or never logged, the new epoch is not published, and the previous one stays until it ends. Nodes with another release
+are omitted.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from cloister.trust.transparency.trust import Trust
 from cloister.types.errors import CloisterError
 
 MIN_EPOCH_S = 60
-"""A node whose keys end sooner is left out: clients could hardly fetch the list in time."""
+"""A node whose keys expire sooner is omitted: clients could hardly fetch the list in time."""
 
 
 WAIT_S = 120
-"""An epoch that waits for witnesses is given up for a new one after this: clients refuse one that was cosigned long after it
-began (`client.limits.LATE_S`), since it could have been made for one of them."""
+"""Timeout for witnesses, after which a new epoch replaces the waiting one: clients refuse epochs that were cosigned long after
+their start (`client.limits.LATE_S`), which could have been made for one client."""
 
 
 class Cosigner(Protocol):
-    """A witness, however it is reached."""
+    """A witness, over any transport."""
 
     async def cosign(self, log: Log, note: Note) -> Sequence[Signature]:
-        """Its cosignatures on a checkpoint of the log.
+        """Returns its cosignatures on a checkpoint of the log.
 
         Raises:
             CloisterError: it refused, or did not answer before its deadline.
@@ -55,14 +56,14 @@ class Cosigner(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """What the gateway knows that belongs into an epoch.
+    """The gateway's data for an epoch.
 
     Attributes:
         gateway: its own URL and keys.
-        issuers: whose tokens it takes.
-        evidence: the evidence document of each node that it reaches, as the node served it.
-        release: digest of the release that the nodes have to run.
-        profile: name of the profile that they have to run under.
+        issuers: issuers whose tokens it accepts.
+        evidence: the evidence document of each reachable node.
+        release: digest of the release that nodes must run.
+        profile: name of the profile that they must run under.
     """
 
     gateway: GatewayEntry
@@ -77,10 +78,10 @@ class Published:
     """A new epoch.
 
     Attributes:
-        bundle: what every client is given, bytes of `EpochBundle`.
-        epoch: what is in it.
+        bundle: the served bytes of `EpochBundle`.
+        epoch: its epoch.
         evidence: the evidence documents of its nodes by SHA-256 in hex.
-        left_out: why documents were left out, for the operator; one line each.
+        left_out: why documents were omitted, for the operator; one line each.
     """
 
     bundle: bytes
@@ -91,7 +92,7 @@ class Published:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """An epoch that is logged and not yet cosigned."""
+    """An epoch that is logged but not cosigned yet."""
 
     contents: Contents
     epoch: Epoch
@@ -99,14 +100,14 @@ class _Waiting:
 
 
 class Publisher:
-    """The one that writes epochs into a log."""
+    """Writes epochs to a log."""
 
     def __init__(self, log: Log, trust: Trust, cosigners: Iterable[Cosigner]) -> None:
         """
         Args:
             log: the log, with its key.
-            trust: what clients trust; an epoch that they would refuse is not published.
-            cosigners: the witnesses to ask, all at once.
+            trust: the clients' trust anchors; an epoch that they would refuse is not published.
+            cosigners: the witnesses, queried concurrently.
         """
         self._log = log
         self._trust = trust
@@ -117,20 +118,20 @@ class Publisher:
         self._size = 0
 
     def has_grown(self) -> bool:
-        """Whether something was logged since the last epoch: a release, a revocation, or an epoch that waits for witnesses."""
+        """Whether an entry was logged since the last epoch: a release, a revocation, or an epoch that waits for witnesses."""
         return self._log.checkpoint()[0].size != self._size
 
     def has_new_members(self, now: float) -> bool:
-        """Whether another membership holds by now than when the last epoch began."""
+        """Whether the valid membership has changed since the last epoch began."""
         return self._history.roll_at(now).current != self._history.roll.current
 
     async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
-        """Publishes the next epoch; it holds from `now` on.
+        """Publishes the next epoch, which is valid from `now` on.
 
         Args:
-            contents: what goes into it.
+            contents: its content.
             now: Unix time in seconds.
-            lifetime_s: how long it holds at most; it ends earlier if a node's keys do.
+            lifetime_s: maximum validity; it ends earlier if a node's keys do.
 
         Raises:
             TransparencyError: clients would refuse it; the message says why.
@@ -145,7 +146,7 @@ class Publisher:
             if waiting is None or not self._still_serves(waiting, contents, now):
                 until = min(int(now) + min(lifetime_s, MAX_EPOCH_S), *(until for _, until in nodes))
                 waiting = await self._append(contents, [node for node, _ in nodes], int(now), until)
-            self._waiting = waiting  # until it is cosigned: a witness that is away must not fill the log with epochs
+            self._waiting = waiting  # reuse it until it is cosigned: an unreachable witness must not fill the log with epochs
             epoch, appended = waiting.epoch, waiting.appended
             check_members(epoch, membership)
             note = await self._gather_cosignatures(appended.note, now)
@@ -189,7 +190,7 @@ class Publisher:
         answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, CloisterError):
-                continue  # as many as the threshold are enough; `open_checkpoint` counts them
+                continue  # the threshold suffices; `open_checkpoint` counts them
             if isinstance(answer, BaseException):
                 raise answer
             note = note.add(*answer)
@@ -200,13 +201,12 @@ class Publisher:
 def select_nodes(
     contents: Contents, release: Release, membership: Membership | None, now: float
 ) -> tuple[list[tuple[NodeEntry, int]], dict[str, bytes], list[str]]:
-    """The nodes that run what the epoch says, with the time at which their keys end; their evidence; why others are left out.
+    """Returns the nodes that match the epoch, with the expiry of their keys; their evidence; and why others are omitted.
 
-    Whether the evidence is true is for clients to check; here it only has to say the same as the epoch, and be signed by a
-    member.
+    Clients verify the evidence; here it only needs to match the epoch, and be signed by a member.
 
     Raises:
-        TransparencyError: no membership holds, or no node is left.
+        TransparencyError: no membership is valid, or no node is left.
     """
     if membership is None:
         raise TransparencyError(
@@ -240,7 +240,7 @@ def select_nodes(
         elif any(node.member == member.name for node, _ in nodes):
             left_out.append(f"node {statement.node_id[:16]} is not the only one of {member.name}; stop one of them")
         else:
-            # Every client that ever comes reads every epoch, so the keys are left to the evidence.
+            # All clients read all epochs, so the keys are only in the evidence to keep epochs small.
             entry = NodeEntry(statement.node_id, statement.capacity, b"", digest, member.name)
             nodes.append((entry, statement.not_after))
             documents[digest] = encoded

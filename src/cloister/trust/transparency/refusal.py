@@ -1,4 +1,4 @@
-"""Why something that must be public and equal for all was refused."""
+"""Errors about data that must be public and equal for all clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cloister.types.errors import CloisterError
 
 
 class Reason(StrEnum):
-    """What was wrong, as a slug for programs; the error's message says it in words."""
+    """The error as a slug for programs; its message describes it."""
 
     MALFORMED = "malformed"
     TOO_LARGE = "too_large"
@@ -43,13 +43,13 @@ class Reason(StrEnum):
 
 
 class TransparencyError(CloisterError):
-    """A log, a checkpoint, an epoch or a release is not what it has to be; `reason` says which rule it broke.
+    """A log, a checkpoint, an epoch or a release is invalid; `reason` is the violated rule.
 
-    A client that meets one sends nothing: it is what an operator who lies would look like.
+    A client then sends nothing: it may be a dishonest operator.
 
     Attributes:
         reason: the rule.
-        evidence: two signed checkpoints that contradict each other, where that is what happened.
+        evidence: two contradictory signed checkpoints, if any.
     """
 
     code = "not_transparent"

@@ -36,19 +36,19 @@ Measurement = Annotated[str, Meta(pattern=r"^[0-9a-f]{64,128}\Z")]
 
 
 class Release(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a node may be made of; every digest is SHA-256 in hex.
+    """The parts of a node; every digest is SHA-256 in hex.
 
     Attributes:
-        number: counts up; a minimum release revokes all below it.
+        number: increasing; a minimum release revokes all lower ones.
         version: the package's version.
         wheel: the wheel that the build reproduces.
         lock: the lock file, which names every dependency with its digests.
         interpreter: the Python executable.
-        files: the manifest of every file that a node maps, kept beside the log under this digest.
-        model: the model's digest, as a node's statement has it.
+        files: the manifest of every file that a node maps, stored with the log under this digest.
+        model: the model's digest, as in a node's statement.
         profile: the privacy profile's name.
-        profile_digest: what that profile rules, as a node's statement has it.
-        configuration: every file that shapes answers and every setting, as a node's statement has it.
+        profile_digest: digest of that profile's rules, as in a node's statement.
+        configuration: every file that affects answers and every setting, as in a node's statement.
         launch: measurements of the machine image by register (`sev-snp`, `tdx`, `tdx-rtmr0`, `nitro-pcr0`, ...), in hex; empty
             without such hardware.
     """
@@ -71,7 +71,7 @@ class Release(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON, in hex: what epochs and statements call this release."""
+        """SHA-256 of the canonical JSON, in hex: identifies this release in epochs and statements."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
@@ -94,7 +94,7 @@ class MinimumRelease(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_release(release: Release) -> None:
-    """Checks that every field is in range, which constructing one does not.
+    """Checks that every field is in range, which the constructor does not.
 
     Raises:
         TransparencyError: one is not, such as a digest that is not 64 hex digits.
@@ -107,8 +107,8 @@ def release_entry(release: Release, *, source: Mapping[str, Any], builder: str, 
 
     Args:
         release: the document.
-        source: where the code came from, for `externalParameters` of SLSA provenance: repository, revision.
-        builder: URI of who built.
+        source: source of the code, for `externalParameters` of SLSA provenance: repository, revision.
+        builder: URI of the builder.
         keys: release keys.
 
     Raises:
@@ -141,7 +141,7 @@ def read_release(entry: bytes, keys: Iterable[PublicKey]) -> Release:
     """Reads a release's entry.
 
     Raises:
-        TransparencyError: it is no release, not signed by one of the keys, or its provenance is of another release.
+        TransparencyError: it is not a release, not signed by one of the keys, or its provenance belongs to another release.
     """
     logged = _decode(entry, RELEASE_PREFIX, ReleaseEntry)
     statement = read_statement(open_envelope(logged.provenance, IN_TOTO, keys))
@@ -155,7 +155,7 @@ def read_minimum(entry: bytes, keys: Iterable[PublicKey]) -> int:
     """Reads the number below which releases are revoked.
 
     Raises:
-        TransparencyError: it is no such entry, or not signed by one of the keys.
+        TransparencyError: it is not such an entry, or not signed by one of the keys.
     """
     payload = open_envelope(_decode(entry, MINIMUM_PREFIX, Envelope), MINIMUM_TYPE, keys)
     return _decode(payload, b"", MinimumRelease).minimum
@@ -172,9 +172,9 @@ def _decode(entry: bytes, prefix: bytes, kind: type[_T]) -> _T:
 
 # The lock file of a release: each dependency's version and the digest of its installed file. No I/O.
 #
-# It is a requirements file with hashes, made from pip's own report of what it would install. Every pip (and uv) can install
-# from it and refuses any other bytes (`--require-hashes`), where `pylock.toml` (PEP 751) is still read by few and written by
-# pip as an experiment. `pip freeze` alone has no digests: the installed files do not tell of which archive they came.
+# It is a requirements file with hashes, created from pip's installation report. Every pip (and uv) can install from it and
+# refuses other bytes (`--require-hashes`), while `pylock.toml` (PEP 751) is not widely supported and experimental in pip. `pip
+# freeze` has no digests: installed files do not identify their archive.
 
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
@@ -208,11 +208,11 @@ def make_lock(report: bytes, own: str = "cloister") -> str:
     """The lock file's text.
 
     Args:
-        report: what `pip install --dry-run --ignore-installed --report - WHEEL` printed.
-        own: the package that is left out: its wheel has a digest of its own in the release.
+        report: output of `pip install --dry-run --ignore-installed --report - WHEEL`.
+        own: the package to omit: its wheel has its own digest in the release.
 
     Raises:
-        ConfigError: the report cannot be read, or something in it has no SHA-256, such as a directory or a repository.
+        ConfigError: the report cannot be read, or an item in it has no SHA-256, such as a directory or a repository.
     """
     try:
         items = msgspec.json.decode(report, type=_Report).install
@@ -226,7 +226,7 @@ def make_lock(report: bytes, own: str = "cloister") -> str:
         digest = (item.download_info.archive_info or _Archive()).hashes.get("sha256", "")
         if not (_NAME.match(name) and _VERSION.match(version) and _SHA256.match(digest)):
             raise ConfigError(
-                f"{name} {version} has no SHA-256 of one file, so nobody could check it; install it from an index"
+                f"{name} {version} has no SHA-256 of one file, so it cannot be verified; install it from an index"
             )
         lines.append(f"{name}=={version} --hash=sha256:{digest}\n")
     return "".join(sorted(lines))

@@ -1,7 +1,7 @@
-"""Replays a whole log and reports what is wrong with it, and describes its entries in words.
+"""Replays a whole log, reports its faults, and describes its entries.
 
-No I/O, no clock. A client stops at the first rule that the newest epoch breaks; a replay goes on, since what was wrong an hour
-ago is wrong today.
+No I/O, no clock. A client stops at the first rule that the newest epoch breaks; a replay continues, because earlier faults
+matter too.
 """
 
 from __future__ import annotations
@@ -45,25 +45,26 @@ from cloister.trust.transparency.release import (
 from cloister.trust.transparency.tiles import LogReader
 
 MOST_CHANGE: Final = 0.5
-"""Part of the capacity that clients let a day change (`client.limits`)."""
+"""Fraction of the capacity that clients permit to change within a day (`client.limits`)."""
 LEAST_PRESENT: Final = 0.66
-"""Part of the capacity that an epoch has to name for clients to draw (`client.limits`)."""
+"""Fraction of the capacity that an epoch must name for clients to draw (`client.limits`)."""
 NODE_KEY_S: Final = 3600 + 600
-"""A node's key lives an hour; the epoch that names it may have begun a little later."""
+"""Limit for a node's key, which lives an hour; an epoch with it may begin slightly later."""
 GATEWAY_KEY_S: Final = 2 * DAY_S
-"""A gateway's key lives a day, and is published for some time on."""
+"""Limit for a gateway's key, which lives a day and is published for some time longer."""
 ISSUER_KEYS_S: Final = DAY_S
-"""An issuer's key signs for a week; two new ones within a day part clients by when they bought."""
+"""Minimum interval of new issuer keys. A key signs for a week; two new ones within a day would divide clients by time of
+purchase."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """One thing about the log.
+    """A remark about the log.
 
     Attributes:
         kind: `order`, `membership`, `capacity`, `pace`, `cadence`, `keys`, `release` or `entry`.
-        text: a sentence for a person.
-        is_fault: whether no honest operator shows it; else it is news.
+        text: a sentence for users.
+        is_fault: whether it is a fault that an honest operator never causes; otherwise it is news.
     """
 
     kind: str
@@ -72,17 +73,17 @@ class Remark:
 
 
 class Course(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replay has to remember between two entries.
+    """The state of a replay between two entries.
 
     Attributes:
         epoch: number of the newest; 0 before the first.
-        ends: when the last of the epochs ends, Unix seconds.
-        roll: which membership holds.
-        pace: how fast epochs came.
+        ends: latest end of any epoch, Unix seconds.
+        roll: the valid membership.
+        pace: rate of epochs.
         minimum: no release with a smaller number runs.
         releases: number of each release by digest.
         past: the memberships of the last day.
-        nodes: end of the newest epoch's key of each node_id, as the time it was first named, Unix seconds.
+        nodes: time at which each node_id of the newest epoch was first named, Unix seconds.
         gateway, gateway_s: digest of the gateway's keys, and since when.
         issuers: when each issuer key was first named, by URL and digest.
     """
@@ -102,12 +103,12 @@ class Course(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class Replay:
-    """Takes entries in order.
+    """Processes entries in order.
 
     Attributes:
         log: origin of the log.
         keys: release keys.
-        course: where it stands.
+        course: its state.
     """
 
     log: str
@@ -115,7 +116,7 @@ class Replay:
     course: Course = field(default_factory=Course)
 
     def take(self, index: int, entry: bytes) -> Iterator[Remark]:
-        """Yields remarks about one more entry."""
+        """Yields remarks about the next entry."""
         try:
             if entry.startswith(EPOCH_PREFIX):
                 yield from self._take_epoch(index, parse_epoch(entry.removeprefix(EPOCH_PREFIX)))
@@ -137,7 +138,7 @@ class Replay:
 
     def _take_epoch(self, index: int, epoch: Epoch) -> Iterator[Remark]:
         course, pace = self.course, self.course.pace.after(epoch)
-        at = pace.begun  # an epoch that is dated back makes nothing older than it is
+        at = pace.begun  # a backdated epoch does not make anything older
         where = f"epoch {epoch.epoch} (entry {index})"
         if epoch.epoch != course.epoch + 1:
             yield Remark("order", f"{where} follows epoch {course.epoch}")
@@ -216,7 +217,7 @@ class Replay:
                 continue
             if any(at - first < ISSUER_KEYS_S for first in before.values()):
                 yield Remark("keys", f"{where}: the issuer {issuer.url} has another new key within a day")
-            # nobody knows since when a log's first keys were there
+            # the age of a log's first keys is unknown
             issuers.setdefault(issuer.url, {})[digest] = at if self.course.epoch else 0
         self.course = replace(self.course, issuers=issuers)
 
@@ -235,11 +236,11 @@ class Replay:
         )
 
 
-# Describes a log's entries in words, and checks a copy of a whole log.
+# Describes a log's entries, and checks a copy of a whole log.
 
 
 def describe_entry(entry: bytes) -> dict[str, str | int]:
-    """What an entry says; who signed it is not checked."""
+    """Returns a description of an entry, without checking signatures."""
     try:
         if entry.startswith(EPOCH_PREFIX):
             epoch = parse_epoch(entry.removeprefix(EPOCH_PREFIX))
@@ -266,10 +267,10 @@ def describe_entry(entry: bytes) -> dict[str, str | int]:
 
 
 def verify_log(reader: LogReader, release_keys: Sequence[PublicKey]) -> Iterator[str]:
-    """Checks a whole log; one line for each thing that was found to hold.
+    """Checks a whole log; returns one line for each verified property.
 
     Raises:
-        TransparencyError: the first thing that does not hold.
+        TransparencyError: the first property that is violated.
         ConfigError: there is no log.
     """
     checkpoint, note = reader.checkpoint()

@@ -36,7 +36,7 @@ class Tile:
 
     Attributes:
         level: its height in the tree in steps of 8, or ENTRIES.
-        index: which tile of its level, from 0.
+        index: index of the tile in its level, from 0.
         width: hashes or entries in it, 1 to 256; below 256 it is partial.
     """
 
@@ -46,7 +46,7 @@ class Tile:
 
     @property
     def path(self) -> str:
-        """Where it lies, relative to the log."""
+        """Its path relative to the log."""
         digits = str(self.index)
         digits = digits.zfill(-(-len(digits) // 3) * 3)
         groups = [digits[at : at + 3] for at in range(0, len(digits), 3)]
@@ -56,12 +56,12 @@ class Tile:
 
     @property
     def whole(self) -> Tile:
-        """The full tile that a partial one becomes."""
+        """Returns the full tile of a partial one."""
         return replace(self, width=WIDTH)
 
     @classmethod
     def parse(cls, path: str) -> Tile | None:
-        """Reads a path; None if it is not the one path of a tile."""
+        """Parses a path; returns None if it is not the canonical path of a tile."""
         match = _PATH.match(path)
         if not match:
             return None
@@ -73,17 +73,17 @@ class Tile:
 
 
 Read = Callable[[Tile], bytes]
-"""Gives the content of a tile, or raises TransparencyError."""
+"""Returns the content of a tile, or raises TransparencyError."""
 
 
 def tile_at(level: int, index: int, size: int) -> Tile:
-    """The tile with this index in a tree of `size` leaves, as wide as it is there."""
+    """Returns the tile with this index in a tree of `size` leaves, with its width there."""
     count = size >> (HEIGHT * max(level, 0))
     return Tile(level, index, min(WIDTH, count - index * WIDTH))
 
 
 def bundles_between(begin: int, end: int, size: int) -> Iterator[Tile]:
-    """The entry bundles that have the entries [begin, end) of a tree of `size` leaves."""
+    """Returns the entry bundles with the entries [begin, end) of a tree of `size` leaves."""
     if begin < end:
         for index in range(begin // WIDTH, (end - 1) // WIDTH + 1):
             yield tile_at(ENTRIES, index, size)
@@ -106,10 +106,10 @@ def tile_nodes(read: Read, size: int) -> Nodes:
 
 
 def grow(read: Read, size: int, leaves: Sequence[bytes]) -> dict[Tile, bytes]:
-    """The tiles of hashes that come or change when leaves are added to a tree of `size` leaves.
+    """Returns the hash tiles that are new or change when leaves are added to a tree of `size` leaves.
 
     Args:
-        read: gives the tiles of the tree so far.
+        read: returns the tiles of the current tree.
         size: its number of leaves.
         leaves: hashes of the leaves to add.
     """
@@ -131,10 +131,10 @@ def grow(read: Read, size: int, leaves: Sequence[bytes]) -> dict[Tile, bytes]:
 
 
 def pack_entries(entries: Sequence[bytes]) -> bytes:
-    """An entry bundle: each entry after its length as 16 bits, big-endian.
+    """Returns an entry bundle: each entry preceded by its length as 16 bits, big-endian.
 
     Raises:
-        TransparencyError: an entry is longer than that can say.
+        TransparencyError: an entry is too long for that.
     """
     for entry in entries:
         if len(entry) > MAX_ENTRY_BYTES:
@@ -160,7 +160,7 @@ def unpack_entries(data: bytes, width: int) -> list[bytes]:
 
 
 def cut(tile: Tile, whole: bytes) -> bytes:
-    """The partial tile that begins a wider one."""
+    """Returns the partial tile that is a prefix of a wider one."""
     if tile.level == ENTRIES:
         at = 0
         for _ in range(tile.width):
@@ -175,7 +175,7 @@ def _fold(hashes: list[bytes]) -> bytes:
     return hashes[0]
 
 
-# Reads a log's directory: checkpoint, entries and proofs. Needs a copy of the files and no key.
+# Reads a log's directory: checkpoint, entries and proofs. Needs only a copy of the files, no secret key.
 
 
 CHECKPOINT = "checkpoint"
@@ -186,7 +186,7 @@ class LogReader:
     """A log on disk.
 
     Attributes:
-        directory: where its files lie.
+        directory: directory of its files.
         key: the log's own verifier key; its name is the log's origin.
     """
 
@@ -198,7 +198,7 @@ class LogReader:
         """The newest published checkpoint.
 
         Raises:
-            ConfigError: there is none here.
+            ConfigError: there is none.
             TransparencyError: it is not of this log.
         """
         try:
@@ -240,7 +240,7 @@ class LogReader:
         """The content of a tile, cut from a wider one if the partial one is gone.
 
         Raises:
-            TransparencyError: it is not there.
+            TransparencyError: it is missing.
         """
         data = _find(self.directory, tile)
         if data is None:
@@ -253,9 +253,9 @@ class LogReader:
 
 
 def read_resource(directory: Path, path: str) -> tuple[bytes, str] | None:
-    """What a server gives for a path below a log's URL, and its media type; None if there is no such thing.
+    """Returns the content to serve for a path below a log's URL, and its media type; None if there is none.
 
-    Only names of a log's own forms are ever opened, whatever else lies in its directory.
+    Only valid log file names are ever opened, whatever else is in its directory.
     """
     if path == CHECKPOINT:
         data, media_type = _open(directory, path), "text/plain; charset=utf-8"

@@ -26,12 +26,12 @@ class Trust:
 
     Attributes:
         log: the log's key; its name is the log's origin.
-        witnesses: who may cosign; no two have one key.
-        threshold: how many of them must have, `MIN_WITNESSES` at least.
-        releases: who may sign releases.
-        issuer: the one that the API key is shown to, whatever the epoch names; None buys no tokens.
+        witnesses: the witnesses, with unique keys.
+        threshold: number of required cosignatures, at least `MIN_WITNESSES`.
+        releases: keys that may sign releases.
+        issuer: the only issuer that gets the API key, whatever the epoch names; None buys no tokens.
         profiles: privacy profiles under which a node may run.
-        max_age_s: how old those cosignatures may be, `MAX_AGE_S` at most.
+        max_age_s: maximum age of the cosignatures, at most `MAX_AGE_S`.
     """
 
     log: PublicKey
@@ -59,14 +59,14 @@ class Trust:
             raise ConfigError(f"a checkpoint may be {MAX_AGE_S} seconds old at most")
 
     def open_checkpoint(self, text: str, now: float) -> tuple[Checkpoint, Note]:
-        """Reads a checkpoint that enough witnesses cosigned lately.
+        """Reads a checkpoint with enough recent cosignatures.
 
         Args:
             text: the signed note.
             now: Unix time in seconds.
 
         Raises:
-            TransparencyError: it is not signed by the log, or by too few witnesses, or too long ago.
+            TransparencyError: it is not signed by the log, or cosigned by too few witnesses, or too long ago.
         """
         checkpoint, note = open_checkpoint(text, self.log)
         times = list(cosigned_at(note, self.witnesses).values())
@@ -107,11 +107,11 @@ def encode_trust(trust: Trust) -> bytes:
 
 
 def identify_issuer(url: str, key: str) -> IssuerIdentity | None:
-    """Returns the issuer with this URL and verifier key; None where both are empty.
+    """Returns the issuer with this URL and verifier key; None if both are empty.
 
     Raises:
-        ConfigError: one is there without the other, or either cannot be used.
-        TransparencyError: the key is none.
+        ConfigError: one is given without the other, or is invalid.
+        TransparencyError: the key is malformed.
     """
     if bool(url) != bool(key):
         raise ConfigError("an issuer has a URL and a verifier key: cloister log trust --issuer URL --issuer-key KEY")

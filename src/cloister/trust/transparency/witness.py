@@ -1,6 +1,7 @@
 """A witness (C2SP tlog-witness) cosigns a checkpoint only if the log extends what it cosigned before; and its clients.
 
-It keeps one checkpoint for each log on disk, written before the cosignature leaves: no crash makes it sign two histories.
+It stores one checkpoint for each log on disk, written before the cosignature is sent, so that a crash cannot make it sign two
+histories.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ SIZE_TYPE = "text/x.tlog.size"
 
 @dataclass(frozen=True)
 class CosignResponse:
-    """What a witness answers over HTTP.
+    """A witness's HTTP reply.
 
     Attributes:
-        status: 200 with cosignatures; 409 with the size that it knows; 400, 403, 404 or 422 with a reason.
+        status: 200 with cosignatures; 409 with its stored size; 400, 403, 404 or 422 with a reason.
         body: text.
-        media_type: of the body.
+        media_type: media type of the body.
     """
 
     status: int
@@ -61,7 +62,7 @@ def encode_request(old: int, proof: Iterable[bytes], note: Note) -> bytes:
     """The body of `add-checkpoint`.
 
     Args:
-        old: size of the checkpoint that the witness knows.
+        old: size of the checkpoint that the witness has stored.
         proof: consistency proof from there to the checkpoint; empty from size 0.
         note: the checkpoint, signed by its log.
     """
@@ -70,7 +71,7 @@ def encode_request(old: int, proof: Iterable[bytes], note: Note) -> bytes:
 
 
 class Witness:
-    """A key, the logs that it watches, and what it cosigned last.
+    """A key, the logs that it witnesses, and the last cosigned checkpoints.
 
     Attributes:
         key: its verifier key.
@@ -92,7 +93,7 @@ class Witness:
         """Answers a request of a log.
 
         Args:
-            body: as `encode_request` makes it.
+            body: the output of `encode_request`.
             now: Unix time in seconds.
 
         Raises:
@@ -111,11 +112,11 @@ class Witness:
             return CosignResponse(403, f"{error.message}\n")
         if old > checkpoint.size:
             return CosignResponse(400, "the old size is larger than the checkpoint's\n")
-        with locked(self._directory):  # compare and keep are one step: no older checkpoint overtakes
+        with locked(self._directory):  # compare and store are atomic: an older checkpoint cannot overwrite a newer one
             return self._judge(old, proof, checkpoint, note, log, int(now))
 
     def known(self, log: PublicKey) -> Checkpoint:
-        """What it cosigned last of a log; the empty tree if it never did.
+        """Returns the last cosigned checkpoint of a log; the empty tree if there is none.
 
         Raises:
             ConfigError: its state was damaged.
@@ -186,11 +187,11 @@ def _decode_request(body: bytes) -> tuple[int, list[bytes], str]:
 
 DEADLINE_S = 10.0
 ATTEMPTS = 3
-"""The first names the size that was cosigned last; if the witness knows another, it says so, and the second names that."""
+"""Number of attempts: the first uses the size that was cosigned last; if the witness reports another, the second uses that."""
 
 
 class HasProofs(Protocol):
-    """A log, or a reader of one from afar."""
+    """A log, or a remote reader of one."""
 
     def prove_consistency(self, old: int, new: int) -> tuple[bytes, ...]:
         """The proof that the first `new` leaves begin with the first `old`."""
@@ -201,18 +202,18 @@ class SplitViewError(TransparencyError):
 
 
 class _Asking:
-    """The protocol's turns, whatever carries them."""
+    """The protocol's steps, for any transport."""
 
     def __init__(self, key: PublicKey) -> None:
         self.key = key
         self._known = 0
 
     async def cosign(self, log: HasProofs, note: Note) -> Sequence[Signature]:
-        """Its cosignature on a checkpoint of the log, checked.
+        """Returns its verified cosignature on a checkpoint of the log.
 
         Raises:
-            SplitViewError: it knows another tree of this log.
-            TransparencyError: it refused, answered nonsense, or did not answer in time.
+            SplitViewError: it has cosigned another tree of this log.
+            TransparencyError: it refused, sent an invalid answer, or did not answer in time.
         """
         size = parse_checkpoint(note.text).size
         for _ in range(ATTEMPTS):
@@ -281,7 +282,7 @@ class HttpWitness(_Asking):
 
 
 class NearWitness(_Asking):
-    """A witness in this process: for tests, and for trying things out. It protects nobody from who runs the log."""
+    """A witness in this process: for tests and trials. It gives no protection from the log's operator."""
 
     def __init__(self, witness: Witness, clock: Callable[[], float] = time.time) -> None:
         super().__init__(witness.key)

@@ -7,6 +7,7 @@
 //   bfloat16  K [D / 2][B][2], V [B / 2][D][2]       pairs of dimensions of K and pairs of keys of V stand together, as the
 //   int8      the same in bytes, then scales K [G][B], V [G][B]     instructions for products of pairs want them
 //   int4      K as int8, V [B][D / 2] in bytes of two codes, then scales K [G][B] and V [G][B] of (scale, zero)
+// Latent attention has K alone, in float32 or bfloat16: values are the first dimensions of keys, and are transposed when gathered.
 // G is the number of groups of 64 dimensions. Keys keep 8 bits: in 4 they cost five times what values do (docs/quantization.md).
 #pragma once
 #include <algorithm>
@@ -36,6 +37,7 @@ INLINE HeadPlace head_place(const Cache& cache, const AttentionShape& shape, int
         case KVKind::int8: keys = dim * size; values = dim * even; scales = 4 * size * groups; break;
         case KVKind::int4: keys = dim * size; values = dim / 2 * size; scales = 4 * size * groups; break;
     }
+    if (shape.value_dim) values = 0;
     size_t value_scales = cache.kind == KVKind::int4 ? 2 * scales : scales;
     uint8_t* at = cache.base + size_t(block) * cache.block_bytes + (keys + values + scales + value_scales) * size_t(head);
     return {at, at + keys, (float*)(at + keys + values), (float*)(at + keys + values + scales)};
@@ -108,10 +110,8 @@ static void put_keys(const float* keys, const float* values, const AttentionShap
             continue;
         }
         if (cache.kind == KVKind::f32) {
-            for (int d = 0; d < padded; d++) {
-                ((float*)at.keys)[size_t(d) * size + slot] = d < dim ? keys[d] : 0.0f;
-                ((float*)at.values)[size_t(slot) * padded + d] = d < dim ? values[d] : 0.0f;
-            }
+            for (int d = 0; d < padded; d++) ((float*)at.keys)[size_t(d) * size + slot] = d < dim ? keys[d] : 0.0f;
+            for (int d = 0; d < padded && !shape.value_dim; d++) ((float*)at.values)[size_t(slot) * padded + d] = d < dim ? values[d] : 0.0f;
             continue;
         }
         uint32_t* key_pairs = (uint32_t*)at.keys + slot;
@@ -120,8 +120,9 @@ static void put_keys(const float* keys, const float* values, const AttentionShap
             uint32_t k[8];
             uint16_t v[16];
             store(k, to_bf16(load_some(keys + d, dim - d)));
-            store(v, to_bf16(load_some(values + d, dim - d)));
             for (int i = 0; i < 8; i++) key_pairs[size_t(d / 2 + i) * size] = k[i];
+            if (shape.value_dim) continue;
+            store(v, to_bf16(load_some(values + d, dim - d)));
             for (int i = 0; i < 16; i++) value_lanes[2 * (d + i)] = v[i];
         }
     }
@@ -140,11 +141,11 @@ static void move_keys(const AttentionShape& shape, const Cache& cache, int from,
         switch (cache.kind) {
             case KVKind::f32:
                 copy_column<uint32_t>(source.keys, target.keys, a, b, size, dim);
-                copy_column<uint32_t>(source.values, target.values, size_t(a) * dim, size_t(b) * dim, 1, dim);
+                if (!shape.value_dim) copy_column<uint32_t>(source.values, target.values, size_t(a) * dim, size_t(b) * dim, 1, dim);
                 break;
             case KVKind::bf16:
                 copy_column<uint32_t>(source.keys, target.keys, a, b, size, dim / 2);
-                copy_column<uint16_t>(source.values, target.values, a_pair, b_pair, 2, dim);
+                if (!shape.value_dim) copy_column<uint16_t>(source.values, target.values, a_pair, b_pair, 2, dim);
                 break;
             case KVKind::int8:
                 copy_column<uint16_t>(source.keys, target.keys, a, b, size, dim / 2);
@@ -163,7 +164,7 @@ static void move_keys(const AttentionShape& shape, const Cache& cache, int from,
 
 // ---- one split of one KV head, gathered ------------------------------------------------------------------------------------
 
-// Panels: float32 K [D][256], V [256][D]; else bfloat16 K [D / 2][256][2], V [128][D][2].
+// Panels: float32 K [D][256], V [256][D]; else bfloat16 K [D / 2][256][2], V [128][D][2], V with the D of values.
 struct Panels {
     uint8_t *keys, *values;
 };
@@ -219,12 +220,78 @@ template <bool all> INLINE void gather_keys(const HeadPlace& at, int size, int d
     }
 }
 
+// Blocks of `distance` by `distance` numbers change places across the diagonals of blocks twice as large.
+template <int distance> INLINE void cross_rows(u32p (&rows)[piece_lanes]) {
+    i32p upper, lower;
+    for (int i = 0; i < piece_lanes; i++) {
+        upper[i] = i & distance ? piece_lanes + (i ^ distance) : i;
+        lower[i] = i & distance ? piece_lanes + i : i ^ distance;
+    }
+    UNROLL for (int i = 0; i < piece_lanes; i++) {
+        if (i & distance) continue;
+        u32p a = rows[i], b = rows[i | distance];
+        rows[i] = shuffle(a, b, upper);
+        rows[i | distance] = shuffle(a, b, lower);
+    }
+}
+
+// Rows of as many numbers as there are rows become columns.
+INLINE void transpose(u32p (&rows)[piece_lanes]) {
+    cross_rows<1>(rows);
+    cross_rows<2>(rows);
+    if constexpr (piece_lanes > 4) cross_rows<4>(rows);
+    if constexpr (piece_lanes > 8) cross_rows<8>(rows);
+}
+
+// The first dimensions of latents as values: keys [from, from + count) of a block to the panel's columns from `column` on. Columns
+// after those, up to a whole register, get what the block has there, unless it is one key, which may stand between others.
+static void gather_latent_values(const Cache& cache, const AttentionShape& shape, const HeadPlace& at, int from, int count, int column, uint8_t* values) {
+    int dim = shape.padded_values(), size = cache.block_size, key = 0;
+    bool floats = cache.kind == KVKind::f32;
+    const uint32_t* keys = (const uint32_t*)at.keys + from;
+    constexpr int some = piece_lanes;
+    i32p front, back;  // of two registers, lane by lane in turn
+    for (int i = 0; i < some; i++) {
+        front[i] = i / 2 + i % 2 * some;
+        back[i] = some / 2 + front[i];
+    }
+    int end = count > 1 && from + (count + some - 1) / some * some <= size ? (count + some - 1) / some * some : count;
+    if (column + end > split_keys) end = count;
+    for (; key + some <= end && column % 2 == 0; key += some) {
+        for (int d = 0; d < dim; d += floats ? some : 2 * some) {
+            u32p rows[some];
+            UNROLL for (int i = 0; i < some; i++) rows[i] = load<u32p>(keys + size_t(floats ? d + i : d / 2 + i) * size + key);
+            transpose(rows);
+            if (floats) {
+                UNROLL for (int i = 0; i < some; i++) store((float*)values + size_t(column + key + i) * dim + d, rows[i]);
+                continue;
+            }
+            UNROLL for (int i = 0; i < some; i += 2) {
+                u32p even = (rows[i] & 0xffffu) | (rows[i + 1] << 16), odd = (rows[i] >> 16) | (rows[i + 1] & 0xffff0000u);
+                uint32_t* out = (uint32_t*)values + size_t((column + key + i) / 2) * dim + d;
+                store(out, shuffle(even, odd, front));
+                store(out + some, shuffle(even, odd, back));
+            }
+        }
+    }
+    for (; key < count; key++) {
+        size_t to = size_t(column + key);
+        for (int d = 0; d < dim; d++) {
+            if (floats) ((uint32_t*)values)[to * dim + d] = keys[size_t(d) * size + key];
+            else ((uint16_t*)values)[(to / 2 * dim + d) * 2 + to % 2] = uint16_t(keys[size_t(d / 2) * size + key] >> (16 * (d % 2)));
+        }
+    }
+}
+
 // Keys [from, to) of a block, all in one split, to column `column` of the panels.
 static void gather_run(const Cache& cache, const AttentionShape& shape, const HeadPlace& at, int from, int to, int column, Panels p) {
     int dim = shape.padded_dim, size = cache.block_size, count = to - from;
+    if (shape.value_dim) gather_latent_values(cache, shape, at, from, count, column, p.values);
+    if (!p.keys) return;
     if (cache.kind == KVKind::f32) {
         for (int d = 0; d < dim; d++)
             memcpy((float*)p.keys + size_t(d) * split_keys + column, (float*)at.keys + size_t(d) * size + from, size_t(count) * 4);
+        if (shape.value_dim) return;
         memcpy((float*)p.values + size_t(column) * dim, (float*)at.values + size_t(from) * dim, size_t(count) * dim * 4);
         return;
     }
@@ -237,6 +304,7 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
         } else {
             for (int d = 0; d < dim / 2; d++) memcpy(keys + size_t(d) * split_keys, source + size_t(d) * size, size_t(count) * 4);
         }
+        if (shape.value_dim) return;
         if (from % 2 == 0 && column % 2 == 0) {
             memcpy(values + size_t(column) * dim, (const uint16_t*)at.values + size_t(from) * dim, size_t(count + 1) / 2 * dim * 4);
         } else {
@@ -278,7 +346,7 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
     }
 }
 
-// Gathers keys [start, end) that lie where their positions say.
+// Gathers keys [start, end) that lie where their positions say; without a panel for keys the values of latents alone.
 static void gather(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end, Panels p) {
     for (int key = start; key < end;) {
         int place = key % cache.block_size, run = cache.block_size - place;
@@ -306,11 +374,11 @@ static void clear_values(const Cache& cache, int dim, int from, int to, Panels p
 }
 
 // Columns from `count` up to the next multiple of 32 become zeros.
-static void clear_rest(const Cache& cache, int dim, int count, Panels p) {
-    int padded = (count + 31) / 32 * 32, lines = cache.kind == KVKind::f32 ? dim : dim / 2;
+static void clear_rest(const Cache& cache, const AttentionShape& shape, int count, Panels p) {
+    int dim = shape.padded_dim, padded = (count + 31) / 32 * 32, lines = cache.kind == KVKind::f32 ? dim : dim / 2;
     if (padded == count) return;
     for (int d = 0; d < lines; d++) memset(p.keys + (size_t(d) * split_keys + count) * 4, 0, size_t(padded - count) * 4);
-    clear_values(cache, dim, count, padded, p);
+    clear_values(cache, shape.padded_values(), count, padded, p);
 }
 
 // ---- small products -----------------------------------------------------------------------------------------------------
@@ -443,6 +511,12 @@ struct Runs {
     size_t key_stride, value_stride;  // from one (pair of) dimensions to the next, and of keys
 };
 
+// Runs from one on.
+struct RunsFrom {
+    const uint8_t* const* keys;
+    size_t key_stride;
+};
+
 template <bool floats> INLINE Runs find_runs(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end) {
     Runs runs;
     runs.key_stride = size_t(cache.block_size) * 4;
@@ -463,7 +537,7 @@ INLINE void prefetch_rows(const uint8_t* at, size_t stride, int count, int width
 }
 
 // Scores of R rows with `count` keys.
-template <int R, bool floats> NOINLINE void score_rows(const Runs& runs, const uint8_t* q, size_t stride_q, int depth, int count, float* c) {
+template <int R, bool floats> NOINLINE void score_rows(RunsFrom runs, const uint8_t* q, size_t stride_q, int depth, int count, float* c) {
     for (int n = 0; n < count; n += 2 * run_keys / registers_in_run) {
         f32p acc[R][2] = {};
         int run = n / run_keys;
@@ -568,8 +642,8 @@ INLINE void clear_state(float* state, int padded) {
 
 INLINE void write_out(const float* state, const AttentionShape& shape, KVKind kind, const Sequence& sequence, int kv_head, int row, float* out, size_t stride) {
     int token = sequence.first_token + row / shape.group(), head = kv_head * shape.group() + row % shape.group();
-    float* at = out + size_t(token) * stride + size_t(head) * shape.head_dim;
-    float inverse = 1.0f / state[shape.padded_dim + 1];
+    float* at = out + size_t(token) * stride + size_t(head) * shape.values();
+    float inverse = 1.0f / state[shape.padded_values() + 1];
     if (int rotation = shape.kv_rotation(kind)) {
         f32x16 v[4];
         for (int i = 0; i < shape.head_dim; i += 64) {
@@ -578,7 +652,7 @@ INLINE void write_out(const float* state, const AttentionShape& shape, KVKind ki
         }
         return;
     }
-    for (int d = 0; d < shape.head_dim; d++) at[d] = state[d] * inverse;
+    for (int d = 0; d < shape.values(); d++) at[d] = state[d] * inverse;
 }
 
 // ---- tasks ------------------------------------------------------------------------------------------------------------------
@@ -589,19 +663,19 @@ struct AttendScratch {
 
     static size_t panel(const AttentionShape& shape) { return size_t(split_keys) * shape.padded_dim * 4; }
     static size_t bytes(const AttentionShape& shape) {
-        size_t padded = size_t(shape.padded_dim);
-        return 2 * panel(shape) + task_rows * padded * 4 + query_rows * split_keys * 4 * 2 + query_rows * padded * 4 +
-               task_rows * (padded + 16) * 4;
+        size_t padded = size_t(shape.padded_dim), values = size_t(shape.padded_values());
+        return panel(shape) + split_keys * values * 4 + task_rows * padded * 4 + query_rows * split_keys * 4 * 2 + query_rows * values * 4 +
+               task_rows * (values + 16) * 4;
     }
     AttendScratch(uint8_t* at, const AttentionShape& shape) {
         size_t padded = size_t(shape.padded_dim);
         keys = at;
         values = keys + panel(shape);
-        queries = values + panel(shape);
+        queries = values + split_keys * size_t(shape.padded_values()) * 4;
         weights = queries + task_rows * padded * 4;
         scores = (float*)(weights + query_rows * split_keys * 4);
         outputs = scores + query_rows * split_keys;
-        states = outputs + query_rows * padded;
+        states = outputs + query_rows * size_t(shape.padded_values());
     }
 };
 
@@ -626,10 +700,10 @@ struct Attending {
 template <bool floats> NOINLINE void attend_split(const Attending& at, int split, int first, int rows, int end) {
     const AttentionShape& shape = at.shape;
     const AttendScratch& scratch = at.scratch;
-    int padded = shape.padded_dim, start = split * split_keys, count = (end + 31) / 32 * 32;
+    int padded = shape.padded_dim, values_dim = shape.padded_values(), start = split * split_keys, count = (end + 31) / 32 * 32;
     size_t width = a_number<floats>;
     if (count == 0) {  // this split lies wholly after these rows
-        for (int r = 0; at.task.partial && r < rows; r++) clear_state(at.partial(split, first + r), padded);
+        for (int r = 0; at.task.partial && r < rows; r++) clear_state(at.partial(split, first + r), values_dim);
         return;
     }
 #if defined(__AMX_TILE__)
@@ -638,10 +712,13 @@ template <bool floats> NOINLINE void attend_split(const Attending& at, int split
     const uint8_t* q = scratch.queries + size_t(first) * padded * width;
     int depth = floats ? padded : padded / 2;
     if (reads_in_place && at.runs) {
-        each_run<product_rows_at_once>(rows, [&](auto R, int r) INLINE_LAMBDA {
-            score_rows<R, floats>(*at.runs, q + size_t(r) * padded * width, padded * width, depth, count, scratch.scores + size_t(r) * split_keys);
-        });
-        prefetch_rows(at.runs->values[0], at.runs->value_stride, floats ? run_keys : run_keys / 2, padded * 4);
+        int step = shape.value_dim ? 2 * run_keys : count;  // latents are large: all rows meet some before the next ones are read
+        for (int n = 0; n < count; n += step) {
+            each_run<product_rows_at_once>(rows, [&](auto R, int r) INLINE_LAMBDA {
+                score_rows<R, floats>(RunsFrom{at.runs->keys + n / run_keys, at.runs->key_stride}, q + size_t(r) * padded * width, padded * width, depth, step, scratch.scores + size_t(r) * split_keys + n);
+            });
+        }
+        if (!shape.value_dim) prefetch_rows(at.runs->values[0], at.runs->value_stride, floats ? run_keys : run_keys / 2, padded * 4);
     } else {
         product(floats, q, padded * width, rows, scratch.keys, split_keys * 4, depth, count, scratch.scores, split_keys);
     }
@@ -656,23 +733,23 @@ template <bool floats> NOINLINE void attend_split(const Attending& at, int split
         if (r + 1 < rows) maxima[r + 1] = maximum_of(r + 1);  // early, so that nothing waits for it
         totals[r] = soften<floats>(scratch.scores + size_t(r) * split_keys, count, maxima[r], scratch.weights + size_t(r) * split_keys * width);
     }
-    if (reads_in_place && at.runs) {
+    if (reads_in_place && at.runs && !shape.value_dim) {
         each_run<product_rows_at_once>(rows, [&](auto R, int r) INLINE_LAMBDA {
             mix_rows<R, floats>(*at.runs, scratch.weights + size_t(r) * split_keys * width, padded, count, scratch.outputs + size_t(r) * padded);
         });
     } else {
-        product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(padded) * 4, floats ? count : count / 2,
-                padded, scratch.outputs, size_t(padded));
+        product(floats, scratch.weights, split_keys * width, rows, scratch.values, size_t(values_dim) * 4, floats ? count : count / 2,
+                values_dim, scratch.outputs, size_t(values_dim));
     }
     for (int r = 0; r < rows; r++) {
-        const float* values = scratch.outputs + size_t(r) * padded;
+        const float* values = scratch.outputs + size_t(r) * values_dim;
         if (at.task.partial) {
             float* to = at.partial(split, first + r);
-            memcpy(to, values, size_t(padded) * 4);
-            to[padded] = maxima[r];
-            to[padded + 1] = totals[r];
+            memcpy(to, values, size_t(values_dim) * 4);
+            to[values_dim] = maxima[r];
+            to[values_dim + 1] = totals[r];
         } else {
-            join_split(at.state(first + r), values, maxima[r], totals[r], padded, padded);
+            join_split(at.state(first + r), values, maxima[r], totals[r], values_dim, values_dim);
         }
     }
 }
@@ -699,7 +776,7 @@ template <bool floats> static void attend_nodes(const Attending& at, int split) 
             HeadPlace from = head_place(cache, at.shape, sequence.block(slot / cache.block_size), at.task.kv_head);
             gather_run(cache, at.shape, from, place, place + 1, column, at.panels());
         }
-        clear_values(cache, at.shape.padded_dim, end, padded, at.panels());
+        clear_values(cache, at.shape.padded_values(), end, padded, at.panels());
         for (int column = end; column < padded; column++) held[column] = -1;
         attend_split<floats>(at, split, first, rows, end);
     }
@@ -720,10 +797,10 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
             for (int d = 0; d < padded; d += 16)
                 store(at.scratch.queries + (size_t(r) * padded + d) * 4, from_bf16(load<u16x16>(queries + head * query_bytes + size_t(d) * 2)));
         }
-        if (!task.partial) clear_state(at.state(r), padded);
+        if (!task.partial) clear_state(at.state(r), shape.padded_values());
     }
-    bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16;
-    bool in_place = reads_in_place && plain && num_rows <= most_rows_in_place && cache.block_size % run_keys == 0;
+    bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16, few = num_rows <= most_rows_in_place || shape.value_dim;
+    bool in_place = reads_in_place && plain && few && cache.block_size % run_keys == 0;
     int last_end = sequence.nodes ? sequence.first_position : sequence.position((task.end - 1) / group) + 1;
     for (int split = task.first_split; split <= task.last_split; split++) {
         int start = split * split_keys, count = std::min(last_end - start, split_keys);
@@ -735,9 +812,13 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
         if (in_place) {
             runs = find_runs<floats>(cache, shape, sequence, task.kv_head, start, start + count);
             at.runs = &runs;
+            if (shape.value_dim) {  // keys stay where they are, from which values are transposed
+                gather(cache, shape, sequence, task.kv_head, start, start + count, {nullptr, at.scratch.values});
+                clear_values(cache, shape.padded_values(), count, (count + 31) / 32 * 32, at.panels());
+            }
         } else {
             gather(cache, shape, sequence, task.kv_head, start, start + count, at.panels());
-            clear_rest(cache, padded, count, at.panels());
+            clear_rest(cache, shape, count, at.panels());
         }
         for (int first = 0; first < num_rows; first += query_rows) {
             int rows = std::min(num_rows - first, query_rows);
@@ -757,7 +838,7 @@ static void attend(const AttentionTask& task, const Sequence& sequence, const At
 
 static void join(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, KVKind kind, const float* partial, int num_splits,
                  float* out, size_t out_stride, uint8_t* scratch) {
-    int padded = shape.padded_dim, num_rows = task.end - task.begin;
+    int padded = shape.padded_values(), num_rows = task.end - task.begin;
     size_t length = partial_row(shape);
     float* state = AttendScratch(scratch, shape).states;
     for (int r = 0; r < num_rows; r++) {

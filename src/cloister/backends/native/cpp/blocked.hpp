@@ -383,15 +383,30 @@ template <bool whole> NOINLINE void finish_sums(const Matrix& w, const Rows& x, 
     }
 }
 
+// Asks for weights that are read where they lie, a block ahead, tile by tile of the rows that the block before meets: a burst for all
+// of it would fill every line buffer. Worth it where few rows meet a panel, such as those of an expert.
+struct BlockAhead {
+    const uint8_t* at;
+    int lines;  // for a row
+    INLINE BlockAhead(const Matrix& w, int panel, int first, int chunks, int num_rows)
+        : at(w.codes + size_t(panel) * w.panel_bytes() + size_t(first + chunks) * 2048), lines((chunks * 32 + num_rows - 1) / num_rows) {}
+    INLINE void ask(int rows) {
+        for (int i = 0; i < rows * lines; i++, at += 64) __builtin_prefetch(at, 0, 2);
+    }
+};
+
 template <class Core> static void multiply_channel_blocks(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink, uint8_t* scratch) {
     BlockScratch at(scratch);
     for (int row = begin; row < end; row += pass_rows) {
         int num_rows = end - row < pass_rows ? end - row : pass_rows;
+        bool asks_ahead = tile_bytes(w.kind) == 1024 && end - begin <= pass_rows;
         memset(at.sums, 0, size_t(num_rows) * 128);
         for (int first = 0; first < w.chunks; first += 8) {
             int chunks = w.chunks - first < 8 ? w.chunks - first : 8;
             const uint8_t* weights = Core::prepare(w, panel, first, chunks, at.weights);
+            BlockAhead ahead(w, panel, first, chunks, num_rows);
             each_tile<Core>(x, row, row + num_rows, first, chunks, at.inputs, [&](auto R, int its_row, const Tile& tile) INLINE_LAMBDA {
+                if (Core::direct && asks_ahead) ahead.ask(R);
                 add_chunks<Core, R>(weights, tile, chunks, at.sums + size_t(its_row - row) * 128);
             });
         }

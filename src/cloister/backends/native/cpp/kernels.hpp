@@ -10,7 +10,7 @@ namespace cloister {
 
 enum class KVKind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
-// The cache of one layer. A block holds, for each KV head, K then V (layout in attention.hpp), then their scales.
+// The cache of one layer. A block holds, for each KV head, K then V (layout in attention.hpp), then their scales; latents are K alone.
 struct Cache {
     uint8_t* base = nullptr;
     size_t block_bytes = 0;
@@ -25,6 +25,7 @@ struct AttentionShape {
     int num_heads = 0, num_kv_heads = 0, head_dim = 0, padded_dim = 0;
     int window = 0;  // 0: none
     float softcap = 0;  // scores become softcap * tanh(scores / softcap); 0: none
+    int value_dim = 0;  // not 0: one KV head, whose value is that many first numbers of its key (latent attention)
 
     // Keys and values of few bits have a scale for each group of dimensions, and are rotated in blocks of no more before they are
     // rounded (rows.hpp); queries are rotated too, and outputs back.
@@ -34,6 +35,8 @@ struct AttentionShape {
         return head_dim % 64 == 0 ? 64 : head_dim % 16 == 0 ? 16 : 0;
     }
     int group() const { return num_heads / num_kv_heads; }
+    int values() const { return value_dim ? value_dim : head_dim; }
+    int padded_values() const { return value_dim ? (value_dim + 31) / 32 * 32 : padded_dim; }
 };
 
 // A node of a token tree. The slots of its ancestors in this step, the oldest first, and its own begin at `path`.
@@ -82,6 +85,16 @@ struct Draw {
     bool truncates() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
+// How a token chooses the experts of a mixture (backends/spec.py, MoeSpec): scores are a softmax over all experts or a sigmoid of
+// each, the highest of score + correction take the token, and their scores are its weights. Of equal ones the lower number wins.
+struct Routing {
+    int num_experts = 0, num_chosen = 1;
+    bool renormalize = true, sigmoid = false;
+    const float* correction = nullptr;  // [num_experts], or null
+    int num_groups = 1, num_chosen_groups = 1, num_group_scores = 1;  // of groups, the best by the sum of their highest are chosen from
+    float scale = 1;  // of the weights
+};
+
 constexpr int draw_group = 256;  // neighbouring tokens that are drawn together first
 inline int num_draw_groups(int length) { return (length + draw_group - 1) / draw_group; }
 
@@ -100,8 +113,9 @@ struct Kernels {
     void (*add_scaled)(const float* from, float scale, int length, float* to);
     // Multiplies by `scale`, then bends to softcap * tanh(x / softcap) unless that is 0.
     void (*bend)(float* values, int length, float scale, float softcap);
-    // Turns one token's router outputs into scores, and finds the `count` highest: their experts and weights, the highest first.
-    void (*choose)(float* scores, int num_experts, int count, bool renormalize, int32_t* experts, float* weights);
+    // Turns one token's router outputs into scores and chooses experts: their numbers and weights, the first choice first.
+    // `group_scores` [num_groups] is written to.
+    void (*choose)(float* scores, float* group_scores, const Routing& routing, int32_t* experts, float* weights);
     // Writes one row of inputs as `rows.form` says: rounds to bfloat16, or to int8 with scales and sums. Zeros fill the last chunk.
     void (*put_row)(const float* row, int length, Rows& rows, int index);
     void (*put_wide_row)(const uint16_t* row, int length, Rows& rows, int index);
@@ -154,11 +168,12 @@ extern const Kernels kernels_neon;
 #endif
 
 // Floats of one split's result for one row: the values, then the maximum and the sum.
-inline size_t partial_row(const AttentionShape& shape) { return size_t(shape.padded_dim) + 16; }
+inline size_t partial_row(const AttentionShape& shape) { return size_t(shape.padded_values()) + 16; }
 
 // Bytes of a block of one layer's cache.
 inline size_t kv_block_bytes(const AttentionShape& shape, KVKind kind, int block_size) {
     size_t even = size_t(block_size + 1) / 2 * 2, dim = size_t(shape.padded_dim);
+    if (shape.value_dim) return (dim * size_t(block_size) * (kind == KVKind::f32 ? 4 : 2) + 63) / 64 * 64;
     size_t head = 0;
     switch (kind) {
         case KVKind::f32: head = 8 * dim * size_t(block_size); break;

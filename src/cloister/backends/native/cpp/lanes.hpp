@@ -46,6 +46,17 @@ INLINE f32p set_piece(float x) {
 INLINE i32p set_piece(int32_t x) { return i32p{} + x; }
 INLINE u32p set_piece(uint32_t x) { return u32p{} + x; }
 
+// The lanes of two registers that `lanes` names, which is known when this is compiled.
+INLINE u32p shuffle(u32p a, u32p b, i32p lanes) {
+#if defined(__clang__)
+    u32p v;
+    for (int i = 0; i < piece_lanes; i++) v[i] = lanes[i] < piece_lanes ? a[lanes[i]] : b[lanes[i] - piece_lanes];
+    return v;
+#else
+    return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
 // Sixteen lanes of float, int32_t or uint32_t.
 template <class T> struct Sixteen {
     typedef T Piece __attribute__((vector_size(piece_bytes), may_alias));

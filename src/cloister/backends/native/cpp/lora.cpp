@@ -119,14 +119,21 @@ void Program::add_gained(const AdapterTask& task, const UpdatePlace& place, cons
 void Program::adapt_heads(const Layer& layer, float* qkv, size_t stride) {
     if (adapter_tasks_.empty()) return;
     int q_width = layer.shape.num_heads * layer.shape.head_dim, kv_width = layer.shape.num_kv_heads * layer.shape.head_dim;
-    adapt(layer, {{Site::q, 0}, {Site::k, q_width}, {Site::v, q_width + kv_width}}, hidden_size_,
-          [&](int token, int, float* to) { read_normed(layer.attention_norm, token, to); }, qkv, stride);
+    auto read = [&](int token, int, float* to) { read_normed(layer.attention_norm, token, to); };
+    if (layer.latent) adapt(layer, {{Site::q, 0}, {Site::q_a, 0}, {Site::kv_a, layer.latent->key_column}}, hidden_size_, read, qkv, stride);
+    else adapt(layer, {{Site::q, 0}, {Site::k, q_width}, {Site::v, q_width + kv_width}}, hidden_size_, read, qkv, stride);
 }
 
-void Program::adapt_output(const Layer& layer, const Sink& sink) {
+void Program::adapt_latent_queries(const Layer& layer, const float* latents, size_t stride, float* queries, size_t query_stride) {
     if (adapter_tasks_.empty()) return;
-    size_t width = size_t(layer.shape.num_heads) * size_t(layer.shape.head_dim);
-    const float* mixed = mixed_.get<float>();
+    int rank = layer.latent->query_rank;
+    auto read = [&](int token, int, float* to) { std::memcpy(to, latents + size_t(token) * stride, size_t(rank) * 4); };
+    adapt(layer, {{Site::q_b, 0}}, rank, read, queries, query_stride);
+}
+
+void Program::adapt_output(const Layer& layer, const float* mixed, const Sink& sink) {
+    if (adapter_tasks_.empty()) return;
+    size_t width = size_t(layer.output.inputs);
     adapt(layer, {{Site::o}}, int(width), [&](int token, int, float* to) { std::memcpy(to, mixed + size_t(token) * width, width * 4); }, sink.out, sink.stride);
 }
 

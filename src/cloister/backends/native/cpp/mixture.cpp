@@ -10,7 +10,7 @@ namespace cloister {
 
 void Program::mixture(const Layer& layer, const Normed& inputs) {
     const Mixture& mixture = *layer.mixture;
-    int num_tokens = inputs.rows.num_rows, each = mixture.num_chosen;
+    int num_tokens = inputs.rows.num_rows, each = mixture.routing.num_chosen;
     Routes routes = route(mixture, inputs.exact);
     float* shared = nullptr;
     if (mixture.shared) {
@@ -30,8 +30,10 @@ void Program::mixture(const Layer& layer, const Normed& inputs) {
 }
 
 Program::Routes Program::route(const Mixture& mixture, const Rows& inputs) {
-    int num_tokens = inputs.num_rows, num_experts = int(mixture.experts.size()), each = mixture.num_chosen;
-    size_t stride = size_t(mixture.router.panels) * 32, pairs = size_t(num_tokens) * size_t(each);
+    const Routing& routing = mixture.routing;
+    int num_tokens = inputs.num_rows, num_experts = routing.num_experts, each = routing.num_chosen;
+    size_t outputs = size_t(mixture.router.panels) * 32, stride = outputs + (routing.num_groups > 1 ? size_t(routing.num_groups) : 0);
+    size_t pairs = size_t(num_tokens) * size_t(each);
     float* scores = (float*)scores_.reserve(size_t(num_tokens) * stride * 4);
     product("router", mixture.router, inputs, {Finish::store, scores, stride});
 
@@ -47,7 +49,7 @@ Program::Routes Program::route(const Mixture& mixture, const Rows& inputs) {
         float* its_scores = scores + size_t(row) * stride;
         routes.shares[row] = mixture.shared_gate ? 1.0f / (1.0f + std::exp(-its_scores[num_experts])) : 1.0f;
         size_t first = size_t(row) * size_t(each);
-        kernels_.choose(its_scores, num_experts, each, mixture.renormalize, routes.chosen + first, routes.weights + first);
+        kernels_.choose(its_scores, its_scores + outputs, routing, routes.chosen + first, routes.weights + first);
     });
     sort_pairs(mixture, routes);
     return routes;
@@ -111,7 +113,7 @@ Rows Program::gather(const Mixture& mixture, const Rows& inputs, const Routes& r
     Rows all = shape_rows(gathered_, form, routes.num_pairs, hidden_size_);
     each_row("gather", routes.num_pairs, [&](int pair, int) {
         size_t e = size_t(routes.chosen[pair]);
-        int from = pair / mixture.num_chosen, to = routes.places[pair] - routes.starts[e];
+        int from = pair / mixture.routing.num_chosen, to = routes.places[pair] - routes.starts[e];
         Rows rows = all.slice(routes.starts[e], routes.count(e));
         for (int chunk = 0; chunk < rows.chunks; chunk++) memcpy(rows.at(to, chunk), inputs.at(from, chunk), 64);
         if (form.type != Input::int8) return;

@@ -128,8 +128,12 @@ void check_feed_forward(const FeedForward& mlp, int hidden) {
 
 void check_mixture(const Mixture& mixture, int hidden) {
     const char* unlike = "the experts of a layer are not of one shape and number format";
-    int num_experts = int(mixture.experts.size());
-    require(num_experts > 0 && mixture.num_chosen > 0 && mixture.num_chosen <= num_experts, "a mixture chooses more experts than it has");
+    const Routing& routing = mixture.routing;
+    int num_experts = routing.num_experts;
+    require(num_experts > 0 && routing.num_chosen > 0 && routing.num_chosen <= num_experts, "a mixture chooses more experts than it has");
+    require(routing.num_groups == 1 || (routing.num_groups > 1 && num_experts % routing.num_groups == 0 && routing.num_chosen_groups > 0 && routing.num_chosen_groups <= routing.num_groups &&
+            routing.num_chosen <= routing.num_chosen_groups * (num_experts / routing.num_groups) && routing.num_group_scores > 0 &&
+            routing.num_group_scores <= num_experts / routing.num_groups), "a mixture has no such groups of experts");
     require(mixture.router.kind == Kind::f32 && mixture.router.inputs == hidden && mixture.router.outputs == num_experts + mixture.shared_gate,
             "a router does not have the size of its mixture");
     const FeedForward& first = mixture.experts[0];
@@ -141,6 +145,26 @@ void check_mixture(const Mixture& mixture, int hidden) {
     check_feed_forward(*mixture.shared, hidden);
 }
 
+// Inputs and outputs of a product that an adapter may change; none where the layer has no such product.
+std::pair<int, int> adapted_shape(const Layer& layer, Site site, int hidden) {
+    const AttentionShape& shape = layer.shape;
+    const Latent* latent = layer.latent ? &*layer.latent : nullptr;
+    int kv_width = shape.num_kv_heads * shape.head_dim, inner = layer.mixture ? 0 : layer.mlp.down.inputs;
+    std::pair<int, int> none{0, 0};
+    switch (site) {
+        case Site::q: return !latent ? std::pair(hidden, shape.num_heads * shape.head_dim) : latent->query_rank ? none : std::pair(hidden, latent->key_column);
+        case Site::k: case Site::v: return latent ? none : std::pair(hidden, kv_width);
+        case Site::o: return {layer.output.inputs, hidden};
+        case Site::gate: return layer.mlp.gated ? std::pair(inner ? hidden : 0, inner) : none;
+        case Site::up: return {inner ? hidden : 0, inner};
+        case Site::down: return {inner, hidden};
+        case Site::q_a: return latent && latent->query_rank ? std::pair(hidden, latent->query_rank) : none;
+        case Site::q_b: return latent && latent->query_rank ? std::pair(latent->query_rank, latent->queries.outputs) : none;
+        case Site::kv_a: return latent ? std::pair(hidden, shape.head_dim) : none;
+    }
+    return none;
+}
+
 // An adapter of (layer, site, A, B); the arrays must outlive it.
 std::unique_ptr<Adapter> make_adapter(const Program& program, const std::vector<std::tuple<int, int, Matrix, Matrix>>& updates) {
     auto adapter = std::make_unique<Adapter>();
@@ -148,12 +172,10 @@ std::unique_ptr<Adapter> make_adapter(const Program& program, const std::vector<
     for (const auto& [layer, site, a, b] : updates) {
         require(layer >= 0 && size_t(layer) < program.layers.size() && site >= 0 && site < num_sites, "an adapter changes a product that is not there");
         const Layer& changed = program.layers[size_t(layer)];
-        int heads = changed.shape.num_heads * changed.shape.head_dim, kv_heads = changed.shape.num_kv_heads * changed.shape.head_dim;
-        int hidden = program.hidden_size(), inner = changed.mlp.down.inputs;
-        const int inputs[] = {hidden, hidden, hidden, heads, hidden, hidden, inner}, outputs[] = {heads, kv_heads, kv_heads, hidden, inner, inner, hidden};
-        require(a.inputs == inputs[site] && b.outputs == outputs[site] && a.outputs == b.inputs, "an adapter does not fit the product that it changes");
+        auto [inputs, outputs] = adapted_shape(changed, Site(site), program.hidden_size());
+        require(inputs > 0, "an adapter changes a product that is not there");
+        require(a.inputs == inputs && b.outputs == outputs && a.outputs == b.inputs, "an adapter does not fit the product that it changes");
         require(a.kind == b.kind && (a.kind == Kind::f32 || a.kind == Kind::bf16) && !a.bias && !b.bias, "an adapter is of a kind that no kernel has");
-        require(site < int(Site::gate) || (!changed.mixture && (site != int(Site::gate) || changed.mlp.gated)), "an adapter changes a product that is not there");
         adapter->layers[size_t(layer)][size_t(site)] = {a, b};
     }
     return adapter;
@@ -174,14 +196,44 @@ void check_heads(const DraftHeads& heads, int hidden) {
     }
 }
 
+// One head's part of matrices that stand one below the other, each from a whole panel on.
+std::vector<Matrix> cut_heads(const Matrix& all, int num_heads, int outputs) {
+    int panels = (outputs + panel_width - 1) / panel_width;
+    require(num_heads > 0 && outputs > 0 && all.panels == num_heads * panels && (all.kind == Kind::f32 || all.kind == Kind::bf16) && !all.bias,
+            "matrices of heads do not have the size of their shape");
+    std::vector<Matrix> heads(size_t(num_heads), all);
+    for (size_t h = 0; h < heads.size(); h++) {
+        heads[h].codes += h * size_t(panels) * all.panel_bytes();
+        heads[h].panels = panels;
+        heads[h].outputs = outputs;
+    }
+    return heads;
+}
+
+void check_latent(const Layer& layer) {
+    const AttentionShape& s = layer.shape;
+    const Latent& latent = *layer.latent;
+    const char* unfit = "the matrices of latent attention do not fit together";
+    int queries = s.num_heads * (latent.plain_dim + s.head_dim - s.value_dim);
+    require(s.num_kv_heads == 1 && s.window == 0 && s.value_dim > 0 && s.value_dim <= s.head_dim && latent.plain_dim > 0 && latent.key_norm, unfit);
+    require(int(latent.absorb.size()) == s.num_heads && int(latent.expand.size()) == s.num_heads, unfit);
+    require(latent.absorb[0].inputs == latent.plain_dim && latent.absorb[0].outputs == s.value_dim && latent.expand[0].inputs == s.value_dim, unfit);
+    if (latent.query_rank) require(latent.query_norm && latent.queries.inputs == latent.query_rank && latent.queries.outputs == queries, unfit);
+    require(latent.key_column == (latent.query_rank ? latent.query_rank : queries), unfit);
+    require(layer.cache.kind == KVKind::f32 || layer.cache.kind == KVKind::bf16, "latents are kept in float32 or bfloat16");
+}
+
 void check_layer(const Program& program, const Layer& layer) {
     const AttentionShape& s = layer.shape;
     int hidden = program.hidden_size();
     require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 && s.head_dim > 0 && s.window >= 0, "a layer has no such heads");
-    require(layer.rope < 0 || (size_t(layer.rope) < program.ropes.size() && int(program.ropes[size_t(layer.rope)].inv_freq.size()) * 2 <= s.head_dim),
+    require(layer.rope < 0 || (size_t(layer.rope) < program.ropes.size() && int(program.ropes[size_t(layer.rope)].inv_freq.size()) * 2 <= s.head_dim - s.value_dim),
             "a layer has a rotation that is larger than its heads");
-    require(layer.qkv.inputs == hidden && layer.qkv.outputs == (s.num_heads + 2 * s.num_kv_heads) * s.head_dim &&
-            layer.output.inputs == s.num_heads * s.head_dim && layer.output.outputs == hidden, "the matrices of a layer do not fit together");
+    int first = layer.latent ? layer.latent->key_column + s.head_dim : (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
+    int width = layer.latent ? s.num_heads * layer.latent->expand[0].outputs : s.num_heads * s.head_dim;
+    require(layer.qkv.inputs == hidden && layer.qkv.outputs == first && layer.output.inputs == width && layer.output.outputs == hidden,
+            "the matrices of a layer do not fit together");
+    if (layer.latent) check_latent(layer);
     if (layer.mixture) check_mixture(*layer.mixture, hidden);
     else check_feed_forward(layer.mlp, hidden);
     require(layer.cache.block_size > 0, "a cache has no block");
@@ -209,17 +261,19 @@ NB_MODULE(_native, m) {
         int length = chunk_length(Kind(kind));
         return size_t((outputs + 31) / 32) * size_t((inputs + length - 1) / length) * 2 * size_t(tile_bytes(Kind(kind)));
     });
-    m.def("kv_block_bytes", [](int kind, int num_kv_heads, int head_dim, int block_size) {
+    m.def("kv_block_bytes", [](int kind, int num_kv_heads, int head_dim, int value_dim, int block_size) {
         AttentionShape shape;
+        shape.value_dim = value_dim;
         shape.num_kv_heads = num_kv_heads;
         shape.head_dim = head_dim;
         shape.padded_dim = (head_dim + 31) / 32 * 32;
         return kv_block_bytes(shape, KVKind(kind), block_size);
     });
 
-    m.def("scratch_bytes", [](const std::string& kernels, int num_heads, int num_kv_heads, int head_dim, int inputs, int vocab_size) {
+    m.def("scratch_bytes", [](const std::string& kernels, int num_heads, int num_kv_heads, int head_dim, int value_dim, int inputs, int vocab_size) {
         const Kernels& table = find_kernels(kernels);
         AttentionShape shape;
+        shape.value_dim = value_dim;
         shape.num_heads = num_heads;
         shape.num_kv_heads = num_kv_heads;
         shape.head_dim = head_dim;
@@ -262,10 +316,36 @@ NB_MODULE(_native, m) {
         new (self) FeedForward{up, down, Activation(activation), gated};
     }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"));
 
-    nb::class_<Mixture>(m, "Mixture").def("__init__", [](Mixture* self, const Matrix& router, const std::vector<FeedForward>& experts, int num_chosen,
-                                                         bool renormalize, const FeedForward* shared, bool shared_gate) {
-        new (self) Mixture{router, experts, num_chosen, renormalize, shared_gate, shared ? std::optional(*shared) : std::nullopt};
-    }, nb::arg("router"), nb::arg("experts"), nb::arg("num_chosen"), nb::arg("renormalize"), nb::arg("shared").none(), nb::arg("shared_gate"));
+    nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_experts, int num_chosen, bool renormalize, bool sigmoid, nb::object correction,
+                                                         std::tuple<int, int, int> groups, float scale) {
+        auto [num_groups, num_chosen_groups, num_group_scores] = groups;
+        const float* biases = kept<float>(correction, size_t(std::max(num_experts, 0)), "a router has fewer correction biases than experts");
+        new (self) Routing{num_experts, num_chosen, renormalize, sigmoid, biases, num_groups, num_chosen_groups, num_group_scores, scale};
+    }, nb::arg("num_experts"), nb::arg("num_chosen"), nb::arg("renormalize"), nb::arg("sigmoid"), nb::arg("correction").none(), nb::arg("groups"), nb::arg("scale"));
+
+    nb::class_<Mixture>(m, "Mixture").def("__init__", [](Mixture* self, const Matrix& router, const std::vector<FeedForward>& experts, const Routing& routing,
+                                                         const FeedForward* shared, bool shared_gate) {
+        require(int(experts.size()) == routing.num_experts, "a mixture has other experts than it routes to");
+        new (self) Mixture{router, experts, routing, shared_gate, shared ? std::optional(*shared) : std::nullopt};
+    }, nb::arg("router"), nb::arg("experts"), nb::arg("routing"), nb::arg("shared").none(), nb::arg("shared_gate"));
+
+    nb::class_<Latent>(m, "Latent").def("__init__", [](Latent* self, const Matrix* queries, const Matrix& absorb, const Matrix& expand, nb::object query_norm,
+                                                       Array1<const float> key_norm, float eps, std::tuple<int, int, int, int, int> sizes) {
+        auto [heads, plain_dim, turned_dim, rank, value_dim] = sizes;
+        require(int(key_norm.size()) >= rank, "a norm is shorter than its rows");
+        Latent latent;
+        if (queries) latent.queries = *queries;
+        latent.absorb = cut_heads(absorb, heads, rank);
+        latent.expand = cut_heads(expand, heads, value_dim);
+        latent.query_rank = queries ? queries->inputs : 0;
+        latent.query_norm = kept<float>(query_norm, size_t(latent.query_rank), "a norm is shorter than its rows");
+        latent.key_norm = key_norm.data();
+        latent.eps = eps;
+        latent.plain_dim = plain_dim;
+        latent.key_column = latent.query_rank ? latent.query_rank : heads * (plain_dim + turned_dim);
+        new (self) Latent(std::move(latent));
+    }, nb::arg("queries").none(), nb::arg("absorb"), nb::arg("expand"), nb::arg("query_norm").none(), nb::arg("key_norm").noconvert(), nb::arg("eps"),
+       nb::arg("sizes"));
 
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, const std::string& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps) {
@@ -293,13 +373,15 @@ NB_MODULE(_native, m) {
             require(first_block >= 0 && num_blocks > 0 && window >= 0, "a group of layers has no such blocks");
             self.groups.push_back({first_block, num_blocks, window});
         }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"))
-        .def("add_layer", [](Program& self, std::tuple<int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Matrix& output,
+        .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const Matrix& output,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
                              bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
             Layer layer;
-            auto [heads, kv_heads, dim, window] = shape;
-            layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap};
+            auto [heads, kv_heads, dim, value_dim, window] = shape;
+            layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap, value_dim};
+            require((value_dim > 0) == (latent != nullptr), "only latent attention has values that are part of their keys");
+            if (latent) layer.latent = *latent;
             layer.scale = scale;
             layer.rope = rope;
             layer.qkv = qkv;
@@ -321,7 +403,7 @@ NB_MODULE(_native, m) {
             layer.group = group;
             check_layer(self, layer);
             self.layers.push_back(layer);
-        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
+        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
            nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {

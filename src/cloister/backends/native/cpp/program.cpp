@@ -32,7 +32,7 @@ int first_entry(const KVGroup& group, int position, int block_size) {
 // Whether attention of two layers has the same list of tasks.
 bool same_tasks(const Layer& one, const Layer& other) {
     const AttentionShape &a = one.shape, &b = other.shape;
-    return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.padded_dim == b.padded_dim && a.window == b.window;
+    return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.padded_dim == b.padded_dim && a.value_dim == b.value_dim && a.window == b.window;
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 
 std::vector<Buffer*> Program::buffers() {
     std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
-                             &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &adapter_normed_, &adapter_wide_, &guesses_};
+                             &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -295,7 +295,7 @@ void Program::list_tasks(const Layer& layer) {
 
 void Program::attention(const Layer& layer, const Batch& batch) {
     const AttentionShape& shape = layer.shape;
-    size_t width = size_t(shape.num_heads) * shape.head_dim;
+    size_t width = size_t(shape.num_heads) * shape.values();
     reserve_scratch(kernels_.attend_scratch(shape));
     float* mixed = (float*)mixed_.reserve(size_t(batch.num_tokens) * width * 4);
     const uint8_t* queries = queries_.get<uint8_t>();
@@ -396,19 +396,20 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
 }
 
 void Program::attention_block(const Layer& layer, const Batch& batch, const Rows& inputs) {
-    int num_tokens = batch.num_tokens, width = layer.shape.num_heads * layer.shape.head_dim;
+    int num_tokens = batch.num_tokens, width = layer.output.inputs;
     size_t stride = size_t(layer.qkv.panels) * 32;
     float* qkv = (float*)qkv_.reserve(size_t(num_tokens) * stride * 4);
     product("qkv", layer.qkv, inputs, {Finish::store, qkv, stride});
     adapt_heads(layer, qkv, stride);
-    place_heads(layer, batch, qkv, stride);
+    if (layer.latent) place_latents(layer, batch, qkv, stride);
+    else place_heads(layer, batch, qkv, stride);
     attention(layer, batch);
+    const float* mixed = layer.latent ? expand_latents(layer, num_tokens) : mixed_.get<float>();
     Rows rows = shape_rows(inputs_, layer.output.form(), num_tokens, width);
-    const float* mixed = mixed_.get<float>();
     each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * width, width, rows, row); });
     Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
     product("output", layer.output, rows, sink);
-    adapt_output(layer, sink);
+    adapt_output(layer, mixed, sink);
     join_branch(layer, layer.attention_post_norm, num_tokens);
 }
 

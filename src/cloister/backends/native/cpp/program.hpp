@@ -31,9 +31,20 @@ struct FeedForward {
 struct Mixture {
     Matrix router;
     std::vector<FeedForward> experts;
-    int num_chosen = 1;
-    bool renormalize = true, shared_gate = false;
+    Routing routing;
+    bool shared_gate = false;
     std::optional<FeedForward> shared;
+};
+
+// What latent attention multiplies with beside `Layer::qkv`, whose outputs are queries, or their latent, and then the latent of keys
+// with its rotated part. A head's query is `plain_dim` numbers and a rotated part.
+struct Latent {
+    Matrix queries;    // from the latent of queries, where there is one: `query_rank` is not 0
+    std::vector<Matrix> absorb, expand;  // of each head: plain part of a query to one that meets latents; latent to value
+    const float *query_norm = nullptr, *key_norm = nullptr;
+    float eps = 0;
+    int query_rank = 0, plain_dim = 0;
+    int key_column = 0;  // where the latent of keys begins in outputs of `qkv`
 };
 
 struct Layer {
@@ -41,6 +52,7 @@ struct Layer {
     float scale = 1;
     int rope = -1;  // -1: none
     Matrix qkv, output;
+    std::optional<Latent> latent;
     Norm attention_norm, mlp_norm, attention_post_norm, mlp_post_norm;
     const float *q_norm = nullptr, *k_norm = nullptr;
     bool norms_projection = false;  // q and k are normed over all heads together
@@ -191,6 +203,9 @@ private:
                      const Mixture* mixture = nullptr);
     void attention_block(const Layer& layer, const Batch& batch, const Rows& inputs);
     void place_heads(const Layer& layer, const Batch& batch, float* qkv, size_t stride);
+    void place_latents(const Layer& layer, const Batch& batch, float* first, size_t stride);
+    const float* expand_latents(const Layer& layer, int num_tokens);
+    template <class Write> void multiply_heads(const char* name, const std::vector<Matrix>& matrices, int num_tokens, float* out, Write&& write);
     void attention(const Layer& layer, const Batch& batch);
     void list_tasks(const Layer& layer);
     void feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted = nullptr);
@@ -223,7 +238,8 @@ private:
     void adapt(const Layer& layer, std::initializer_list<UpdatePlace> places, int length, const ReadRow& read, float* out, size_t stride);
     void add_gained(const AdapterTask& task, const UpdatePlace& place, const float* gained, int panel, int outputs, float* out, size_t stride);
     void adapt_heads(const Layer& layer, float* qkv, size_t stride);
-    void adapt_output(const Layer& layer, const Sink& sink);
+    void adapt_latent_queries(const Layer& layer, const float* latents, size_t stride, float* queries, size_t query_stride);
+    void adapt_output(const Layer& layer, const float* mixed, const Sink& sink);
     void keep_normed(const Layer& layer);
     void product_adapted(const Layer& layer, const Rows& inputs, const Sink& sink);
     void adapt_down(const Layer& layer, const Rows& next, const Sink& bent, const Sink& sink);
@@ -242,14 +258,14 @@ private:
 
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, masked_, peaks_;
     Buffer branch_, parallel_, exact_, shared_inputs_, scores_, routes_, gathered_, expert_outputs_;
-    Buffer adapter_normed_, adapter_wide_, guesses_;
+    Buffer latent_, adapter_normed_, adapter_wide_, guesses_;
     std::vector<DraftHeads> draft_heads_;
     std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
     std::vector<AdapterTask> adapter_tasks_;
     std::vector<int> adapter_tokens_;  // tokens that have one, adapter after adapter
     std::vector<Product> products_;  // of a mixture's experts, with their inputs
     std::vector<int> cuts_;          // [products]: tasks before and in each
-    std::vector<Rows> nexts_;        // [num_experts]: inputs of their second products
+    std::vector<Rows> nexts_;        // [num_experts]: inputs of their second products; or [num_heads], of latent attention
     std::vector<Buffer> scratch_;
     std::vector<uint8_t> finite_;  // [num_rows][pieces of a row]
     int pieces_ = 0, kept_rows_ = 0;

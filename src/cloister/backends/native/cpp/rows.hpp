@@ -68,47 +68,6 @@ static void bend(float* values, int length, float scale, float softcap) {
     }
 }
 
-// A mixture's router: softmax over all experts, of which the highest are chosen; of equal ones the one with the lower number.
-// Outputs that are no numbers choose the first experts with weights that are none either, so that nobody takes the answer for one.
-static void choose(float* scores, int num_experts, int count, bool renormalize, int32_t* experts, float* weights) {
-    float highest_score = scores[0], bad = 0.0f;
-    for (int i = 0; i < num_experts; i++) {
-        highest_score = scores[i] > highest_score ? scores[i] : highest_score;
-        bad += scores[i] * 0.0f;
-    }
-    if (bad != 0.0f) {
-        for (int j = 0; j < count; j++) {
-            experts[j] = j;
-            weights[j] = NAN;
-        }
-        return;
-    }
-    float total = 0.0f;
-    for (int i = 0; i < num_experts; i += 16) {
-        int some = num_experts - i < 16 ? num_experts - i : 16;
-        f32x16 e = exp(load_some(scores + i, some) - highest_score);
-        memcpy(scores + i, &e, size_t(some) * 4);
-        for (int j = i; j < i + some; j++) total += scores[j];
-    }
-    int found = 0;
-    for (int i = 0; i < num_experts; i++) {
-        if (found == count && !(scores[i] > weights[count - 1])) continue;
-        int at = found < count ? found++ : count - 1;
-        for (; at > 0 && scores[i] > weights[at - 1]; at--) {
-            weights[at] = weights[at - 1];
-            experts[at] = experts[at - 1];
-        }
-        weights[at] = scores[i];
-        experts[at] = i;
-    }
-    float divisor = total;
-    if (renormalize) {
-        divisor = 0.0f;
-        for (int j = 0; j < count; j++) divisor += weights[j];
-    }
-    for (int j = 0; j < count; j++) weights[j] /= divisor;
-}
-
 // The largest magnitude. Compared as integers, infinity is beyond every number and no number beyond infinity: neither is lost.
 struct Peak {
     i32x16 most = {};

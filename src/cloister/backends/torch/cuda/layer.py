@@ -46,7 +46,7 @@ class CudaLayer:
         queries = normed.new_empty(len(normed), self.heads.num_heads, self.heads.head_dim)
         rotate_and_write(
             self._qkv.multiply(normed, normed.dtype), positions, targets, angles, self._qk_norms, queries, slots,
-            heads=self.heads, scale=self.spec.attention.scale, eps=self._eps,
+            heads=self.heads, scale=self.spec.grouped_attention.scale, eps=self._eps,
         )  # fmt: skip
         return queries
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.types.errors import ConfigError
 
@@ -32,12 +33,15 @@ def feed_forward_of(layer: LayerSpec) -> MlpSpec:
 
 def rope_of(layer: LayerSpec) -> RopeSpec:
     """Returns the rotary embedding of a layer that was checked."""
-    if layer.attention.rope is None:
+    rope = layer.grouped_attention.rope
+    if rope is None:
         raise ConfigError("the CUDA program does not compute layers without rotation; choose the device cpu", param="device")
-    return layer.attention.rope
+    return rope
 
 
 def _missing(spec: DecoderSpec) -> Iterator[str]:
+    if isinstance(spec, EncoderSpec):
+        yield "encoders"
     if spec.norm != "rms" or spec.norm_bias:
         yield "layer norms"
     if spec.position_embeddings:
@@ -48,6 +52,8 @@ def _missing(spec: DecoderSpec) -> Iterator[str]:
         yield "soft caps"
     if spec.head_bias:
         yield "a bias of the head"
+    if spec.vision is not None:
+        yield "a vision tower"
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
@@ -56,14 +62,20 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "norms after attention and feed-forward"
     if layer.parallel or layer.residual_scale != 1.0:
         yield "parallel or scaled residuals"
-    if isinstance(attention, LatentAttentionSpec):
+    if layer.state is not None or attention is None:
+        yield "layers with a state, or without attention"
+    elif isinstance(attention, LatentAttentionSpec):
         yield "latent attention"
     else:
         yield from _missing_of_attention(attention)
-    if not isinstance(mlp, MlpSpec):
+    if mlp is None:
+        yield "layers without a feed-forward"
+    elif not isinstance(mlp, MlpSpec):
         yield "experts"
-    elif not mlp.gated or mlp.activation == "relu":
+    elif not mlp.gated or mlp.activation in ("relu", "relu2"):
         yield "feed-forwards without a gate"
+    elif mlp.is_scaled:
+        yield "scaled feed-forwards"
     elif mlp.clipped is not None:
         yield "clipped SwiGLU"
 
@@ -73,6 +85,8 @@ def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "partly turned heads"
     elif attention.rope.interleaved:
         yield "interleaved rotation"
+    if attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0):
+        yield "gated or scaled attention"
     if attention.softcap is not None:
         yield "soft caps"
     if attention.qk_norm and attention.qk_norm_over != "head":

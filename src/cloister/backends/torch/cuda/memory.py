@@ -24,7 +24,7 @@ def device_need(
 ) -> MemoryNeed:
     """Says what a program takes of the current CUDA device (`backends.base.Backend.need`)."""
     bits = sum(math.prod(weights.shape(name)) * _bits(weights.form(name), dtype) for name in weights.names())
-    slots = sum(kv_size(layer.attention) for layer in spec.layers)
+    slots = sum(kv_size(layer.grouped_attention) for layer in spec.layers)
     num_rows = max(max_batched_tokens, CAPTURED_SEQS)
     return MemoryNeed(
         weights_bytes=round(bits / 8),
@@ -45,13 +45,13 @@ def _row_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
 
 
 def _widest(layer: LayerSpec) -> int:
-    attention = layer.attention
+    attention = layer.grouped_attention
     return max(3 * widest_feed_forward(layer.mlp), (3 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim)
 
 
 def _fixed_bytes(spec: DecoderSpec, is_exact: bool) -> int:
     """Angles, partial results of attention, the outputs of captured steps, and FlashInfer's workspace."""
-    kinds = {layer.attention for layer in spec.layers}
+    kinds = {layer.grouped_attention for layer in spec.layers}
     angles = sum(4 * spec.max_positions * kind.head_dim for kind in kinds)
     workspaces = 0 if is_exact else len(kinds) * WORKSPACE_BYTES
     return angles + len(kinds) * PARTIAL_BYTES + 4 * CAPTURED_SEQS * spec.vocab_size + workspaces

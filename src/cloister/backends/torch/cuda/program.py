@@ -69,7 +69,7 @@ class CudaProgram(Program):
         self._num_positions = min(spec.max_positions, kv.num_blocks * kv.block_size)
         ropes = {rope_of(layer) for layer in spec.layers}
         self._angles = {rope: angle_table(rope, self._num_positions).to(device) for rope in ropes}
-        self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
+        self._cache = KVCache(kv, [layer.grouped_attention for layer in spec.layers], dtype, device)
         self._attention = PagedAttention([layer.heads for layer in self._layers], dtype, device, num_places)
         self._uploader = StepUploader(device)
         self._outputs = GraphOutputs(

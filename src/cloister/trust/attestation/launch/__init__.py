@@ -1,7 +1,7 @@
-"""Launch measurements of a machine image, predicted before it runs anywhere: what a report of SEV-SNP or TDX will say of it.
+"""Predicts the launch measurements of a machine image: the values that a report of SEV-SNP or TDX will contain.
 
-Pure: no I/O, no clock. `Firmware` reads OVMF, `measure_snp` and `measure_td` compute what the processor will, from the image
-and the hypervisor's settings alone.
+Pure: no I/O, no clock. `Firmware` reads OVMF, `measure_snp` and `measure_td` compute the processor's values from the image and
+the hypervisor's settings alone.
 """
 
 from cloister.trust.attestation.launch.firmware import DirectBoot, Firmware, read_firmware

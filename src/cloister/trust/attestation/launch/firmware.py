@@ -1,4 +1,4 @@
-"""OVMF's tables: where its pages lie, and what a hypervisor has to put beside them for SEV-SNP and TDX. Pure.
+"""OVMF's tables: the location of its pages, and what a hypervisor must add to them for SEV-SNP and TDX. Pure.
 
 The last bytes of the file hold a table of entries named by GUIDs, read backwards (edk2, OvmfPkg/ResetVector/Ia16/
 ResetVectorVtf0.asm). Two of them lead to the metadata of SEV (OvmfPkg/ResetVector/X64/OvmfSevMetadata.asm) and of TDX
@@ -20,7 +20,7 @@ PAGE_BYTES: Final = 4096
 _FOUR_GIB: Final = 2**32
 _MAX_BYTES: Final = 64 * 2**20
 _AFTER_TABLE_BYTES: Final = 32  # the reset vector
-_ENTRY: Final = struct.Struct("<H16s")  # length with this head, GUID; the data lies before it
+_ENTRY: Final = struct.Struct("<H16s")  # length with this head, GUID; the data precede it
 _FOOTER: Final = UUID("96b582de-1fb2-45f7-baea-a366c55a082d")
 _SEV_HASHES: Final = UUID("7255371f-3a3b-4b04-927b-1da6efa8d454")
 _SEV_RESET: Final = UUID("00f771de-1a7e-4fcb-890e-68c77e2fb44e")
@@ -32,7 +32,7 @@ _TDX_SECTION: Final = struct.Struct("<IIQQII")
 
 
 class SevPages(IntEnum):
-    """What a section of SEV's metadata is for."""
+    """Type of a section of SEV's metadata."""
 
     SECURE_MEMORY = 1
     SECRETS = 2
@@ -50,7 +50,7 @@ class TdxAttribute(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SevSection:
-    """Pages that a hypervisor adds beside the firmware: address and size in bytes of guest memory."""
+    """Pages that a hypervisor adds to the firmware: address and size in bytes of guest memory."""
 
     address: int
     size: int
@@ -59,7 +59,7 @@ class SevSection:
 
 @dataclass(frozen=True, slots=True)
 class TdxSection:
-    """A part of the firmware, or memory for it: where it lies in the file, and where in the guest, in bytes."""
+    """A part of the firmware, or memory for it: its offset in the file and its address in the guest, in bytes."""
 
     offset: int
     size: int
@@ -71,13 +71,13 @@ class TdxSection:
 
 @dataclass(frozen=True, slots=True)
 class Firmware:
-    """OVMF, as far as launch measurements need it.
+    """The data of OVMF that launch measurements need.
 
     Attributes:
         data: the file; it ends at 4 GiB of the guest's memory.
         sev_sections: in the order in which the hypervisor adds them; empty if the firmware does not know SEV-SNP.
-        hashes_address: where the hashes of kernel, initrd and command line go; 0 if the firmware does not check them.
-        reset_address: where processors but the first begin; 0 if the firmware does not say.
+        hashes_address: address of the hashes of kernel, initrd and command line; 0 if the firmware does not check them.
+        reset_address: start address of processors other than the first; 0 if the firmware does not define it.
         tdx_sections: likewise for TDX.
     """
 
@@ -89,12 +89,12 @@ class Firmware:
 
     @property
     def address(self) -> int:
-        """Of the first byte, in the guest's memory."""
+        """Address of the first byte in the guest's memory."""
         return _FOUR_GIB - len(self.data)
 
     @property
     def checks_hashes(self) -> bool:
-        """Whether it refuses another kernel, initrd or command line than those that SEV-SNP measured."""
+        """Whether it refuses a kernel, initrd or command line other than those measured by SEV-SNP."""
         return bool(self.hashes_address) and any(s.pages is SevPages.KERNEL_HASHES for s in self.sev_sections)
 
 
@@ -102,10 +102,10 @@ def read_firmware(data: bytes) -> Firmware:
     """Reads OVMF.
 
     Args:
-        data: the whole file: code and variables in one, as confidential guests take it.
+        data: the whole file: code and variables combined, as for confidential guests.
 
     Raises:
-        ConfigError: it is no such file, or its tables do not fit into it.
+        ConfigError: it is not such a file, or its tables exceed it.
     """
     if not data or len(data) % PAGE_BYTES or len(data) > _MAX_BYTES:
         raise ConfigError(f"the firmware has {len(data)} bytes; OVMF is whole pages of {PAGE_BYTES} bytes, 64 MiB at most")
@@ -176,12 +176,12 @@ def _read_tdx(data: bytes, entry: bytes | None) -> Iterator[TdxSection]:
         yield TdxSection(offset, size, address, memory_size, kind, TdxAttribute(attributes))
 
 
-# What a hypervisor passes to a guest's firmware to boot. Pure.
+# Boot files that a hypervisor passes to a guest's firmware. Pure.
 
 
 @dataclass(frozen=True, slots=True)
 class DirectBoot:
-    """Kernel, initrd and command line, as QEMU takes them with `-kernel`, `-initrd` and `-append`.
+    """Kernel, initrd and command line, as for QEMU's `-kernel`, `-initrd` and `-append`.
 
     Attributes:
         kernel: the kernel's file, a bzImage with an EFI stub.

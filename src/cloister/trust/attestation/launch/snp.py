@@ -1,8 +1,8 @@
 """The launch digest of an SEV-SNP guest, as the processor computes it: MEASUREMENT of its reports. Pure.
 
 "SEV Secure Nested Paging Firmware ABI Specification" (document 56860), section 8.17.2: each page that the hypervisor adds
-extends the digest by PAGE_INFO. Which pages those are, QEMU decides (target/i386/sev.c); the layout of the hashes of kernel,
-initrd and command line is its own too.
+extends the digest by PAGE_INFO. QEMU defines these pages (target/i386/sev.c), and the layout of the hashes of kernel, initrd
+and command line.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from uuid import UUID
 from cloister.trust.attestation.launch.firmware import PAGE_BYTES, DirectBoot, Firmware, SevPages
 from cloister.types.errors import ConfigError
 
-# The state in which a processor of an SEV-SNP guest begins, which is measured with the guest. Pure.
+# The initial state of a processor of an SEV-SNP guest, which is measured with the guest. Pure.
 #
 # Fields and offsets: AMD64 Architecture Programmer's Manual, volume 2, appendix B, table B-4 (VMSA). Values: what QEMU sets
 # at reset (target/i386/cpu.c, `x86_cpu_reset_hold`) as KVM writes it (arch/x86/kvm/svm/sev.c, `sev_es_sync_vmsa`).
 
 
 FIRST_ADDRESS: Final = 0xFFFFFFF0
-"""Where the first processor begins: the reset vector."""
+"""Start address of the first processor: the reset vector."""
 _SEGMENTS: Final = {  # offset: (selector, attributes, limit)
     0x00: (0, 0x93, 0xFFFF),  # ES
     0x20: (0, 0x93, 0xFFFF),  # SS
@@ -54,7 +54,7 @@ def make_vmsa(address: int, cpu_signature: int, features: int) -> bytes:
     """Returns the page of one processor, 4096 bytes.
 
     Args:
-        address: where it begins to execute.
+        address: its start address.
         cpu_signature: EAX of CPUID function 1, which QEMU leaves in RDX.
         features: SEV_FEATURES, such as 1 (SNP).
     """
@@ -71,7 +71,7 @@ def make_vmsa(address: int, cpu_signature: int, features: int) -> bytes:
 
 
 SNP_ACTIVE: Final = 1
-"""SEV_FEATURES of a guest that asks for nothing but SNP."""
+"""SEV_FEATURES of a guest that enables only SNP."""
 MAX_VCPUS: Final = 512
 _DIGEST_BYTES: Final = 48
 _PAGE_INFO: Final = struct.Struct("<48s48sHBB4xQ")  # digest, contents, length, type, IMI; permissions 0; address
@@ -96,7 +96,7 @@ class _PageType(IntEnum):
 _PAGE_TYPES: Final = {
     SevPages.SECURE_MEMORY: _PageType.ZERO,
     SevPages.CALLING_AREA: _PageType.ZERO,
-    SevPages.KERNEL_HASHES: _PageType.ZERO,  # where no kernel is given
+    SevPages.KERNEL_HASHES: _PageType.ZERO,  # if no kernel is given
     SevPages.SECRETS: _PageType.SECRETS,
     SevPages.CPUID: _PageType.CPUID,
 }
@@ -126,13 +126,13 @@ def measure_snp(
     """Returns the launch digest, 48 bytes, of a guest that QEMU starts.
 
     Args:
-        boot: what `kernel-hashes=on` measures; None: whatever the firmware finds, which is not measured.
+        boot: the files measured by `kernel-hashes=on`; None: whatever the firmware finds, unmeasured.
         vcpus: number of processors.
-        cpu_signature: of the processor that the guest sees, see `CPU_SIGNATURES`.
+        cpu_signature: signature of the guest's processor, see `CPU_SIGNATURES`.
         features: SEV_FEATURES that the host's kernel sets.
 
     Raises:
-        ConfigError: the firmware does not know SEV-SNP, or does not check the kernel; or no such number of processors.
+        ConfigError: the firmware does not know SEV-SNP, or does not check the kernel; or the number of processors is invalid.
     """
     if not 1 <= vcpus <= MAX_VCPUS:
         raise ConfigError(f"a guest has 1 to {MAX_VCPUS} processors, not {vcpus}")
@@ -158,7 +158,7 @@ def measure_snp(
 
 
 class _LaunchDigest:
-    """GCTX.LD: a chain over everything that was added."""
+    """GCTX.LD: a hash chain over everything that was added."""
 
     def __init__(self) -> None:
         self.value = bytes(_DIGEST_BYTES)

@@ -5,8 +5,8 @@ added (TDH.MEM.PAGE.ADD) and each 256 bytes that are measured (TDH.MR.EXTEND), i
 newer add and measure page by page). RTMRs: events of edk2 (UEFI specification 2.11, section 38.4.1, maps PCRs to them) and of
 the EFI stub of Linux (drivers/firmware/efi/libstub/efi-stub-helper.c).
 
-They hold for a kernel that QEMU 10.1 or newer hands to OVMF as it is, without a shim and without Secure Boot. RTMR 0 covers
-what the hypervisor says of the machine (memory, ACPI tables, firmware variables), and cannot be known from an image.
+They apply to a kernel that QEMU 10.1 or newer passes to OVMF unchanged, without a shim and without Secure Boot. RTMR 0 covers
+the hypervisor's description of the machine (memory, ACPI tables, firmware variables), and cannot be predicted from an image.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def hash_pe(data: bytes) -> bytes:
     """Returns SHA-384 of what Authenticode covers, 48 bytes.
 
     Raises:
-        ConfigError: it is no PE file, or cut short.
+        ConfigError: it is not a PE file, or is truncated.
     """
     try:
         return _hash_authenticode(data)
@@ -89,16 +89,16 @@ _BOOT_EVENTS: Final = (  # TCG PC Client Platform Firmware Profile, sections 3.3
     b"Exit Boot Services Returned with Success",
 )
 _INITRD_ARGUMENT: Final = " initrd=initrd"
-"""What OVMF appends to the command line where there is an initrd (OvmfPkg/Library/X86QemuLoadImageLib)."""
+"""Text that OVMF appends to the command line if there is an initrd (OvmfPkg/Library/X86QemuLoadImageLib)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TdMeasurements:
-    """What a TDX quote says of a guest, 48 bytes each.
+    """Measurements in a TDX quote, 48 bytes each.
 
     Attributes:
         mrtd: the firmware.
-        rtmrs: by number: 1 the kernel, 2 command line and initrd, 3 zeros, for nothing in the image extends it.
+        rtmrs: by number: 1 the kernel, 2 command line and initrd, 3 zeros, because nothing in the image extends it.
     """
 
     mrtd: bytes
@@ -106,10 +106,10 @@ class TdMeasurements:
 
 
 def measure_td(firmware: Firmware, boot: DirectBoot) -> TdMeasurements:
-    """Returns what a guest measures that QEMU starts from this firmware and kernel.
+    """Returns the measurements of a guest that QEMU starts from this firmware and kernel.
 
     Raises:
-        ConfigError: the firmware does not know TDX, or the kernel is no PE file.
+        ConfigError: the firmware does not know TDX, or the kernel is not a PE file.
     """
     return TdMeasurements(
         _measure_firmware(firmware), {1: _measure_kernel(boot), 2: _measure_rest(boot), 3: bytes(_DIGEST_BYTES)}
@@ -123,7 +123,7 @@ def _measure_firmware(firmware: Firmware) -> bytes:
     for section in firmware.tdx_sections:
         if section.offset + section.size > len(firmware.data):
             raise ConfigError("the firmware is cut short: a section of its TDX metadata lies beyond its end")
-        if not section.attributes & TdxAttribute.AUGMENT:  # those pages are added later, and never measured
+        if not section.attributes & TdxAttribute.AUGMENT:  # these pages are added later and never measured
             for call in _add_pages(firmware.data, section):
                 digest.update(call)
     return digest.digest()
@@ -156,7 +156,7 @@ def _hash(data: bytes) -> bytes:
 
 
 def _chain(events: list[bytes]) -> bytes:
-    """What a register holds after it was extended by each digest."""
+    """Returns the value of a register after extending it by each digest."""
     value = bytes(_DIGEST_BYTES)
     for event in events:
         value = _hash(value + event)

@@ -11,11 +11,11 @@ SQLITE, POSTGRES, REDIS = ("sqlite",), ("postgresql", "postgres"), ("redis", "re
 
 
 def open_spend_store(url: str) -> SpendStore:
-    """Opens the store that a URL names: `sqlite:///FILE`, `postgresql://...`, `redis://...` or `rediss://...`.
+    """Opens the store at a URL: `sqlite:///FILE`, `postgresql://...`, `redis://...` or `rediss://...`.
 
     Raises:
-        ConfigError: the URL means none of them, the client library is not installed, or the server would forget.
-        SpendStoreError: the server gives no answer.
+        ConfigError: the URL has another form, the client library is not installed, or the server could lose records.
+        SpendStoreError: the server does not respond.
     """
     scheme = urlsplit(url).scheme
     if scheme in SQLITE:
@@ -30,7 +30,7 @@ def open_spend_store(url: str) -> SpendStore:
         from cloister.trust.tokens.stores.redis import RedisSpendStore
 
         return RedisSpendStore(url)
-    # The URL may hold a password, and is not repeated.
+    # The URL may contain a password, so it is not repeated.
     raise ConfigError(
         "a spend store is sqlite:///FILE, postgresql://HOST/DATABASE, redis://HOST or rediss://HOST", param="spend_store"
     )

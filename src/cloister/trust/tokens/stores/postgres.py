@@ -1,7 +1,7 @@
 """Spent tokens in PostgreSQL, for gateways on several machines. Needs `cloister[stores]`.
 
-A connection that broke is made anew and the statement sent once more. If the first had been written after all, the second finds
-its row and the token counts as spent: it may be lost, and never spent twice.
+After a connection failure it reconnects and repeats the statement once. If the first one was executed after all, the second
+finds its row and the token counts as spent: a token may be lost, but is never spent twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHERE NOT EXISTS (SELECT FROM cloister_ended WHERE key_id = %(key_id)s) ON CONFL
 """
 _FORGET = (
     "BEGIN",
-    # A spend that waits for this takes its snapshot afterwards, so it sees which keys ended; one before it is waited for.
+    # A spend that waits for this lock takes its snapshot afterwards, so it sees the ended keys; this waits for earlier spends.
     "LOCK TABLE cloister_spent IN EXCLUSIVE MODE",
     """
     INSERT INTO cloister_ended SELECT key_id FROM cloister_spent GROUP BY key_id HAVING MAX(expires_at) <= %(now)s
@@ -34,17 +34,17 @@ _FORGET = (
     "DELETE FROM cloister_spent WHERE key_id IN (SELECT key_id FROM cloister_ended)",
     "COMMIT",
 )
-# A reply before the row is on disk would let a crash forget it; a server may be set to that by default.
+# A reply before the row is on disk could lose it in a crash; a server may be configured that way.
 _OPTIONS = f"-c synchronous_commit=on -c statement_timeout={int(WAIT_S * 1000)} -c lock_timeout={int(WAIT_S * 1000)}"
 _MAX_IDLE = 4
 
 
 class PostgresSpendStore:
-    """Connects to a URL such as `postgresql://user@host/database`, and makes its table if need be.
+    """Connects to a URL such as `postgresql://user@host/database`, and creates its table if needed.
 
     Raises:
         ConfigError: psycopg is not installed, or the server does not write to disk.
-        SpendStoreError: the server gives no answer, or the user may not make the table.
+        SpendStoreError: the server does not respond, or the user may not create the table.
     """
 
     def __init__(self, url: str) -> None:
@@ -85,7 +85,7 @@ class PostgresSpendStore:
             )
 
     def _run(self, *statements: str, parameters: dict[str, object] | None = None) -> int:
-        """Runs statements on a connection of this call's own; returns the number of rows that the last one wrote."""
+        """Runs statements on a separate connection; returns the number of rows written by the last one."""
         for is_last_try in (False, True):
             try:
                 connection = self._borrow()

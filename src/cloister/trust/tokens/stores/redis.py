@@ -1,10 +1,10 @@
 """Spent tokens in Redis, for gateways on several machines. Needs `cloister[stores]`.
 
-A Redis as it comes is a cache: it may forget the last second, or throw keys out when memory is short, and each forgotten key
-is a token that can be spent again. So a server is asked first, and refused unless it writes every command to disk before it
-answers and never evicts. What no setting mends: a replica that takes over may lack the last records of the one that failed.
+By default Redis is a cache: it may lose the last second, or evict keys under memory pressure, and each lost key is a token that
+can be spent again. So the server's settings are checked first, and it is refused unless it writes every command to disk before
+it replies and never evicts. No setting fixes failover: a replica that takes over may lack the last records.
 
-One set for each issuer key, without an expiry: the server's clock may jump, and what it threw out could be spent again.
+One set for each issuer key, without expiry: the server's clock may jump, and expired tokens could be spent again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cloister.trust.tokens.spend import WAIT_S, SpendStoreError, missing_extra
 from cloister.types.errors import ConfigError
 
 _NAMES = ("cloister:spent:ends", "cloister:spent:ended")
-"""Until when the tokens of each key are taken (a sorted set), and the keys whose records were dropped (a set)."""
+"""Expiry of each key's tokens (a sorted set), and the keys whose records were dropped (a set)."""
 _SPEND = """
 if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 1 then return 0 end
 redis.call('ZADD', KEYS[1], 'GT', ARGV[3], ARGV[1])
@@ -36,8 +36,8 @@ class RedisSpendStore:
     """Connects to a URL such as `rediss://user:password@host:6379/0`.
 
     Raises:
-        ConfigError: redis-py is not installed, or the server could forget; the message has the settings that it needs.
-        SpendStoreError: the server gives no answer.
+        ConfigError: redis-py is not installed, or the server could lose records; the message lists the required settings.
+        SpendStoreError: the server does not respond.
     """
 
     def __init__(self, url: str) -> None:
@@ -65,7 +65,7 @@ class RedisSpendStore:
             )
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
-        # A retry after a lost answer finds the record: the token may be lost, and is never spent twice.
+        # A retry after a lost reply finds the record: the token may be lost, but is never spent twice.
         key = key_id.hex()
         return int(self._run(_SPEND, (*_NAMES, _PREFIX + key), (key, token_digest, expires_at))) == 1
 
@@ -76,7 +76,7 @@ class RedisSpendStore:
         self._client.close()
 
     def _run(self, script: str, names: tuple[str, ...], arguments: tuple[str | bytes | int, ...]) -> Any:
-        """Runs a script; the server runs nothing else meanwhile."""
+        """Runs a script atomically."""
         try:
             return self._client.eval(script, len(names), *names, *arguments)
         except self._error as error:

@@ -1,7 +1,7 @@
 """Spent tokens in one file, for gateways on one machine.
 
-`WITHOUT ROWID` keeps rows in the order of their digests, so that the table does not tell which came first; `secure_delete`
-overwrites what is dropped; `synchronous=FULL` has a row on disk before anybody is let in, a power cut included.
+`WITHOUT ROWID` stores rows in order of their digests, so that the table does not reveal their order of arrival; `secure_delete`
+overwrites dropped rows; with `synchronous=FULL` a row is on disk before the request is admitted, even after a power failure.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _DROP = "DELETE FROM spent WHERE key_id IN (SELECT key_id FROM ended)"
 
 
 class SqliteSpendStore:
-    """Opens or makes the file of a URL such as `sqlite:////var/lib/cloister/spent.db` (mode 0600).
+    """Opens or creates the file of a URL such as `sqlite:////var/lib/cloister/spent.db` (mode 0600).
 
     Raises:
-        ConfigError: the file cannot be made, or is no such file.
+        ConfigError: the file cannot be created, or has another format.
     """
 
     def __init__(self, url: str) -> None:
@@ -49,7 +49,7 @@ class SqliteSpendStore:
         with self._lock:
             try:
                 self._database.execute("BEGIN IMMEDIATE")
-                with self._database:  # commits, or takes all of it back
+                with self._database:  # commits or rolls back
                     self._database.execute(_END, (now,))
                     self._database.execute(_DROP)
                 self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()  # the log holds what was dropped
@@ -65,7 +65,7 @@ def connect(path: Path, *tables: str) -> sqlite3.Connection:
     """Opens a database that survives a crash at any point, with its tables; no other user of the machine can open it.
 
     Raises:
-        ConfigError: the file cannot be made or read.
+        ConfigError: the file cannot be created or read.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

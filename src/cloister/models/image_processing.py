@@ -1,0 +1,206 @@
+"""From an image to what a vision tower reads, as the model's processor config says and transformers computes it.
+
+Resizing and cutting are done here, on bytes; the tower normalises them (`VisionSpec.mean`, `std`). Pillow is imported when the
+first image comes: the package starts without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cloister.backends.spec import DecoderSpec
+from cloister.models.config import ConfigFields, read_json
+from cloister.models.decoder import choose_family
+from cloister.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+_MOST_SIDE: Final = 4096
+"""Longest side that transformers resizes to, whatever the config says."""
+_LANCZOS: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """How images are cut into the tiles of one model (Idefics3, SmolVLM).
+
+    Attributes:
+        tile_size: side of a tile in pixels: the size that the tower takes.
+        longest_edge: what an image's longer side is resized to before it is cut.
+        splits: an image becomes rows and columns of tiles, and one of the whole; else only the latter.
+        resizes: images are resized to `longest_edge` first.
+        resample: number of Pillow's filter.
+    """
+
+    tile_size: int
+    longest_edge: int
+    splits: bool = True
+    resizes: bool = True
+    resample: int = _LANCZOS
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Returns (rows, columns) of tiles beside the one of the whole image; (0, 0) where that is the only one."""
+        if not self.splits:
+            return 0, 0
+        columns, rows = (side // self.tile_size for side in self._sizes(width, height)[-1])
+        return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
+
+    def cut(self, image: Image) -> list[bytes]:
+        """Returns the tiles of an image in the order of the prompt, each RGB bytes [tile_size, tile_size, 3].
+
+        Args:
+            image: of the mode RGB.
+        """
+        for size in self._sizes(*image.size):
+            image = image.resize(size, self.resample)
+        side = self.tile_size
+        whole = image.resize((side, side), self.resample)
+        if image.size == (side, side) or not self.splits:
+            return [whole.tobytes()]
+        corners = [(left, top) for top in range(0, image.height, side) for left in range(0, image.width, side)]
+        tiles = [image.crop((left, top, left + side, top + side)).tobytes() for left, top in corners]
+        return [*tiles, whole.tobytes()]
+
+    def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """Returns the sizes (width, height) that an image is resized to, one after another."""
+        sizes = []
+        if self.resizes:
+            width, height = _fit(width, height, self.longest_edge)
+            sizes.append((width, height))
+        if self.splits:
+            width, height = _round_up(width, height, self.tile_size)
+            sizes.append((width, height))
+        return sizes
+
+
+def _fit(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Returns a size whose longer side is `longest` (transformers: `get_resize_output_image_size` of SmolVLM)."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > _MOST_SIDE:
+        width, height = _MOST_SIDE, int(_MOST_SIDE / ratio)
+    elif height > width and height > _MOST_SIDE:
+        width, height = int(_MOST_SIDE * ratio), _MOST_SIDE
+    return max(width, 1), max(height, 1)
+
+
+def _round_up(width: int, height: int, side: int) -> tuple[int, int]:
+    """Returns multiples of `side` (transformers: `resize_for_vision_encoder`)."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        height = math.ceil(int(width / ratio) / side) * side
+    else:
+        height = math.ceil(height / side) * side
+        width = math.ceil(int(height * ratio) / side) * side
+    return max(width, side), max(height, side)
+
+
+def has_pillow() -> bool:
+    """Whether images can be decoded here."""
+    return find_spec("PIL") is not None
+
+
+def open_image_processor(path: Path) -> tuple[ImageProcessor, int, int] | None:
+    """Returns how a model's images are cut, the id of the token that stands for one, and how many positions a tile takes.
+
+    None where it takes no images.
+
+    Raises:
+        ModelError: the processor's config is missing, or asks for what is not computed here.
+    """
+    if not (path / "config.json").is_file():
+        return None
+    config = read_json(path / "config.json")
+    family = choose_family(config)
+    if family is None or family.vision is None:
+        return None
+    vision = family.vision(config).spec
+    if vision is None:
+        return None
+    fields = read_processor(path)
+    if fields.take_any("do_convert_rgb") is False or fields.take_any("do_rescale") is False:
+        raise ModelError("the image processor's config switches off what the tower needs; restore its own", param="do_rescale")
+    tile_size = _edge(fields, "max_image_size", 364)
+    if tile_size != vision.image_size:
+        raise ModelError(
+            "max_image_size of the image processor must be image_size of vision_config: other tiles are not computed here",
+            param="max_image_size",
+        )
+    processor = ImageProcessor(
+        tile_size=tile_size,
+        longest_edge=_edge(fields, "size", 4 * 364),
+        splits=fields.take("do_image_splitting", bool, True),
+        resizes=fields.take("do_resize", bool, True),
+        resample=fields.take("resample", int, _LANCZOS),
+    )
+    return processor, ConfigFields(config).take("image_token_id", int, 128257), vision.num_tokens
+
+
+def read_processor(path: Path) -> ConfigFields:
+    """Returns the fields of a model's image processor.
+
+    Raises:
+        ModelError: the model has none.
+    """
+    first, second = (path / name for name in PROCESSOR_FILES)
+    if first.exists():
+        return ConfigFields(read_json(first), first.name)
+    fields: Any = read_json(second).get("image_processor") if second.exists() else None
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path} has no {first.name}, which says how images are resized; download the model again")
+    return ConfigFields(fields, second.name)
+
+
+def normalised_as_configured(spec: DecoderSpec, path: Path) -> DecoderSpec:
+    """Returns a spec whose tower normalises images as the model's image processor does; itself where there is no tower."""
+    if spec.vision is None:
+        return spec
+    fields = read_processor(path)
+    vision = spec.vision
+    if fields.take("do_normalize", bool, True):
+        mean, std = (_channels(fields, name) for name in ("image_mean", "image_std"))
+    else:
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    rescale = fields.take("rescale_factor", float, 1 / 255)
+    return replace(spec, vision=replace(vision, rescale=rescale, mean=mean, std=std))
+
+
+def processor_files(path: Path) -> Sequence[Path]:
+    """Returns the file that says how a model's images are prepared, where there is one."""
+    return [file for name in PROCESSOR_FILES if (file := path / name).exists()][:1]
+
+
+def _channels(fields: ConfigFields, name: str) -> tuple[float, float, float]:
+    given = fields.take_any(name)
+    values = [0.5, 0.5, 0.5] if given is None else given
+    if not isinstance(values, list) or len(values) != 3 or not all(isinstance(value, int | float) for value in values):
+        raise ModelError(f"{name} in {fields.source} must be three numbers", param=name)
+    if name == "image_std" and not all(values):
+        raise ModelError(f"{name} in {fields.source} must not be 0", param=name)
+    red, green, blue = map(float, values)
+    return red, green, blue
+
+
+def _edge(fields: ConfigFields, name: str, default: int) -> int:
+    given = fields.take_any(name)
+    if given is None:
+        return default
+    edge = given.get("longest_edge") if isinstance(given, dict) else None
+    if type(edge) is not int or not 0 < edge <= _MOST_SIDE:
+        raise ModelError(f"{name} in {fields.source} must be an object with a longest_edge of 1 to {_MOST_SIDE}", param=name)
+    return edge

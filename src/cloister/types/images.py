@@ -1,0 +1,36 @@
+"""Images in a prompt, on their way from the front to the program that encodes them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+MAX_REQUEST_PIXELS_BYTES: Final = 128 * 2**20
+"""Pixels of all images of one request, as the model takes them: one message between front and engine."""
+MAX_PIXELS_BYTES: Final = 2 * MAX_REQUEST_PIXELS_BYTES
+"""Pixels of all requests that an engine has at once."""
+
+
+class ImageTile(msgspec.Struct, frozen=True, kw_only=True):
+    """An image, or a part of one, whose embeddings stand at some positions of a prompt.
+
+    Attributes:
+        offset, num_tokens: the positions [offset, offset + num_tokens).
+        digest: SHA-256 of its pixels, by which prefix keys know it.
+        pixels: RGB, one byte each, [height, width, 3] of the size that the model's tower takes.
+    """
+
+    offset: int
+    num_tokens: int
+    digest: bytes
+    pixels: bytes
+
+    @property
+    def end(self) -> int:
+        """One past its last position."""
+        return self.offset + self.num_tokens
+
+    def __repr__(self) -> str:
+        """Shows no content (nothing a user sent is logged)."""
+        return f"ImageTile(num_tokens={self.num_tokens})"

@@ -1,0 +1,133 @@
+"""Requests with pictures, through scheduler and runner, on a small model with a vision tower."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from cloister.backends import BACKENDS
+from cloister.backends.base import FloatArray, KVGroup, KVLayout
+from cloister.executor import ModelRunner
+from cloister.kv import BlockGroup, BlockPool, PrefixKeys
+from cloister.models import load
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.events import Ended, Preempted, Scheduled
+from cloister.types.images import ImageTile
+from cloister.types.request import Request, SamplingParams
+from cloister.types.scope import LOCAL_SCOPE, Scope
+from tests.vision_factory import VOCAB
+
+PLACEHOLDER = VOCAB - 1
+MAX_MODEL_LEN = 400
+
+
+def place_tiles(
+    tokens: Sequence[int], tiles: Sequence[bytes], places: Sequence[int], num_tokens: int
+) -> tuple[list[int], tuple[ImageTile, ...]]:
+    """Returns a prompt with placeholders before the tokens of some numbers, and the tiles that stand there."""
+    prompt: list[int] = []
+    images = []
+    starts = dict(zip(places, tiles, strict=True))
+    for number, token in enumerate(tokens):
+        if number in starts:
+            pixels = starts[number]
+            digest = hashlib.sha256(pixels).digest()
+            images.append(ImageTile(offset=len(prompt), num_tokens=num_tokens, digest=digest, pixels=pixels))
+            prompt += [PLACEHOLDER] * num_tokens
+        prompt.append(token)
+    return prompt, tuple(images)
+
+
+class Served:
+    """A scheduler and a runner on the torch back end.
+
+    Attributes:
+        num_hit, num_preempted: prompt tokens found in the prefix cache, and preemptions, so far.
+        encoded: how many pictures each step encoded that encoded some.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        chunk: int = 64,
+        num_blocks: int = 200,
+        block_size: int = 8,
+        num_threads: int = 1,
+        num_seqs: int = 6,
+        images_per_step: int = 16,
+    ) -> None:
+        model = load(path)
+        backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype="float32")
+        program = backend.build(model.spec, model.weights, KVLayout(num_blocks, block_size))
+        self.pool = BlockPool([BlockGroup(num_blocks, None, None)], block_size)
+        config = SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=num_seqs,
+            budget=BudgetConfig(max_tokens=chunk),
+            max_images_per_step=images_per_step,
+        )
+        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block_size))
+        self.runner = ModelRunner(
+            program,
+            vocab_size=VOCAB,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=block_size,
+            groups=(KVGroup(num_blocks),),
+            vision=model.spec.vision,
+        )
+        self.num_hit = self.num_preempted = 0
+        self.failures: list[str] = []
+        self.encoded: list[int] = []
+        encode = program.encode_images
+
+        def count(images: Sequence[bytes]) -> list[FloatArray]:
+            self.encoded.append(len(images))
+            return encode(images)
+
+        program.encode_images = count  # type: ignore[method-assign]
+        self._now_s = 0.0
+
+    def serve(self, requests: Sequence[Request]) -> dict[tuple[str, int], list[int]]:
+        """Returns the tokens of each sequence, by request and number."""
+        for request in requests:
+            self.scheduler.add(request, self._now_s)
+        tokens: dict[int, list[int]] = {}
+        names: dict[int, tuple[str, int]] = {}
+        while (plan := self.scheduler.plan(self._now_s)) is not None:
+            result = self.runner.run(plan)
+            result.elapsed_s = 0.01
+            self.failures += result.failures.values()
+            for sample in result.samples:
+                tokens.setdefault(sample.seq_id, []).extend(sample.token_ids)
+            self._now_s += 0.01
+            for event in self.scheduler.commit(result, {}, self._now_s):
+                if isinstance(event, Ended):
+                    names[event.seq_id] = (event.request_id, event.index)
+                self.num_preempted += isinstance(event, Preempted)
+                self.num_hit += event.num_cached_tokens if isinstance(event, Scheduled) else 0
+            self.pool.check()
+        return {name: tokens.get(seq_id, []) for seq_id, name in names.items()}
+
+
+def make_request(
+    name: str,
+    prompt: Sequence[int],
+    images: tuple[ImageTile, ...],
+    *,
+    max_tokens: int = 12,
+    n: int = 1,
+    scope: Scope = LOCAL_SCOPE,
+    temperature: float = 0.0,
+) -> Request:
+    """Returns a request that ends with its length, and whose answer has no placeholder, which transformers would fill."""
+    sampling = SamplingParams(
+        temperature=temperature, seed=3, n=n, max_tokens=max_tokens, ignore_eos=True, logit_bias={PLACEHOLDER: -100.0}
+    )
+    return Request(request_id=name, token_ids=list(prompt), images=images, sampling=sampling, scope=scope)
+
+
+def serve_one(served: Served, prompt: Sequence[int], images: tuple[ImageTile, ...], *, max_tokens: int = 12) -> list[int]:
+    """Returns the greedy answer to one prompt."""
+    return served.serve([make_request("one", prompt, images, max_tokens=max_tokens)])["one", 0]
