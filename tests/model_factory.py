@@ -45,6 +45,9 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
 }
 """By model type."""
 CENTRED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
@@ -97,6 +100,12 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24},
+    "ministral": {"head_dim": 24},
+    "ministral3": {"head_dim": 24},
+    "llama4_text": {
+        "intermediate_size": 48, "intermediate_size_mlp": 80, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24,
+        "interleave_moe_layer_step": 2, "attention_chunk_size": 40, "floor_scale": 16, "num_hidden_layers": 4,
+    },
     "gpt_oss": {
         "intermediate_size": 96, "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 40,
         "swiglu_limit": 0.7,

@@ -11,7 +11,7 @@ import torch
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS
-from cloister.backends.spec import ClippedSwiGLU, DecoderSpec, LayerSpec, MlpSpec, MoeSpec
+from cloister.backends.spec import ClippedSwiGLU, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, QueryGrowth
 from cloister.backends.torch.cuda import limits
 from cloister.quant.forward import check_forward
 from cloister.types.errors import ConfigError
@@ -37,7 +37,16 @@ GPT_OSS = make_layers(
         for window in (50, None)
     )
 )
-SPECS = {"gpt-oss": GPT_OSS}
+LLAMA4 = make_layers(
+    *(
+        LayerSpec(attention, MoeSpec(7, 3, MlpSpec(50), False, MlpSpec(60), scoring="sigmoid", weigh_inputs=True))
+        for attention in (
+            replace(ATTENTION, window=90, chunked=True, qk_norm=True, qk_norm_weighted=False),
+            replace(ATTENTION, rope=None, query_growth=QueryGrowth(0.4, 32, first=1)),
+        )
+    )
+)
+SPECS = {"gpt-oss": GPT_OSS, "Llama 4": LLAMA4}
 FEW: dict[str, Any] = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
 TOKENS = torch.randint(320, (301,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -75,11 +84,15 @@ class Unread(RandomWeights):
 REFUSED: dict[str, LayerSpec] = {
     "attention sinks": LayerSpec(replace(ATTENTION, sinks=True), MLP),
     "clipped SwiGLU": LayerSpec(ATTENTION, CLIPPED),
+    "attention in chunks": LayerSpec(replace(ATTENTION, window=90, chunked=True), MLP),
+    "queries that grow": LayerSpec(replace(ATTENTION, query_growth=QueryGrowth(0.4, 32)), MLP),
+    "without weights": LayerSpec(replace(ATTENTION, qk_norm=True, qk_norm_weighted=False), MLP),
 }
 EXPERTS = {
     "biases of": MoeSpec(7, 3, MlpSpec(50), router_bias=True),
     "biases of experts": MoeSpec(7, 3, MlpSpec(50, bias=True)),
     "clipped SwiGLU": MoeSpec(7, 3, replace(CLIPPED, bias=False)),
+    "weighted inputs": MoeSpec(7, 3, MlpSpec(50), weigh_inputs=True),
 }
 
 

@@ -6,13 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from cloister.launch import build_engine, resolve_settings
 from cloister.launch.site import describe_start
 from cloister.models import locate
 from cloister.types.errors import ConfigError
-from cloister.types.request import EncoderInfo, ModelInfo
+from cloister.types.request import ModelInfo
 
 
 def read_drafts(drafters: tuple[str, ...], **flags: object) -> str:
@@ -28,11 +27,9 @@ def test_the_start_says_what_was_found_to_draft() -> None:
 
 
 def test_the_start_names_the_back_end_that_computes() -> None:
-    model = ModelInfo(name="m", path="", max_model_len=64, vocab_size=8, eos_token_ids=(), encoder=EncoderInfo())
-    settings = resolve_settings({"backend": "native", "device": "cpu"})
+    model = ModelInfo(name="m", path="", max_model_len=64, vocab_size=8, eos_token_ids=(), backend="torch")
+    settings = resolve_settings({"device": "cpu"})
     assert " on torch, cpu" in next(iter(describe_start(settings, model, [], [], None)))
-    decoder = structs.replace(model, encoder=None)
-    assert " on native, cpu" in next(iter(describe_start(settings, decoder, [], [], None)))
 
 
 def test_the_start_says_how_much_is_drafted_where_that_is_fixed() -> None:

@@ -74,6 +74,9 @@ BASES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "falcon_h1": {"mamba_rms_norm": True},
     "nemotron_h": {},
+    "ministral": SLIDING,
+    "ministral3": {"sliding_window": 40, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
+    "llama4_text": {"rope_parameters": LLAMA3},
     "glm4_moe": {"rope_parameters": PARTLY, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
 }  # fmt: skip
 EPS = {"rms_norm_eps": 0.5}
@@ -163,6 +166,20 @@ HONOURED: dict[str, dict[str, Any]] = {
     "cohere2": {
         "layer_norm_eps": 0.5, **ACTIVATION, **THETA, "sliding_window": 10, "logit_scale": 0.5,
         "layer_types": ["full_attention", "full_attention"],
+    },
+    "ministral": {
+        **EPS, **ACTIVATION, **THETA, "sliding_window": 10, "layer_types": ["full_attention", "full_attention"],
+    },
+    "ministral3": {
+        **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "sliding_window": 10, "rope_parameters.llama_4_scaling_beta": 0.7,
+        "rope_parameters.original_max_position_embeddings": 40,
+    },
+    "llama4_text": {
+        **EPS, **ACTIVATION, **THETA, "rope_parameters.factor": 2.0, "rope_parameters.low_freq_factor": 2.0,
+        "rope_parameters.high_freq_factor": 8.0, "rope_parameters.original_max_position_embeddings": 256,
+        "attention_chunk_size": 10, "num_experts_per_tok": 3, "use_qk_norm": False, "attn_temperature_tuning": False,
+        "floor_scale": 30, "attn_scale": 0.9, "no_rope_layers": [1, 0, 1, 1],
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "full_attention"],
     },
     "gpt_oss": {
         **EPS, **THETA, "rope_parameters.factor": 3.0, "rope_parameters.original_max_position_embeddings": 300,
@@ -313,6 +330,15 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "cohere2": {
         "use_sliding_window": None, "tie_word_embeddings": False, "use_qk_norm": True, "use_parallel_block": False,
         "position_embedding_type": "rope",
+    },
+    "ministral": {"use_sliding_window": None},
+    "ministral3": {
+        "use_sliding_window": None, "rope_parameters.rope_type": "linear", "rope_parameters.beta_fast": -1.0,
+    },
+    "llama4_text": {
+        "use_sliding_window": None, "sliding_window": 40, "attention_chunk_size": 0, "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 0, "moe_layers": [0, 1],
     },
     "gpt_oss": {
         "use_sliding_window": None, "attention_bias": False, "rope_parameters.rope_type": "linear",

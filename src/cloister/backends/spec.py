@@ -35,6 +35,16 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries grow with their position p: by 1 + beta * log(1 + floor((p + first) / period)) (Nakanishi 2025, arXiv:2501.19399,
+    as Llama 4 has it)."""
+
+    beta: float
+    period: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023); MQA is num_kv_heads = 1, MHA num_kv_heads = num_heads.
 
@@ -50,6 +60,9 @@ class AttentionSpec:
         input_scale, output_scale: multiply what q, k and v read, and what the output projection returns (Falcon-H1).
         sinks: each head has a learned logit that takes part in the softmax and has no value (gpt-oss, arXiv:2508.10925;
             Xiao et al. 2023).
+        chunked: a query at position p sees keys in [p - p % window, p] in place of a sliding window (Llama 4).
+        qk_norm_weighted: the norms of q and k have weights.
+        query_growth: None where queries do not grow.
     """
 
     num_heads: int
@@ -67,6 +80,9 @@ class AttentionSpec:
     input_scale: float = 1.0
     output_scale: float = 1.0
     sinks: bool = False
+    chunked: bool = False
+    qk_norm_weighted: bool = True
+    query_growth: QueryGrowth | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +335,7 @@ class MoeSpec:
         num_group_scores: a group's score is the sum of that many of its highest: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
         routed_scale: multiplies the experts' weights after all of that.
         router_bias: the router carries a bias, which its scores contain (gpt-oss).
+        weigh_inputs: a weight multiplies what its expert reads, not what it returns (Llama 4).
     """
 
     num_experts: int
@@ -334,6 +351,7 @@ class MoeSpec:
     num_group_scores: int = 1
     routed_scale: float = 1.0
     router_bias: bool = False
+    weigh_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

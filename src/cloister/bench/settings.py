@@ -9,7 +9,7 @@ from cloister.types.config import setting
 
 @dataclass(frozen=True, slots=True)
 class WorkloadConfig:
-    """What is sent."""
+    """The requests to send."""
 
     trace: str | None = setting(
         None,

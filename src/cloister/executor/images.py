@@ -27,7 +27,7 @@ class SequenceImages:
     embeddings: dict[int, FloatArray] = field(default_factory=dict)
 
     def drop_before(self, position: int) -> None:
-        """Forgets the images that end before a position; what was computed of them is overwritten."""
+        """Drops the images that end before a position, and overwrites their embeddings."""
         while self.tiles and self.tiles[0].end <= position:
             found = self.embeddings.pop(self.tiles.pop(0).offset, None)
             if found is not None:
@@ -77,7 +77,7 @@ def gather(parts: Sequence[tuple[SequenceImages, int, int, int]]) -> tuple[Float
 
 
 def find_objection(vision: VisionSpec | None, tiles: Sequence[ImageTile], num_tokens: int) -> str | None:
-    """Says why a sequence of `num_tokens` known tokens cannot have these images, or None."""
+    """Returns why a sequence of `num_tokens` known tokens cannot have these images, or None."""
     if vision is None:
         return NOT_OFFERED
     end = 0

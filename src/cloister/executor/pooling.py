@@ -40,7 +40,7 @@ def pool_parts(program: Program, parts: list[ScheduledSequence], batch: ForwardB
 
 
 def encode_parts(program: Program, parts: list[ScheduledSequence], batch: ForwardBatch) -> dict[int, Embedding]:
-    """As `pool_parts`, with an encoder, which computes a prompt when its last token comes (`Capability.ENCODER`)."""
+    """Like `pool_parts`, for an encoder, which computes a prompt once its last token arrives (`Capability.ENCODER`)."""
     complete = [number for number, part in enumerate(parts) if part.end == part.state.num_prompt_tokens]
     done = [parts[number] for number in complete]
     classifies = [_pool_of(part).params.kind == "classify" for part in done]

@@ -246,7 +246,7 @@ class BatchState:
         self._free_slots.append(state.slot)
 
     def drop_images(self, state: SequenceState, position: int) -> None:
-        """Forgets the images of a sequence that end before a position."""
+        """Drops the images of a sequence that end before a position."""
         if state.images is None:
             return
         state.images.drop_before(position)

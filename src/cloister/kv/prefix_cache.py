@@ -138,7 +138,7 @@ class PrefixCache:
                 table.adopt(i, full, node.blocks[full])
 
     def drop_state(self, key: bytes) -> None:
-        """Drops a snapshot that a later one of the same sequence replaces, unless somebody uses it."""
+        """Drops a snapshot that a later one of the same sequence replaces, unless it is in use."""
         node, group = self._nodes.get(key), self._pool.state_group
         if node is not None and group is not None and self._is_evictable(node, group):
             self._drop_or_remove(node, group)

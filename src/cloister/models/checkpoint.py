@@ -18,6 +18,7 @@ from cloister.models.quantized import Scheme, Stored
 from cloister.models.quantized.mxfp4 import MXFP4Scheme, StackedMatrices
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of, num_heads_of
+from cloister.models.text_part import keep_text_part
 from cloister.types.errors import ModelError
 
 _MOST_PARTS = 3  # of a fused tensor
@@ -139,6 +140,7 @@ def _read_headers(path: Path, family: Family) -> dict[str, TensorEntry]:
             if name in found:
                 raise ModelError(f"tensor {name!r} is in two files of the checkpoint; download it again")
             found[name] = entry
+    found = keep_text_part(found)
     if any(name.startswith(family.prefix) for name in found):
         return found
     head = family.tensors["head"].name

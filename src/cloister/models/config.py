@@ -182,6 +182,10 @@ class ConfigFields:
             raise ModelError(f"{stored!r} in {self.source} must be at most {_MOST_SIZE}", param=stored)
         return size
 
+    def look(self, name: str) -> Any:
+        """Returns field `name` as it is, None when absent, and leaves it to be taken."""
+        return self._values.get(self.name_of(name), self._defaults.get(name))
+
     def take_any(self, name: str) -> Any:
         """Returns field `name` as it is, None when absent."""
         return self._values.pop(self.name_of(name), self._defaults.get(name))

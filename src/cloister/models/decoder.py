@@ -176,7 +176,7 @@ def _read_attentions(
         AttentionSpec(**heads, scale=scale, rope=rope, window=window, softcap=softcap, sinks=family.sinks)
         for scale, rope, window in zip(scales, ropes, windows, strict=True)
     ]
-    return layers, reader.max_positions
+    return family.refine(fields, layers), reader.max_positions
 
 
 def _read_heads(family: Family, fields: ConfigFields, hidden: int) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
     yield from _projection("o", hidden, q_size, spec.output_bias)
     if spec.gated:
         yield from _projection("q_gate", q_size, hidden, spec.qkv_bias)
-    if spec.qk_norm:
+    if spec.qk_norm and spec.qk_norm_weighted:
         over_head = spec.qk_norm_over == "head"
         yield "q_norm.weight", (spec.head_dim if over_head else q_size,)
         yield "k_norm.weight", (spec.head_dim if over_head else kv_size,)

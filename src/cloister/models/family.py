@@ -9,7 +9,16 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from cloister.backends.encoder_spec import EncoderSpec
-from cloister.backends.spec import Activation, AnyAttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec, StateSpec
+from cloister.backends.spec import (
+    Activation,
+    AnyAttentionSpec,
+    AttentionSpec,
+    DecoderSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+    StateSpec,
+)
 from cloister.backends.vision import VisionSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
@@ -85,6 +94,10 @@ def _scale_by_size(_fields: ConfigFields, head_dim: int, num_layers: int) -> Seq
     return [head_dim**-0.5] * num_layers
 
 
+def _as_they_are(_fields: ConfigFields, layers: list[AttentionSpec]) -> list[AttentionSpec]:
+    return layers
+
+
 def _feed_alike(_fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> FeedForwards:
     return [mlp] * num_layers
 
@@ -123,7 +136,7 @@ class Family:
         num_layers: reads how many layers there are.
         attentions: reads the attention of each layer, and the positions that can be used, of (hidden_size, layers,
             `max_position_embeddings`) and the greatest length of a sequence; None where it is grouped-query attention, which
-            the fields above and three functions below describe.
+            the fields above and four functions below describe.
         windows: reads the window of each layer.
         ropes: reads what each layer turns by.
         scales: reads what multiplies q . k in each layer.
@@ -133,6 +146,7 @@ class Family:
             has one. A layer that has one has no attention, but where both are side by side.
         side_by_side: layers with a state have attention too.
         one_part: a layer with a feed-forward has no attention either.
+        refine: reads what else differs from layer to layer in attention; given are the specs that all of the above describe.
         feed_forwards: reads each layer's feed-forward; given is the dense one.
         ends: reads `Ends`.
         residual_scale: the field that says what multiplies the outputs of a block, if there is one.
@@ -177,6 +191,7 @@ class Family:
     windows: Callable[[ConfigFields, int], Sequence[int | None]] = see_everything
     ropes: Callable[[ConfigFields, RopeReader, Sequence[int | None]], Sequence[RopeSpec | None]] = _turn_all
     scales: Callable[[ConfigFields, int, int], Sequence[float]] = _scale_by_size
+    refine: Callable[[ConfigFields, list[AttentionSpec]], list[AttentionSpec]] = _as_they_are
     gated_attention: bool = False
     attention_scales: Mapping[str, str] = field(default_factory=dict)
     states: StateReader | None = None

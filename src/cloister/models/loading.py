@@ -19,6 +19,7 @@ from cloister.models.gguf import open_gguf
 from cloister.models.image_processing import normalised_as_configured, processor_files
 from cloister.models.location import Digests, find_model, require_tokenizer
 from cloister.models.quantized import split_config
+from cloister.models.text_part import take_text_part
 from cloister.models.transformers_fallback import open_foreign
 from cloister.types.errors import ModelError
 from cloister.types.request import ModelInfo
@@ -110,7 +111,8 @@ def _load_directory(
     max_model_len: int | None,
     on_unknown: Callable[[Sequence[str]], None],
 ) -> LoadedModel:
-    config, scheme = split_config(path, read_json(path / "config.json"))
+    whole, scheme = split_config(path, read_json(path / "config.json"))
+    config = take_text_part(whole)
     weights: Weights
     if choose_family(config) is None:
         spec, weights = open_foreign(path, config)

@@ -217,10 +217,12 @@ def _llama3(plain: Plain, rope: ConfigFields) -> Scaled:
     inv_freq, context = plain.inv_freq, plain.original
     factor = np.float32(_take_factor(rope))
     low, high = rope.take("low_freq_factor", float), rope.take("high_freq_factor", float)
-    if high <= low:
-        raise ModelError("high_freq_factor must be greater than low_freq_factor", param="high_freq_factor")
+    if high < low:
+        raise ModelError("high_freq_factor must not be less than low_freq_factor", param="high_freq_factor")
     wavelength = np.float32(2 * math.pi) / inv_freq
     slowed = np.where(wavelength > context / low, inv_freq / factor, inv_freq)
+    if high == low:  # nothing lies between them (Llama 4)
+        return Scaled(slowed.astype(np.float32))
     blend = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
     blended = (1 - blend) * slowed / factor + blend * slowed
     between = (wavelength >= context / high) & (wavelength <= context / low)
@@ -294,6 +296,13 @@ def see_every_other_early_window(fields: ConfigFields, num_layers: int) -> Seque
 def see_listed_windows(fields: ConfigFields, num_layers: int) -> Sequence[int | None]:
     """`layer_types` says which layers have the window; without it none has (SmolLM3)."""
     return _see_if_used(fields, num_layers, [False] * num_layers)
+
+
+def see_typed_windows(fields: ConfigFields, num_layers: int) -> Sequence[int | None]:
+    """`layer_types` says which layers have the window; without it all have (Ministral)."""
+    window = take_window(fields)
+    kinds = _take_kinds(fields, num_layers) or [_SLIDING] * num_layers
+    return [window if kind == _SLIDING else None for kind in kinds]
 
 
 def see_by_pattern(fields: ConfigFields, num_layers: int) -> Sequence[int | None]:

@@ -43,8 +43,12 @@ def check_forward(spec: DecoderSpec) -> None:
             raise ConfigError(f"{_FACED}: {spec.family!r} has gated or scaled attention", param="method")
         feed_forward_of(layer)
         rope_of(layer)
-        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head" or attention.sinks:
+        if layer.parallel or not layer.pre_norm or attention.qk_norm_over != "head" or _is_special(attention):
             raise ConfigError(f"{_FACED}: {spec.family!r} has blocks of its own", param="method")
+
+
+def _is_special(attention: AttentionSpec) -> bool:
+    return attention.sinks or attention.chunked or attention.query_growth is not None or not attention.qk_norm_weighted
 
 
 def feed_forward_of(layer: LayerSpec) -> MlpSpec:

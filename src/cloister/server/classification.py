@@ -47,7 +47,7 @@ class Classification(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ClassifyJob:
-    """What one call of /classify asks for.
+    """A parsed request of /classify.
 
     Attributes:
         classes: of the model.

@@ -157,7 +157,7 @@ def make_pooled_job(
     *,
     prefix: str,
 ) -> GenerationJob:
-    """As `pooled_job`, of tokenized prompts that fit into the context window."""
+    """Like `pooled_job`, for tokenized prompts that fit into the context window."""
     adapter = reader.find_adapter(body.model)
     return make_job(
         prompts,

@@ -137,7 +137,6 @@ ABSENT: Final[Mapping[str, str]] = {
     "/v1/vector_stores": "There are no vector stores here: /v1/embeddings makes the vectors.",
     "/v1/fim": "There is no such route: /v1/completions takes `suffix`, /infill and /api/generate fill in too.",
     "/v1/uploads": "There are no uploads in parts here: send the whole file to /v1/files.",
-    "/classify": "There is no classifier here: models of this server have no classification head.",
     "/slots": "There are no slots to inspect: requests of others are private. /metrics has counts.",
     "/api/create": f"This server makes no models: {_OWN}.",
     "/api/copy": f"This server copies no models: {_OWN}.",

@@ -166,7 +166,7 @@ def _decode_url(url: str, number: int) -> bytes:
 
 
 def decode_image(data: bytes, number: int) -> Image:
-    """Has an image file decoded by a process of its own, which ends with it: the decoder never meets a stranger's bytes here.
+    """Decodes each image file in a separate process: the decoder never handles untrusted bytes in the server.
 
     Args:
         number: of the image among those of the request, from 1, for errors.

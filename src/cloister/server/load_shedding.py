@@ -146,7 +146,7 @@ class BodyCharge:
         self._budget.num_bytes -= num_bytes
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Releases the whole charge."""
         self.give_back(self.num_bytes)
         self._budget.forget(self)
 

@@ -105,7 +105,7 @@ Blocks = Annotated[list[Block], Field(max_length=MAX_MESSAGES)]
 
 
 class MessageParam(Strict):
-    """What somebody said."""
+    """A message of the conversation."""
 
     model_config = MESSAGE_PARAM
 

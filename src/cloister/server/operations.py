@@ -255,6 +255,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/rerank", _VECTORS, "Sort documents by relevance", RerankBody, Ranking),
     Operation("POST", "/v2/rerank", _VECTORS, "Sort documents by relevance (path of Cohere)", RerankBody, Ranking),
     Operation("POST", "/rerank", _VECTORS, "Sort documents by relevance (path of Jina)", RerankBody, Ranking),
+    Operation("POST", "/v1/classify", _VECTORS, "Tell which class texts are of", ClassifyBody, Classification),
     Operation(
         "POST", "/v1/pdf/text", _TOKENS, "Extract the text of a PDF file", PdfForm, PdfText, errors=(404,), body_type=FORM
     ),

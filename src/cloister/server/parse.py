@@ -46,7 +46,7 @@ class IgnoredFields:
     paths: dict[str, None] = field(default_factory=dict)
 
     def add(self, path: str) -> None:
-        """Notes a field."""
+        """Records a field."""
         self.paths[path] = None
 
     def header(self) -> str:

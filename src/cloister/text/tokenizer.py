@@ -225,8 +225,9 @@ class _GuardedTokenizer:
 
     def encode_pair(self, first: str, second: str) -> tokenizers.Encoding:
         """Takes every letter of both texts as text."""
-        # a batch leaves the interpreter lock to others
-        return self._tokenizer.encode_batch([(first, second)], add_special_tokens=True)[0]
+        if len(first) + len(second) < LONG_TEXT_CHARS:  # as in `_encode`
+            return self._tokenizer.encode(first, second, add_special_tokens=True)
+        return self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
 
     def encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
         """Takes spellings of control tokens as such unless a mark is inside; the marks are no part of the text."""

@@ -144,7 +144,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """What came out."""
+    """The result of training."""
 
     directory: str
     num_parameters: int

@@ -142,7 +142,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pixels_bytes(self) -> int:
-        """What its images take in memory."""
+        """Memory of its images in bytes."""
         return sum(len(image.pixels) for image in self.images)
 
     def __repr__(self) -> str:
@@ -216,7 +216,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know of a model that reads in both directions and writes no text.
+    """The engine's description of an encoder model, which generates no text, for the front.
 
     Attributes:
         labels: names of its classes; empty for a model that makes vectors only.

@@ -21,7 +21,7 @@ class GroupedProjections:
         self._spec, self._prefix, self._eps = spec, prefix, eps
         self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=spec.qkv_bias)
         names = ("q_norm", "k_norm") if spec.qk_norm else ()
-        self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") for name in names]
+        self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") if spec.qk_norm_weighted else None for name in names]
         self.sinks = reader.vector(f"{prefix}.attention.sinks") if spec.sinks else None
         self.linears: tuple[AnyLinear, ...] = (self._qkv,)
         self.num_operations, self.num_output_operations = self._qkv.num_operations, 0.0
@@ -49,7 +49,7 @@ class GroupedProjections:
         """Returns what the output projection reads."""
         return mixed
 
-    def _norm_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+    def _norm_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
         if self._spec.qk_norm_over == "head":
             return rms_norm(heads, weight, self._eps)
         return rms_norm(heads.flatten(1), weight, self._eps).view(heads.shape)

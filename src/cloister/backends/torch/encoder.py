@@ -10,7 +10,7 @@ tiles of queries at absolute positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from cloister.backends.base import Capability, ForwardBatch, KVLayout, MemoryNeed, Program, StepOutput, Wants, Weights
 from cloister.backends.encoder_spec import ClassifierSpec, EncoderSpec
-from cloister.backends.spec import AttentionSpec, widest_feed_forward
+from cloister.backends.spec import AttentionSpec, MlpSpec, widest_feed_forward
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.decoder import GroupedProjections
-from cloister.backends.torch.feed_forward import make_feed_forward
+from cloister.backends.torch.feed_forward import Activate, Mlp
 from cloister.backends.torch.layers import ACTIVATIONS, Norm, RopeTable, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles, pad_rows
 from cloister.backends.torch.reading import WeightReader, to_torch
@@ -36,6 +36,19 @@ TOKEN_BYTES: Final = 8
 """What one position takes where a decoder has its keys and values: a token and its type."""
 _CHUNK: Final = 128  # rows of a task; a multiple of the reference tile
 _QUERIES: Final = 128  # of one tile of attention
+
+
+def _gelu(rows: Tensor) -> Tensor:
+    return on_whole_vectors(torch.erf, rows * 0.5**0.5).add_(1).mul_(rows).mul_(0.5)
+
+
+def _gelu_tanh(rows: Tensor) -> Tensor:
+    inner = rows.pow(3).mul_(0.044715).add_(rows).mul_((2 / math.pi) ** 0.5)
+    return on_whole_vectors(torch.tanh, inner).add_(1).mul_(rows).mul_(0.5)
+
+
+_ACTIVATIONS: Final[Mapping[str, Activate]] = {**ACTIVATIONS, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "tanh": torch.tanh}
+"""Without torch's own GELU, for which oneDNN compiles code when it meets a new shape: a sealed engine may not do that."""
 
 IdArray = npt.NDArray[np.int64]
 
@@ -195,7 +208,9 @@ class _EncoderLayer:
         self._mlp_norm = reader.norm(f"{prefix}.mlp_norm", spec)
         self._projections = GroupedProjections(self.attention, reader, prefix, spec.norm_eps)
         self._o = reader.linear(f"{prefix}.o", bias=self.attention.output_bias)
-        self._mlp = make_feed_forward(layer.feed_forward, reader, prefix)
+        if not isinstance(layer.mlp, MlpSpec):
+            raise TypeError("encoders have no experts here; the spec must be checked before")
+        self._mlp = Mlp(layer.mlp, reader, prefix, _ACTIVATIONS)
         self.linears = (*self._projections.linears, self._o, *self._mlp.linears)
         self.project_operations = self._projections.num_operations
         self.finish_operations = self._o.num_operations + self._mlp.num_operations
@@ -223,7 +238,7 @@ class _Classifier:
         self._dense = reader.linear("classifier_dense", bias=classifier.dense_bias)
         self._norm = reader.norm("classifier_norm", spec) if classifier.norm else None
         self._out = reader.linear("classifier", bias=True)
-        self._activate = torch.tanh if classifier.activation == "tanh" else ACTIVATIONS[classifier.activation]
+        self._activate = _ACTIVATIONS[classifier.activation]
         self._tiles = common_tiles(self._dense.tiles, self._out.tiles)
 
     def __call__(self, texts: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -12,17 +15,24 @@ from cloister.backends.torch.linear import common_tiles, pad_rows
 from cloister.backends.torch.reading import AnyLinear, WeightReader
 from cloister.backends.torch.routing import choose_experts
 
+Activate: TypeAlias = Callable[[Tensor], Tensor]
+
 
 class Mlp:
     """down(act(gate(x)) * up(x)), or down(act(up(x))).
+
+    Args:
+        activations: by the names of specs.
 
     Attributes:
         linears: its products.
         num_operations: multiplications and additions of products with weights, for one row.
     """
 
-    def __init__(self, spec: MlpSpec, reader: WeightReader, prefix: str) -> None:
-        self._activate, self._is_gated, self._clipped = ACTIVATIONS[spec.activation], spec.gated, spec.clipped
+    def __init__(
+        self, spec: MlpSpec, reader: WeightReader, prefix: str, activations: Mapping[str, Activate] = ACTIVATIONS
+    ) -> None:
+        self._activate, self._is_gated, self._clipped = activations[spec.activation], spec.gated, spec.clipped
         self._gate_scale, self._output_scale = spec.gate_scale, spec.output_scale
         self._prefix, self._names = prefix, ("gate", "up") if spec.gated else ("up",)
         self._into = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.bias)
@@ -89,8 +99,11 @@ class Mixture:
         out = torch.zeros_like(rows)
         for number in sorted(set(chosen.flatten().tolist())):
             places, ranks = torch.nonzero(chosen == number, as_tuple=True)
-            found = self._experts[number](self._pad(rows.index_select(0, places)))[: len(places)]
-            out.index_add_(0, places, found.mul_(scores[places, ranks].unsqueeze(1)))
+            given, weights = rows.index_select(0, places), scores[places, ranks].unsqueeze(1)
+            if self._spec.weigh_inputs:
+                given.mul_(weights)
+            found = self._experts[number](self._pad(given))[: len(places)]
+            out.index_add_(0, places, found if self._spec.weigh_inputs else found.mul_(weights))
         return out if self._shared is None else out.add_(self._share(rows, self._shared))
 
     def choose(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,14 @@ _CHUNK = 1024  # positions whose angles are computed together
 _VECTOR = 32  # numbers that torch takes at once, at most; what is left over is rounded otherwise
 
 
-def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(rows: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019), in float32.
 
     The root is a square root and a division, which are correctly rounded everywhere, not a reciprocal root.
     """
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    return rows.div(length.square_().div_(rows.shape[-1]).add_(eps).sqrt_()).mul_(weight)
+    normed = rows.div(length.square_().div_(rows.shape[-1]).add_(eps).sqrt_())
+    return normed if weight is None else normed.mul_(weight)
 
 
 class Norm:

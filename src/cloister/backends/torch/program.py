@@ -15,7 +15,7 @@ from torch import Tensor
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.backends.spec import AnyAttentionSpec, DecoderSpec
+from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, QueryGrowth
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
@@ -191,6 +191,8 @@ class TorchProgram(Program):
             queries, new_slots, features = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
             mixed = state_mixed = None
             if layer.attention is not None and queries is not None and new_slots is not None:
+                if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
+                    queries[:num_tokens].mul_(grow(layer.attention.query_growth, batch.positions).to(self._device))
                 slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
                 mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)])
             if features is not None and state_step is not None:
@@ -320,6 +322,12 @@ def _rows(values: Tensor | None, rows: slice) -> Tensor | None:
     return None if values is None else values[rows]
 
 
+def grow(growth: QueryGrowth, positions: IntArray) -> Tensor:
+    """Returns what multiplies the queries of each token, [num_tokens, 1, 1] float32; logarithms are rounded once."""
+    steps = (positions.astype(np.int64) + growth.first) // growth.period
+    return torch.from_numpy((1 + growth.beta * np.log1p(steps.astype(np.float64))).astype(np.float32)).view(-1, 1, 1)
+
+
 def work_shape(spec: AnyAttentionSpec) -> AttentionShape:
     """Returns what of a layer decides the order of work in attention."""
-    return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.window)
+    return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.window, isinstance(spec, AttentionSpec) and spec.chunked)

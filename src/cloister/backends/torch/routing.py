@@ -18,6 +18,8 @@ def choose_experts(spec: MoeSpec, logits: Tensor, correction: Tensor | None) -> 
     """
     scores = torch.softmax(logits, dim=-1) if spec.scoring == "softmax" else on_whole_vectors(torch.sigmoid, logits)
     ranked = scores if correction is None else scores + correction
+    if spec.scoring == "sigmoid" and correction is None and spec.num_groups == 1:
+        ranked = logits  # large ones have equal sigmoids
     if spec.num_groups > 1:
         ranked = _limit_to_groups(spec, ranked)
     numbers = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.num_chosen]

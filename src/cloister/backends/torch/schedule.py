@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ _ROWS_TO_SHARE = 256  # fewer rows of one sequence are quicker in one unit: ever
 _SPLITS_AT_ONCE = 16  # splits of all units of a run together: each is 256 keys and values to fetch
 
 Int64Array = npt.NDArray[np.int64]
+Positions = TypeVar("Positions", int, npt.NDArray[np.int32])
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,17 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     window: int | None
+    chunked: bool = False
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    def first_seen(self, positions: Positions) -> Positions:
+        """Returns the first position that a query at each position sees; it may be negative."""
+        if self.window is None:
+            return positions * 0
+        return positions // self.window * self.window if self.chunked else positions - self.window + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,7 @@ def _cut_units(
         for start in range(0, num_rows, at_once):
             stop = min(start + at_once, num_rows)
             lowest, highest = position + start // shape.group, position + (stop - 1) // shape.group
-            yield _Unit(seq, start, stop, 0 if shape.window is None else max(0, lowest - shape.window + 1), highest)
+            yield _Unit(seq, start, stop, max(0, shape.first_seen(lowest)), highest)
 
 
 def _make_batch(
@@ -247,12 +256,12 @@ def _make_runs(
     number, end = min(unit.first for unit in units) // SPLIT, units[0].last // SPLIT + 1
     while number < end:
         active = sum(unit.last >= number * SPLIT for unit in units)
-        open_splits = _count_open(number, positions[:active], shape.window, max(1, _SPLITS_AT_ONCE // active))
+        open_splits = _count_open(number, positions[:active], shape, max(1, _SPLITS_AT_ONCE // active))
         count, hidden, width = open_splits, None, SPLIT
         if not open_splits:
             begin = number * SPLIT
             width = next(width for width in widths if width >= min(units[0].last + 1 - begin, SPLIT))
-            count, hidden = 1, torch.from_numpy(_hidden(begin, begin + width, positions[:active], shape.window)).to(device)
+            count, hidden = 1, torch.from_numpy(_hidden(begin, begin + width, positions[:active], shape)).to(device)
         numbers = number + np.arange(count)
         slots = keys.slots[keys.starts[seqs[:active]] + numbers[:, None], :width].reshape(-1)
         page_size = keys.block_size if hidden is None and SPLIT % keys.block_size == 0 else 1
@@ -261,19 +270,19 @@ def _make_runs(
         number += count
 
 
-def _count_open(number: int, positions: npt.NDArray[np.int32], window: int | None, most: int) -> int:
+def _count_open(number: int, positions: npt.NDArray[np.int32], shape: AttentionShape, most: int) -> int:
     """Returns how many whole splits from `number` on every row sees every key of, `most` at most."""
-    if window is not None and int(positions.max()) - window >= number * SPLIT:
+    if shape.first_seen(int(positions.max())) > number * SPLIT:
         return 0
     return min(most, max(0, (int(positions.min()) + 1) // SPLIT - number))
 
 
-def _hidden(begin: int, end: int, positions: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.bool_]:
+def _hidden(begin: int, end: int, positions: npt.NDArray[np.int32], shape: AttentionShape) -> npt.NDArray[np.bool_]:
     """[num_units, num_rows, end - begin]: where a row must not see a key."""
     places = np.arange(begin, end)
     hidden: npt.NDArray[np.bool_] = places > positions[..., None]
-    if window is not None:
-        hidden |= places <= positions[..., None] - window
+    if shape.window is not None:
+        hidden |= places < shape.first_seen(positions)[..., None]
     return hidden
 
 

@@ -75,7 +75,7 @@ def kept_chain(parents: tuple[int, ...]) -> list[int]:
 
 
 class DraftTree:
-    """What was drafted for one sequence.
+    """The draft of one sequence.
 
     Attributes:
         token_ids: by index; -1 if there was no token to choose.

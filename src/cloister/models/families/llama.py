@@ -27,9 +27,10 @@ LLAMA = Family(
 # SmolLM3 (Bakouch et al. 2025): Llama without rotary embeddings in every fourth layer.
 
 
-def _turn_some(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:
+def turn_some(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:
+    """Layers turn nothing where `no_rope_layers` has 0, or where it is empty or absent every `no_rope_layer_interval`-th."""
     interval, turned = fields.take_size("no_rope_layer_interval", 4), fields.take_any("no_rope_layers")
-    if turned is None:
+    if turned is None or turned == []:
         turned = [(number + 1) % interval for number in range(len(windows))]
     if not isinstance(turned, list) or len(turned) < len(windows):
         raise ModelError("no_rope_layers must list 1 or 0 for each of num_hidden_layers", param="no_rope_layers")
@@ -46,7 +47,7 @@ SMOLLM3 = replace(
     defaults={"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True},
     harmless=frozenset(("max_window_layers",)),
     windows=see_listed_windows,
-    ropes=_turn_some,
+    ropes=turn_some,
 )
 
 

@@ -124,7 +124,7 @@ class Shelf(Generic[K]):
             return list(self._kept.values())
 
     def remove(self, kept_id: str) -> None:
-        """Forgets something."""
+        """Deletes an object."""
         with self._lock:
             self._kept.pop(kept_id, None)
         self._vault.remove(kept_id + _META)

@@ -77,7 +77,7 @@ class _Item(Strict):
 
 
 class MessageItem(_Item):
-    """What somebody said."""
+    """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]

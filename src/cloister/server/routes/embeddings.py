@@ -68,9 +68,10 @@ async def create_ranking(request: Request) -> Response:
     return json_response(await state.off_the_loop(rank_documents, asked, embeddings))
 
 
+@router.post("/v1/classify")  # the one that can be asked sealed
 @router.post("/classify")
 async def create_classification(request: Request) -> Response:
-    """Says which of the model's classes each text is of."""
+    """Classifies each text with the model's classes."""
     state = state_of(request)
     asked = await state.off_the_loop(read_classify, state.reader, await request.body(), admission_of(request))
     scores = await run_pooled(state.generate, asked.job)

@@ -59,7 +59,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forgets a response."""
+    """Deletes a response."""
     store, owner = _store_of(request)
     store.remove(owner, response_id)
     return json_response(DeletedResponse(response_id))

@@ -93,3 +93,5 @@ def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "norms over whole projections of q and k"
     if attention.sinks:
         yield "attention sinks"
+    if attention.chunked or attention.query_growth is not None or not attention.qk_norm_weighted:
+        yield "attention in chunks, or of queries that grow or are normalised without weights"

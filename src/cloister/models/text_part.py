@@ -1,0 +1,51 @@
+"""The text part of models that read images too: their decoder's config and tensors, the rest left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cloister.models.safetensors import TensorEntry
+from cloister.types.errors import ModelError
+
+TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+}
+"""By architecture of the whole model: architecture of the decoder, by the model type of `text_config`."""
+
+_DECODERS = {"model.language_model.": "model.", "language_model.": ""}
+"""What begins the names of a decoder's tensors, and what stands there in a model of text alone."""
+_OTHERS = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_tower.", "model.vision_model.",
+    "model.multi_modal_projector.", "model.visual.",
+)  # fmt: skip
+
+
+def take_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of a model's decoder: `text_config` where the model reads images too, else the config as it is.
+
+    Raises:
+        ModelError: it has no `text_config`, or one of a type that its architecture does not have.
+    """
+    names = config.get("architectures") or []
+    parts = next((TEXT_PARTS[name] for name in names if name in TEXT_PARTS), None) if isinstance(names, list) else None
+    if parts is None:
+        return dict(config)
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    if not isinstance(text, dict) or not isinstance(kind, str) or kind not in parts:
+        raise ModelError(f"text_config in config.json must have a model_type of: {', '.join(parts)}", param="text_config")
+    above = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id") if config.get(name) is not None}
+    return {**text, **above, "architectures": [parts[kind]]}
+
+
+def keep_text_part(found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns the tensors of a checkpoint's decoder by the names of a model of text alone; all where it is one."""
+    prefix = next((prefix for prefix in _DECODERS if any(name.startswith(prefix) for name in found)), None)
+    if prefix is None:
+        return found
+    kept = {name: entry for name, entry in found.items() if not name.startswith(_OTHERS)}
+    return {_DECODERS[prefix] + name[len(prefix) :] if name.startswith(prefix) else name: kept[name] for name in kept}
