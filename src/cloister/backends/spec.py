@@ -407,17 +407,6 @@ class LayerSpec:
         return self.attention
 
     @property
-    def any_attention(self) -> AnyAttentionSpec:
-        """The attention of a layer that was checked to have one.
-
-        Raises:
-            TypeError: it has none.
-        """
-        if self.attention is None:
-            raise TypeError("this computes layers with attention only; the spec must be checked before")
-        return self.attention
-
-    @property
     def feed_forward(self) -> MlpSpec | MoeSpec:
         """The feed-forward of a layer that was checked to have one.
 
