@@ -85,7 +85,11 @@ def test_its_answers_are_the_same_in_company_and_in_chunks(llm):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"stop": ("x",)}, "without stop"), ({"logprobs": 1}, "without logprobs"), ({"n": 5}, "n must be from 1 to 2")],
+    [
+        ({"stop": ("x",)}, "does not support stop"),
+        ({"logprobs": 1}, "does not support logprobs"),
+        ({"n": 5}, "n must be from 1 to 2"),
+    ],
 )
 def test_what_it_has_no_place_for_is_refused_by_name(llm, fields, message):
     with pytest.raises(InvalidRequestError, match=message):

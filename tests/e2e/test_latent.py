@@ -85,5 +85,5 @@ def test_kv_memory_is_what_latents_take(path: Path) -> None:
 
 
 def test_the_native_back_end_says_what_to_choose(path: Path) -> None:
-    with pytest.raises(CloisterError, match=r"latent attention.*--backend torch"):
-        LLM(str(path), backend="native")
+    with pytest.raises(CloisterError, match=r"latents.*leave out --kv-dtype"):
+        LLM(str(path), backend="native", kv_dtype="int8")

@@ -30,8 +30,9 @@ def take_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ModelError: it has no `text_config`, or one of a type that its architecture does not have.
     """
-    names = config.get("architectures") or []
-    parts = next((TEXT_PARTS[name] for name in names if name in TEXT_PARTS), None) if isinstance(names, list) else None
+    names = config.get("architectures")
+    given = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    parts = next((TEXT_PARTS[name] for name in given if name in TEXT_PARTS), None)
     if parts is None:
         return dict(config)
     text = config.get("text_config")

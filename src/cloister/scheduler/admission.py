@@ -79,7 +79,7 @@ def find_wrong_beams(sampling: SamplingParams) -> str | None:
         ("max_tokens 0", sampling.max_tokens == 0),
     ):
         if is_given:
-            return f"beam search does not support {name}; leave it out, or use_beam_search"
+            return f"beam search does not support {name}; leave out one of the two"
     return None
 
 
