@@ -13,7 +13,7 @@ import pytest
 
 from cloister.backends import native
 from cloister.backends.base import FloatArray
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, ShortConvSpec
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
 from cloister.cli.doctor import COMPILERS
 from tests.driving import Driver, GivenWeights, build, make_spec
@@ -87,6 +87,8 @@ BIASES = {"qkv_bias": True, "output_bias": True}
 LATENT = LatentAttentionSpec(
     6, 40, 48, 24, 16, 20, 40**-0.5, RopeSpec(tuple(float(10000.0 ** (-i / 8)) for i in range(8)), interleaved=True)
 )
+CONVOLUTION = LayerSpec(None, MlpSpec(116), state=ShortConvSpec(SMALL.hidden_size, kernel_size=4, bias=True))
+SHORT_CONVOLUTIONS = replace(SMALL, layers=(CONVOLUTION, SMALL.layers[0], CONVOLUTION))
 PARTS: Mapping[str, DecoderSpec] = {
     "latent attention": replace(SMALL, layers=(LayerSpec(LATENT, MlpSpec(116)),) * 2),
     "latent attention, one projection of queries, biases, sizes of no vector": replace(

@@ -11,7 +11,7 @@ import pytest
 from cloister.backends.base import GREEDY, LOGITS, SAMPLING_METADATA, ForwardBatch, IntArray, Wants
 from cloister.backends.native.program import NativeProgram
 from tests.driving import Driver, RandomWeights
-from tests.native import NARROW, PARTS, build_native
+from tests.native import NARROW, PARTS, SHORT_CONVOLUTIONS, build_native
 
 LARGEST = 2**31 - 1
 NUM_BLOCKS = 8
@@ -95,3 +95,59 @@ def test_a_position_beyond_the_learned_ones_is_refused() -> None:
     driver.run("a", list(range(20)))
     with pytest.raises(ValueError, match="beyond those that the model learned"):
         driver.step({"a": [3]})
+
+
+GOOD_SPANS = [[0, 2, 0, 3], [2, 3, 3, 0], [3, 4, 1, 1], [4, 5, 1, -1]]
+
+
+def with_states() -> tuple[NativeProgram, ForwardBatch]:
+    """Two steps of three and of two tokens, the last of them a draft, of a model with states."""
+    driver = build_native(SHORT_CONVOLUTIONS, RandomWeights(SHORT_CONVOLUTIONS), num_blocks=NUM_BLOCKS)
+    assert isinstance(driver.program, NativeProgram)
+    return driver.program, replace(driver.plan({"a": [1, 2, 3], "b": [4, 5]}, [4]), state_spans=np.array(GOOD_SPANS, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("what", "at", "value"),
+    [
+        ("state that the cache does not have", (0, 2), NUM_BLOCKS),
+        ("state that the cache does not have", (0, 2), -1),
+        ("state that the cache does not have", (3, 3), -2),
+        ("state that the cache does not have", (1, 3), LARGEST),
+        ("make up its tokens", (0, 0), 1),
+        ("make up its tokens", (1, 1), 2),
+        ("make up its tokens", (3, 1), 6),
+        ("make up its tokens", (3, 1), LARGEST),
+        ("several sequences", (1, 1), 4),
+        ("go on from each other", (1, 2), 2),
+        ("go on from each other", (0, 3), 0),
+        ("known tokens of a batch follow drafts", (0, 3), -1),
+    ],
+)
+def test_spans_of_states_that_lead_out_of_an_array_are_refused(what: str, at: tuple[int, int], value: int) -> None:
+    program, batch = with_states()
+    before = [cache.tobytes() for cache in program._caches]
+    spans = batch.state_spans
+    assert spans is not None
+    spans[at] = value
+    if what == "several sequences":
+        spans[2, 0] = 4
+    if what == "go on from each other" and value == 0:
+        spans[1, 2] = 0
+    with pytest.raises(ValueError, match=what):
+        program.step(batch, LOGITS)
+    assert [cache.tobytes() for cache in program._caches] == before
+
+
+@pytest.mark.parametrize("accepted", [(3, 1), (5, 1), (-1, 1), (LARGEST, 1), (4, NUM_BLOCKS), (4, -1)])
+def test_drafts_that_the_last_step_did_not_have_are_refused(accepted: tuple[int, int]) -> None:
+    program, batch = with_states()
+    program.step(batch, LOGITS)
+    before = [cache.tobytes() for cache in program._caches]
+    with pytest.raises(ValueError, match=r"no such draft|does not have"):
+        program.accept_drafts(np.array([(4, 1), accepted], np.int32))
+    assert [cache.tobytes() for cache in program._caches] == before
+    program.accept_drafts(np.array([(4, 1)], np.int32))
+    assert [cache.tobytes() for cache in program._caches] != before
+    with pytest.raises(ValueError, match="no such draft"):
+        program.accept_drafts(np.array([(4, 1)], np.int32))

@@ -18,7 +18,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor, take_rows
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights, make_spec
-from tests.native import PARTS
+from tests.native import PARTS, SHORT_CONVOLUTIONS
 
 SPEC = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
 WIDE = make_spec(hidden=256, intermediate=256, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
@@ -82,10 +82,13 @@ def test_weights_take_what_was_named_whatever_becomes_of_them(case: str, dtype: 
     assert named == array_bytes(packed)
 
 
+SPECS = {**PARTS, "short convolutions": SHORT_CONVOLUTIONS}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SPECS)
 def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) -> None:
-    spec = replace(PARTS[name], max_positions=400)
+    spec = replace(SPECS[name], max_positions=400)
     weights, num_tokens = RandomWeights(spec), 300
     backend = NativeBackend(num_threads=2, device="cpu", dtype=dtype)
     program = backend.build(spec, weights, KVLayout(32, 16))

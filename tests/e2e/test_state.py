@@ -73,6 +73,9 @@ def test_states_are_an_item_of_the_memory(path: Path) -> None:
 
 
 def test_the_native_back_end_says_what_to_choose(path: Path) -> None:
+    if path.name.startswith("lfm2"):
+        open_llm(path, backend="native").close()
+        return
     with pytest.raises(CloisterError, match="--backend torch"):
         open_llm(path, backend="native")
 

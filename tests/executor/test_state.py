@@ -36,14 +36,17 @@ HYBRID = replace(
     ),
 )
 PURE = replace(BASE, layers=(replace(ATTENTION, attention=None, mlp=None, state=MAMBA),) * 2)
-SPECS = {"hybrid": HYBRID, "pure": PURE}
+CONVOLUTION = replace(ATTENTION, attention=None, state=SHORT)
+LONGER = replace(CONVOLUTION, state=ShortConvSpec(size=32, kernel_size=6, bias=True))
+SHORTS = replace(BASE, layers=(CONVOLUTION, ATTENTION, LONGER, WINDOW, CONVOLUTION))
+SPECS = {"hybrid": HYBRID, "pure": PURE, "native short convolutions": SHORTS}
 WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in SPECS.items()}
 
 
 def program(name, layout, num_threads=1):
-    return BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype="float32").build(
-        SPECS[name], WEIGHTS[name], layout
-    )
+    return BACKENDS.get("native" if name.startswith("native") else "torch")(
+        num_threads=num_threads, device="cpu", dtype="float32"
+    ).build(SPECS[name], WEIGHTS[name], layout)
 
 
 class Served:
@@ -230,6 +233,11 @@ def test_states_are_wiped_when_nobody_holds_them(name):
     if plan is not None:
         served.runner.run(plan)
     served.runner.wipe_buffers()
+    if name.startswith("native"):
+        for number, layer in enumerate(SPECS[name].layers):
+            for block in served.layout.state_blocks if layer.state else ():
+                assert not any(served.program.read_block(number, block))
+        return
     for states in served.program._states.cache.layers.values():
         assert not states.any()
     assert not served.program._states._kept

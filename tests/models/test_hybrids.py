@@ -18,6 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from cloister.backends.base import LOGITS
+from cloister.backends.native import _native
 from cloister.backends.torch.cuda import limits
 from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.models import load
@@ -123,6 +124,7 @@ def test_the_decoder_of_a_model_that_sees_images_is_read_for_text(family: str, t
 
 
 FAMILIES = sorted({family for family, _ in VARIANTS.values()})
+NATIVE = ("lfm2",)  # which the native back end computes too
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,11 +135,26 @@ def test_a_prompt_has_the_same_bits_in_steps_of_any_size(family: str, tmp_path: 
         assert np.array_equal(driver.run(chunk, TOKENS[:60], chunk), whole)
 
 
+@pytest.mark.parametrize("kernels", _native.kernel_names())
+@pytest.mark.parametrize("name", [name for name, (family, _) in VARIANTS.items() if family in NATIVE])
+def test_native_logits_are_those_of_transformers_in_steps_of_any_size(name: str, kernels: str, tmp_path: Path) -> None:
+    family, config = VARIANTS[name]
+    path = make_model(tmp_path, family, **config)
+    agreement = compare(path, TOKENS, 50, backend="native", kernels=kernels)
+    assert agreement.difference <= 1e-4
+    assert agreement.num_equal == agreement.num_tokens
+    driver = build_from(path, backend="native", kernels=kernels)
+    whole = driver.run("whole", TOKENS[:60])
+    for chunk in (1, 2, 7, 40):
+        assert np.array_equal(driver.run(chunk, TOKENS[:60], chunk), whole)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_computes_no_states_refuses_them_before_weights_are_read(family: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family)
-    with pytest.raises(ConfigError, match="layers with a state"):
-        build_from(path, backend="native")
+    if family not in NATIVE:
+        with pytest.raises(ConfigError, match="layers with a state"):
+            build_from(path, backend="native")
     spec = load(path).spec
     with pytest.raises(ConfigError, match="layers with a state"):
         limits.check_computable(spec)
@@ -213,16 +230,16 @@ def test_matrices_of_mixers_are_written_in_few_bits(family: str, tmp_path: Path)
     assert 0 < difference.std() < 0.1 * exact.std()
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "lfm2"])
-def test_an_adapter_changes_what_merged_weights_change(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "backend"), [("falcon_h1", "torch"), ("lfm2", "torch"), ("lfm2", "native")])
+def test_an_adapter_changes_what_merged_weights_change(family: str, backend: str, tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", family)
     model, adapter = load(path), read_adapter(write_adapter(tmp_path / "adapter", path), load(path).spec, max_rank=16)
-    driver = build(model.spec, model.weights)
+    driver = build(model.spec, model.weights, backend=backend)
     driver.program.load_adapter(0, adapter.weights)
     found = driver.program.step(replace(driver.plan({"a": TOKENS[:60]}), adapters=np.zeros(1, np.int32)), LOGITS).logits
-    expected = build(model.spec, MergedWeights(model.weights, adapter.weights)).run("a", TOKENS[:60])
+    expected = build(model.spec, MergedWeights(model.weights, adapter.weights), backend=backend).run("a", TOKENS[:60])
     assert np.abs(found - expected).max() <= 1e-3
-    assert np.abs(found - build(model.spec, model.weights).run("a", TOKENS[:60])).max() > 0.1
+    assert np.abs(found - build(model.spec, model.weights, backend=backend).run("a", TOKENS[:60])).max() > 0.1
 
 
 def test_an_adapter_of_queries_changes_their_gates_too(tmp_path: Path) -> None:

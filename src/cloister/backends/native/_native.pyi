@@ -91,6 +91,9 @@ class Latent:
         sizes: tuple[int, int, int, int, int],
     ) -> None: ...
 
+class ShortConv:
+    def __init__(self, *, filters: _Floats, bias: _Floats | None, shape: tuple[int, int], blocks: tuple[int, int]) -> None: ...
+
 class Program:
     def __init__(self, kernels: str, pool: Pool, vocab_size: int, hidden_size: int, norm_eps: float) -> None: ...
     def set_ends(
@@ -106,7 +109,7 @@ class Program:
         logit_softcap: float,
     ) -> None: ...
     def add_rope(self, inv_freq: list[float], scale: float) -> None: ...
-    def add_group(self, *, first_block: int, num_blocks: int, window: int) -> None: ...
+    def add_group(self, *, first_block: int, num_blocks: int, window: int, is_state: bool) -> None: ...
     def add_layer(
         self,
         *,
@@ -116,6 +119,7 @@ class Program:
         rope: int,
         qkv: Matrix,
         latent: Latent | None,
+        short_conv: ShortConv | None,
         output: Matrix,
         mlp: FeedForward | None,
         mixture: Mixture | None,
@@ -143,6 +147,7 @@ class Program:
         logit_rows: _Ints,
         parents: _Ints | None,
         adapters: _Ints | None,
+        state_spans: _Ints | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -155,6 +160,7 @@ class Program:
         logit_rows: _Ints,
         parents: _Ints | None,
         adapters: _Ints | None,
+        state_spans: _Ints | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -167,6 +173,7 @@ class Program:
         logit_rows: _Ints,
         parents: _Ints | None,
         adapters: _Ints | None,
+        state_spans: _Ints | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -179,6 +186,7 @@ class Program:
         logit_rows: _Ints,
         parents: _Ints | None,
         adapters: _Ints | None,
+        state_spans: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -192,6 +200,7 @@ class Program:
         logit_rows: _Ints,
         parents: _Ints | None,
         adapters: _Ints | None,
+        state_spans: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -204,6 +213,7 @@ class Program:
     def load_heads(self, heads: list[list[FeedForward]]) -> int: ...
     def guess(self, loaded: int, hidden: _Floats, num_heads: int, top: _Ints) -> None: ...
     def move_positions(self, moves: _Ints) -> None: ...
+    def accept_drafts(self, accepted: _Ints) -> None: ...
     def draw(self, logits: _Floats, draws: _Bytes, tokens: _Ints) -> None: ...
     def draw_masked(self, logits: _Floats, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def forward_keep(
@@ -216,6 +226,7 @@ class Program:
         logit_rows: _Ints,
         parents: _Ints | None,
         adapters: _Ints | None,
+        state_spans: _Ints | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

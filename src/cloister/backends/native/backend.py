@@ -66,11 +66,14 @@ class NativeBackend:
             ConfigError: the kernels do not compute such a decoder.
         """
         check_computable(spec, self._kv_dtype)
-        layer_bytes = tuple(kv_block_bytes(layer.required_attention, self._kv_dtype, block_size) for layer in spec.layers)
+        layer_bytes = tuple(
+            kv_block_bytes(layer.attention, self._kv_dtype, block_size) if layer.attention else 0 for layer in spec.layers
+        )
         return MemoryNeed(
             weights_bytes=packed_model_bytes(spec, weights, self._dense),
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
+            state_bytes=sum(4 * layer.state.state_size for layer in spec.layers if layer.state is not None),
             activations_bytes=buffer_bytes(
                 spec,
                 num_tokens=max_batched_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cloister.backends.encoder_spec import EncoderSpec
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec, ShortConvSpec
 from cloister.types.errors import ConfigError
 
 
@@ -43,9 +43,11 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
-    if attention is None or mlp is None or layer.state is not None:
-        yield "layers with a state, or without attention or a feed-forward"
-    elif isinstance(attention, AttentionSpec) and (
+    if layer.state is not None and (attention is not None or not isinstance(layer.state, ShortConvSpec)):
+        yield "layers with a state other than that of a short convolution"
+    if not layer.mixes or mlp is None:
+        yield "layers without attention or a feed-forward"
+    if isinstance(attention, AttentionSpec) and (
         attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)
     ):
         yield "gated or scaled attention"

@@ -13,7 +13,16 @@ import numpy.typing as npt
 from cloister.backends.base import Weights
 from cloister.backends.native.packing import PANEL, PackedKind, PackedMatrix, Packer, packed_bytes
 from cloister.backends.native.rotation import read_rows, row_orders
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from cloister.backends.spec import (
+    AnyAttentionSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
@@ -73,12 +82,12 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    attention, mlp = layer.required_attention, layer.feed_forward
-    if isinstance(attention, LatentAttentionSpec):
-        yield from _latent_matrices(attention, prefix)
+    state, mlp = layer.state, layer.feed_forward
+    if isinstance(state, ShortConvSpec):
+        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.bias)
+        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.bias)
     else:
-        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
-    yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
+        yield from _attention_matrices(layer.required_attention, prefix)
     if isinstance(mlp, MlpSpec):
         yield from _mlp_matrices(mlp, prefix)
         return
@@ -88,6 +97,14 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
         yield from _mlp_matrices(mlp.expert, f"{prefix}experts.{expert}.")
     if mlp.shared is not None:
         yield from _mlp_matrices(mlp.shared, f"{prefix}shared.")
+
+
+def _attention_matrices(attention: AnyAttentionSpec, prefix: str) -> Iterator[MatrixParts]:
+    if isinstance(attention, LatentAttentionSpec):
+        yield from _latent_matrices(attention, prefix)
+    else:
+        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
+    yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
 
 
 def _latent_matrices(attention: LatentAttentionSpec, prefix: str) -> Iterator[MatrixParts]:
@@ -119,6 +136,10 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
     for number, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, MoeSpec) and layer.mlp.correction_bias:
             yield f"layers.{number}.router.e_score_correction_bias", _padded(layer.mlp.num_experts, _LANES)
+        if isinstance(layer.state, ShortConvSpec):
+            yield f"layers.{number}.mixer.conv.weight", layer.state.kernel_size * layer.state.size
+            if layer.state.bias:
+                yield f"layers.{number}.mixer.conv.bias", layer.state.size
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
@@ -126,12 +147,12 @@ def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
         yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
     if layer.post_norm:
         yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
-    attention = layer.required_attention
+    attention = layer.attention
     if isinstance(attention, LatentAttentionSpec):
         yield "kv_a_norm", attention.kv_lora_rank
         if attention.q_lora_rank is not None:
             yield "q_a_norm", attention.q_lora_rank
-    elif attention.qk_norm:
+    elif attention is not None and attention.qk_norm:
         yield from (("q_norm", _qk_length(attention, attention.num_heads)),)
         yield from (("k_norm", _qk_length(attention, attention.num_kv_heads)),)
 
@@ -202,5 +223,5 @@ def _row(tensor: Tensor) -> FloatArray:
 
 
 def _vector(tensor: Tensor, length: int) -> npt.NDArray[Any]:
-    values = _row(tensor)
+    values = _row(tensor).T.reshape(-1)  # filters [channels, positions] become [positions, channels]
     return np.pad(values, (0, length - len(values)))

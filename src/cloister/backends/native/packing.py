@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.spec import AnyAttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec
+from cloister.backends.spec import (
+    AnyAttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 from cloister.backends.tensors import (
     GroupedTensor,
     InputRounding,
@@ -313,9 +321,14 @@ def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernel
 def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
     return 12 * spec.hidden_size + max(
-        _attention_bytes(layer.required_attention, is_wide) + _branch_bytes(layer, spec.hidden_size, is_wide)
-        for layer in spec.layers
+        _mixer_bytes(layer, is_wide) + _branch_bytes(layer, spec.hidden_size, is_wide) for layer in spec.layers
     )
+
+
+def _mixer_bytes(layer: LayerSpec, is_wide: bool) -> int:
+    if isinstance(layer.state, ShortConvSpec):
+        return 4 * (_padded(3 * layer.state.size) + layer.state.size)
+    return _attention_bytes(layer.required_attention, is_wide)
 
 
 def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
@@ -369,6 +382,9 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
     """Bytes that one thread works in: gathered keys, scores, an unpacked panel, candidates of a draw; and a row of its own."""
 
     def widest(layer: LayerSpec) -> int:
+        if layer.state is not None:
+            inputs = max(spec.hidden_size, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
+            return _native.scratch_bytes(kernels, 1, 1, 1, 0, inputs, spec.vocab_size)
         attention = layer.required_attention
         mixed, value_dim = attention.num_heads * attention.head_dim, 0
         if isinstance(attention, LatentAttentionSpec):
@@ -401,13 +417,14 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
         return 0
     num_splits = -(-spec.max_positions // 256)
     widest = max(
-        min(num_tokens * layer.any_attention.num_heads, 4 * num_threads * 256) * (layer.any_attention.head_dim + 48)
+        min(num_tokens * layer.attention.num_heads, 4 * num_threads * 256) * (layer.attention.head_dim + 48)
         for layer in spec.layers
+        if layer.attention is not None
     )
     return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
 
 
 def _rotation_bytes(spec: DecoderSpec) -> int:
     """Bytes of the cosines and sines of all positions."""
-    ropes = {layer.any_attention.rope for layer in spec.layers}
+    ropes = {layer.attention.rope for layer in spec.layers if layer.attention is not None}
     return sum(8 * len(rope.inv_freq) * spec.max_positions for rope in ropes if rope is not None)

@@ -29,6 +29,7 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.native.rotation import row_orders
+from cloister.backends.native.states import StateStore
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import (
     AnyAttentionSpec,
@@ -39,6 +40,7 @@ from cloister.backends.spec import (
     MlpSpec,
     MoeSpec,
     RopeSpec,
+    ShortConvSpec,
 )
 from cloister.types.errors import ModelError
 
@@ -134,6 +136,11 @@ def kv_block_bytes(attention: AnyAttentionSpec, kv_dtype: str, block_size: int) 
     return _native.kv_block_bytes(KV_KINDS[kv_dtype], *shape, block_size)
 
 
+def _shape(attention: AnyAttentionSpec) -> tuple[int, int, int, int, int]:
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    return *heads, _value_dim(attention), attention.window or 0
+
+
 def _value_dim(attention: AnyAttentionSpec) -> int:
     """Returns how many first numbers of a key are its value; 0 where keys and values are apart."""
     return attention.kv_lora_rank if isinstance(attention, LatentAttentionSpec) else 0
@@ -171,14 +178,20 @@ class NativeProgram(Program):
         self._heads = DraftHeadStore(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
-        self._blocks = [kv.blocks_of(number) for number in range(len(spec.layers))]
+        self._states = StateStore(kv)
+        self._has_states = any(layer.state is not None for layer in spec.layers)
+        self._blocks = [
+            kv.blocks_of(number) if layer.state is None else kv.state_blocks for number, layer in enumerate(spec.layers)
+        ]
         first = 0
         for group in kv.groups or (KVGroup(kv.num_blocks),):
-            self._program.add_group(first_block=first, num_blocks=group.num_blocks, window=group.window or 0)
+            self._program.add_group(
+                first_block=first, num_blocks=group.num_blocks, window=group.window or 0, is_state=group.is_state
+            )
             first += group.num_blocks
         ropes: dict[RopeSpec, int] = {}
         for number, layer in enumerate(spec.layers):
-            rope = layer.any_attention.rope
+            rope = None if layer.attention is None else layer.attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = len(ropes)
                 self._program.add_rope(list(rope.inv_freq), rope.attention_scale)
@@ -201,25 +214,20 @@ class NativeProgram(Program):
         )
 
     def _add_layer(self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kv_dtype: str) -> None:
-        attention, matrices, vectors = layer.required_attention, self._model.matrices, self._model.vectors
-        prefix, num_blocks = f"layers.{number}.", len(self._blocks[number])
-        num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
-        block_bytes = kv_block_bytes(attention, kv_dtype, kv.block_size)
-        cache = reserve(block_bytes * (num_blocks + num_empty), streamed=False)
-        self._caches.append(cache.reshape(num_blocks + num_empty, block_bytes))
+        attention, matrices, vectors = layer.attention, self._model.matrices, self._model.vectors
+        prefix = f"layers.{number}."
+        if layer.state is None:
+            self._caches.append(self._make_cache(layer.required_attention, number, kv, kv_dtype))
+        else:
+            self._caches.append(self._states.add_layer(layer.state))
         self._program.add_layer(
-            shape=(
-                attention.num_heads,
-                attention.num_kv_heads,
-                attention.head_dim,
-                _value_dim(attention),
-                attention.window or 0,
-            ),
-            scale=attention.scale,
-            softcap=attention.softcap or 0.0,
+            shape=(0, 0, 0, 0, 0) if attention is None else _shape(attention),
+            scale=1.0 if attention is None else attention.scale,
+            softcap=(attention and attention.softcap) or 0.0,
             rope=rope,
             qkv=matrices[f"{prefix}qkv"].bind(),
             latent=self._latent(attention, prefix) if isinstance(attention, LatentAttentionSpec) else None,
+            short_conv=self._short_conv(layer.state, prefix) if isinstance(layer.state, ShortConvSpec) else None,
             output=matrices[f"{prefix}output"].bind(),
             mlp=self._feed_forward(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MlpSpec) else None,
             mixture=self._mixture(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MoeSpec) else None,
@@ -232,10 +240,24 @@ class NativeProgram(Program):
             norms_projection=isinstance(attention, AttentionSpec) and attention.qk_norm_over == "projection",
             parallel=layer.parallel,
             residual_scale=layer.residual_scale,
-            cache=cache,
+            cache=self._caches[-1].reshape(-1),
             kv_kind=KV_KINDS[kv_dtype],
             block_size=kv.block_size,
             group=kv.group_of(number),
+        )
+
+    def _make_cache(self, attention: AnyAttentionSpec, number: int, kv: KVLayout, kv_dtype: str) -> ByteArray:
+        num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
+        num_blocks, block_bytes = len(self._blocks[number]) + num_empty, kv_block_bytes(attention, kv_dtype, kv.block_size)
+        return reserve(block_bytes * num_blocks, streamed=False).reshape(num_blocks, block_bytes)
+
+    def _short_conv(self, conv: ShortConvSpec, prefix: str) -> _native.ShortConv:
+        vectors, blocks = self._model.vectors, self._states.blocks
+        return _native.ShortConv(
+            filters=vectors[f"{prefix}mixer.conv.weight"],
+            bias=vectors.get(f"{prefix}mixer.conv.bias"),
+            shape=(conv.kernel_size, conv.size),
+            blocks=(blocks.start, len(blocks)),
         )
 
     def _norm(self, name: str) -> _native.Norm | None:
@@ -301,7 +323,7 @@ class NativeProgram(Program):
         Raises:
             ValueError: the arrays do not fit together, or a number in them leads out of another; nothing was written.
         """
-        arrays, num_rows = _arrays(batch), len(batch.logit_rows)
+        arrays, num_rows = _arrays(batch, self._states if self._has_states else None), len(batch.logit_rows)
         if wants.sampling is not None:
             output = StepOutput(tokens=np.empty(len(wants.sampling), np.int32))
             entries = wants.sampling.view(np.uint8)
@@ -394,6 +416,10 @@ class NativeProgram(Program):
         """
         self._program.move_positions(moves)
 
+    def accept_drafts(self, accepted: IntArray) -> None:
+        """Lets accepted drafts change states."""
+        self._program.accept_drafts(accepted)
+
     @property
     def num_layers(self) -> int:
         return len(self._caches)
@@ -428,10 +454,10 @@ class NativeProgram(Program):
         return self._program.buffer_bytes
 
 
-_Arrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None]
+_Arrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None]
 
 
-def _arrays(batch: ForwardBatch) -> _Arrays:
+def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
     tables = batch.block_tables
     return (
         batch.token_ids,
@@ -442,4 +468,5 @@ def _arrays(batch: ForwardBatch) -> _Arrays:
         batch.logit_rows,
         batch.parents,
         batch.adapters,
+        batch.state_spans if states is None or batch.state_spans is not None else states.spans(batch),
     )

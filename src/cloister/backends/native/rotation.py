@@ -23,8 +23,8 @@ def row_orders(spec: DecoderSpec) -> dict[str, IntArray]:
     """Returns tensor -> the stored row of each packed row, for every tensor whose rows are packed in another order."""
     return {
         f"layers.{number}.{name}": order
-        for number, attention in enumerate(layer.required_attention for layer in spec.layers)
-        if attention.rope is not None and attention.rope.interleaved
+        for number, attention in enumerate(layer.attention for layer in spec.layers)
+        if attention is not None and attention.rope is not None and attention.rope.interleaved
         for name, order in _orders(attention, 2 * len(attention.rope.inv_freq)).items()
     }
 

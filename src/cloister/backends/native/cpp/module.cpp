@@ -73,17 +73,24 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
 }
 
 #define STEP_ARRAYS Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts, \
-    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters
-#define STEP_NAMES token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters
-#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none()
+    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters, nb::object state_spans
+#define STEP_NAMES token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans
+#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none()
 
 Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
                  const Array1<const int32_t>& context_lens, const Array2<const int32_t>& tables, const Array1<const int32_t>& logit_rows,
-                 const nb::object& parents, const nb::object& adapters) {
+                 const nb::object& parents, const nb::object& adapters, const nb::object& state_spans) {
     Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
                 int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
     if (!adapters.is_none()) batch.adapters = kept<int32_t>(adapters, context_lens.size(), "a batch has fewer adapters than sequences");
     if (!parents.is_none()) batch.parents = kept<int32_t>(parents, token_ids.size(), "a batch has fewer parents than tokens");
+    if (!state_spans.is_none()) {
+        Array2<const int32_t> spans;
+        require(nb::try_cast(state_spans, spans, false) && spans.shape(1) == 4, "a state span is not of four numbers");
+        static_assert(sizeof(StateSpan) == 16);
+        batch.state_spans = (const StateSpan*)spans.data();
+        batch.num_state_spans = int(spans.shape(0));
+    }
     require(batch.num_tokens > 0 && positions.size() == token_ids.size() && query_starts.size() == context_lens.size() + 1 &&
             tables.shape(0) == context_lens.size(), "the arrays of a batch do not have the sizes of each other");
     return batch;
@@ -151,6 +158,7 @@ std::pair<int, int> adapted_shape(const Layer& layer, Site site, int hidden) {
     const Latent* latent = layer.latent ? &*layer.latent : nullptr;
     int kv_width = shape.num_kv_heads * shape.head_dim, inner = layer.mixture ? 0 : layer.mlp.down.inputs;
     std::pair<int, int> none{0, 0};
+    if (layer.short_conv && site <= Site::o) return none;
     switch (site) {
         case Site::q: return !latent ? std::pair(hidden, shape.num_heads * shape.head_dim) : latent->query_rank ? none : std::pair(hidden, latent->key_column);
         case Site::k: case Site::v: return latent ? none : std::pair(hidden, kv_width);
@@ -223,7 +231,18 @@ void check_latent(const Layer& layer) {
     require(layer.cache.kind == KVKind::f32 || layer.cache.kind == KVKind::bf16, "latents are kept in float32 or bfloat16");
 }
 
-void check_layer(const Program& program, const Layer& layer) {
+void check_short_conv(const Program& program, const Layer& layer) {
+    const ShortConv& conv = *layer.short_conv;
+    int hidden = program.hidden_size();
+    require(conv.size == hidden && conv.kernel_size > 1 && layer.qkv.inputs == hidden && layer.qkv.outputs == 3 * hidden && layer.output.inputs == hidden &&
+            layer.output.outputs == hidden, "the matrices of a layer do not fit together");
+    require(conv.first_block >= 0 && conv.num_blocks > 0, "a cache has no block");
+    for (const Layer& other : program.layers)
+        require(!other.short_conv || (other.short_conv->first_block == conv.first_block && other.short_conv->num_blocks == conv.num_blocks),
+                "layers have their states in different blocks");
+}
+
+void check_attention(const Program& program, const Layer& layer) {
     const AttentionShape& s = layer.shape;
     int hidden = program.hidden_size();
     require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 && s.head_dim > 0 && s.window >= 0, "a layer has no such heads");
@@ -234,12 +253,17 @@ void check_layer(const Program& program, const Layer& layer) {
     require(layer.qkv.inputs == hidden && layer.qkv.outputs == first && layer.output.inputs == width && layer.output.outputs == hidden,
             "the matrices of a layer do not fit together");
     if (layer.latent) check_latent(layer);
-    if (layer.mixture) check_mixture(*layer.mixture, hidden);
-    else check_feed_forward(layer.mlp, hidden);
-    require(layer.cache.block_size > 0, "a cache has no block");
     require(size_t(layer.group) < program.groups.size(), "a layer is of a group that was not added");
     const KVGroup& group = program.groups[size_t(layer.group)];
     require(group.num_blocks > 0 && layer.num_blocks >= group.num_blocks + (group.window ? 1 : 0), "a cache has fewer blocks than its group");
+}
+
+void check_layer(const Program& program, const Layer& layer) {
+    if (layer.short_conv) check_short_conv(program, layer);
+    else check_attention(program, layer);
+    if (layer.mixture) check_mixture(*layer.mixture, program.hidden_size());
+    else check_feed_forward(layer.mlp, program.hidden_size());
+    require(layer.cache.block_size > 0, "a cache has no block");
     require(program.layers.empty() || layer.cache.block_size == program.layers[0].cache.block_size, "the caches have blocks of several sizes");
 }
 
@@ -347,6 +371,21 @@ NB_MODULE(_native, m) {
     }, nb::arg("queries").none(), nb::arg("absorb"), nb::arg("expand"), nb::arg("query_norm").none(), nb::arg("key_norm").noconvert(), nb::arg("eps"),
        nb::arg("sizes"));
 
+    nb::class_<ShortConv>(m, "ShortConv").def("__init__", [](ShortConv* self, Array1<const float> filters, nb::object bias, std::tuple<int, int> shape,
+                                                             std::tuple<int, int> blocks) {
+        auto [kernel_size, size] = shape;
+        auto [first_block, num_blocks] = blocks;
+        require(kernel_size > 0 && size > 0 && num_blocks > 0 && filters.size() >= size_t(kernel_size) * size_t(size), "a convolution has no filter for each channel");
+        ShortConv conv;
+        conv.filters = filters.data();
+        conv.bias = kept<float>(bias, size_t(size), "a convolution has fewer biases than channels");
+        conv.kernel_size = kernel_size;
+        conv.size = size;
+        conv.first_block = first_block;
+        conv.num_blocks = num_blocks;
+        new (self) ShortConv(conv);
+    }, nb::arg("filters").noconvert(), nb::arg("bias").none(), nb::arg("shape"), nb::arg("blocks"));
+
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, const std::string& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps) {
             new (self) Program(find_kernels(kernels), std::move(pool), vocab_size, hidden_size, norm_eps);
@@ -369,11 +408,11 @@ NB_MODULE(_native, m) {
         .def("add_rope", [](Program& self, std::vector<float> inv_freq, float scale) {
             self.ropes.push_back({std::move(inv_freq), scale, {}, 0});
         })
-        .def("add_group", [](Program& self, int first_block, int num_blocks, int window) {
+        .def("add_group", [](Program& self, int first_block, int num_blocks, int window, bool is_state) {
             require(first_block >= 0 && num_blocks > 0 && window >= 0, "a group of layers has no such blocks");
-            self.groups.push_back({first_block, num_blocks, window});
-        }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"))
-        .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const Matrix& output,
+            self.groups.push_back({first_block, num_blocks, window, is_state});
+        }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"), nb::arg("is_state"))
+        .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const ShortConv* short_conv, const Matrix& output,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
                              bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
@@ -382,6 +421,13 @@ NB_MODULE(_native, m) {
             layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap, value_dim};
             require((value_dim > 0) == (latent != nullptr), "only latent attention has values that are part of their keys");
             if (latent) layer.latent = *latent;
+            if (short_conv) {
+                layer.short_conv = *short_conv;
+                size_t state_bytes = size_t(short_conv->kernel_size - 1) * size_t(short_conv->size) * 4;
+                require(cache.size() >= size_t(short_conv->num_blocks) * state_bytes, "a cache has fewer blocks than its group");
+                layer.short_conv->states = (float*)cache.data();
+                layer.short_conv->number = int(std::count_if(self.layers.begin(), self.layers.end(), [](const Layer& each) { return each.short_conv.has_value(); }));
+            }
             layer.scale = scale;
             layer.rope = rope;
             layer.qkv = qkv;
@@ -398,12 +444,12 @@ NB_MODULE(_native, m) {
             layer.norms_projection = norms_projection;
             layer.parallel = parallel;
             layer.residual_scale = residual_scale;
-            layer.cache = {cache.data(), kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
-            layer.num_blocks = int(std::min(cache.size() / layer.cache.block_bytes, size_t(INT32_MAX)));
+            layer.cache = {cache.data(), short_conv ? 0 : kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
+            layer.num_blocks = short_conv ? short_conv->num_blocks : int(std::min(cache.size() / layer.cache.block_bytes, size_t(INT32_MAX)));
             layer.group = group;
             check_layer(self, layer);
             self.layers.push_back(layer);
-        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
+        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
            nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
@@ -471,6 +517,11 @@ NB_MODULE(_native, m) {
             require(moves.shape(1) == 2, "a move is not a source and a target");
             Turn turn(self.pool());
             self.move_positions(moves.data(), int(moves.shape(0)));
+        })
+        .def("accept_drafts", [](Program& self, Array2<const int32_t> accepted) {
+            require(accepted.shape(1) == 2, "an accepted draft is not a token and a block");
+            Turn turn(self.pool());
+            self.accept_drafts(accepted.data(), int(accepted.shape(0)));
         })
         .def("draw", [](Program& self, Array2<const float> logits, Bytes draws, Array1<int32_t> tokens) {
             require(int(logits.shape(1)) == self.vocab_size(), "the logits do not have the width of the vocabulary");

@@ -43,7 +43,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 
 std::vector<Buffer*> Program::buffers() {
     std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
-                             &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_};
+                             &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -65,6 +65,7 @@ void Program::wipe() {
     cuts_.assign(cuts_.capacity(), 0);
     nexts_.assign(nexts_.capacity(), {});
     head_rows_.clear();
+    num_drafts_ = 0;
     if (pieces.empty()) return;
     phase("wipe", int(pieces.size()), [&](int i, int) { overwrite(pieces[size_t(i)].first, pieces[size_t(i)].second); });
     pool_->run_on_each([](int) { overwrite_stack(); });
@@ -85,6 +86,7 @@ void Program::check(const Batch& batch) const {
             const int32_t* table = batch.tables + size_t(s) * size_t(batch.table_stride);
             for (int g = 0; g < num_groups; g++) {
                 const KVGroup& group = groups[size_t(g)];
+                if (group.is_state) continue;
                 for (int b = first_entry(group, context - (end - first), block_size); b < blocks; b++)
                     require(within(table[size_t(b) * size_t(num_groups) + size_t(g)] - group.first_block, group.num_blocks),
                             "a batch names a block that the cache does not have");
@@ -99,6 +101,7 @@ void Program::check(const Batch& batch) const {
     for (int i = 0; i < batch.num_tokens; i++) require(within(batch.token_ids[i], vocab_size_), "a batch has a token id outside of the vocabulary");
     for (int i = 0; positions.codes && i < batch.num_tokens; i++)
         require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
+    check_states(batch);
     for (int i = 0; i < batch.num_rows; i++) require(within(batch.logit_rows[i], batch.num_tokens), "a batch asks for logits of a token that it does not have");
 }
 
@@ -314,10 +317,11 @@ void Program::move_positions(const int32_t* moves, int num_moves) {
     auto lies_in = [&](const KVGroup& group, int slot) { return within(slot / layers[0].cache.block_size - group.first_block, group.num_blocks); };
     for (int i = 0; i < num_moves && !layers.empty(); i++)
         require(std::any_of(groups.begin(), groups.end(), [&](const KVGroup& group) {
-            return moves[2 * i] >= 0 && moves[2 * i + 1] >= 0 && lies_in(group, moves[2 * i]) && lies_in(group, moves[2 * i + 1]);
+            return !group.is_state && moves[2 * i] >= 0 && moves[2 * i + 1] >= 0 && lies_in(group, moves[2 * i]) && lies_in(group, moves[2 * i + 1]);
         }), "a move names a position that the cache does not have");
     phase("move", int(layers.size()), [&](int i, int) {
         const Layer& layer = layers[size_t(i)];
+        if (layer.short_conv) return;
         const KVGroup& group = groups[size_t(layer.group)];
         int first = group.first_block * layer.cache.block_size;
         for (int move = 0; move < num_moves; move++)
@@ -456,12 +460,12 @@ void Program::forward(const Batch& batch, float* logits) {
     step_number.fetch_add(1);
     extend_ropes(batch);
     place_tokens(batch);
+    place_states(batch);
     list_adapters(batch);
     normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
     embed(batch);
-    const Layer* previous = nullptr;
+    const Layer* previous = nullptr;  // with attention
     for (const Layer& layer : layers) {
-        if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
         const Mixture* experts = layer.mixture ? &*layer.mixture : nullptr;
         const Matrix& up = experts ? experts->experts[0].up : layer.mlp.up;
         Normed inputs;
@@ -470,9 +474,14 @@ void Program::forward(const Batch& batch, float* logits) {
             keep_normed(layer);
         }
         Rows heads = norm_rows("norm", layer.attention_norm, layer.qkv, num_tokens, inputs_).rows;
-        if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
-        previous = &layer;
-        attention_block(layer, batch, heads);
+        if (layer.short_conv) {
+            short_conv_block(layer, batch, heads);
+        } else {
+            if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
+            if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
+            previous = &layer;
+            attention_block(layer, batch, heads);
+        }
         if (!layer.parallel) inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, inputs_, experts);
         if (experts) {
             mixture(layer, inputs);

@@ -47,12 +47,24 @@ struct Latent {
     int key_column = 0;  // where the latent of keys begins in outputs of `qkv`
 };
 
+// A gated short convolution in place of attention: `Layer::qkv` gives B, C and x, each of `size` numbers.
+struct ShortConv {
+    const float *filters = nullptr, *bias = nullptr;  // [kernel_size][size], the filter of the oldest input first; [size], or null
+    int kernel_size = 0, size = 0;
+    float* states = nullptr;  // [num_blocks][kernel_size - 1][size]: the last inputs, oldest first
+    int first_block = 0, num_blocks = 0;
+    int number = 0;  // of this layer among those with one
+    bool has_block(int block) const { return block >= first_block && block - first_block < num_blocks; }
+    float* state(int block) const { return states + size_t(block - first_block) * size_t(kernel_size - 1) * size_t(size); }
+};
+
 struct Layer {
     AttentionShape shape;
     float scale = 1;
     int rope = -1;  // -1: none
     Matrix qkv, output;
     std::optional<Latent> latent;
+    std::optional<ShortConv> short_conv;  // in place of attention
     Norm attention_norm, mlp_norm, attention_post_norm, mlp_post_norm;
     const float *q_norm = nullptr, *k_norm = nullptr;
     bool norms_projection = false;  // q and k are normed over all heads together
@@ -66,9 +78,10 @@ struct Layer {
 };
 
 // Layers that share block tables. Blocks are numbered through all groups. With a window, what lies behind it need not be there:
-// caches have one block more, the last, which stays empty.
+// caches have one block more, the last, which stays empty. Blocks of a group with `is_state` hold states in place of keys.
 struct KVGroup {
     int first_block = 0, num_blocks = 0, window = 0;
+    bool is_state = false;
 };
 
 // [head][block]: x + down(activation(up(x))), the next block after that. Float32 or bfloat16, all of one shape.
@@ -88,11 +101,18 @@ struct Span {
     double start_s, duration_s;
 };
 
+// Tokens [first, end) of one sequence go on from the state in one block and leave theirs in another; -1: they are drafts.
+struct StateSpan {
+    int32_t first, end, read, written;
+};
+
 struct Batch {
     const int32_t *token_ids, *positions, *query_starts, *context_lens, *tables, *logit_rows;
     int num_tokens, num_sequences, table_stride, num_rows;
     const int32_t* parents;  // [num_tokens], or null
     const int32_t* adapters = nullptr;  // [num_sequences] slots, or null; one that is empty, or no slot, changes nothing
+    const StateSpan* state_spans = nullptr;  // where layers have a state
+    int num_state_spans = 0;
 };
 
 // One caller at a time (`Pool::take_turn`).
@@ -146,6 +166,10 @@ public:
     // Copies K and V of single positions from slot to slot in every layer, one move after the other. A slot is a block and a
     // position in it, as one number. Throws std::invalid_argument, before anything is written, where there is no such slot.
     void move_positions(const int32_t* moves, int num_moves);
+
+    // Lets accepted drafts of the last step change states, and forgets the others: pairs of a token of that step and the block of its
+    // state, parents first. Throws std::invalid_argument, before anything is written, where there is no such draft or block.
+    void accept_drafts(const int32_t* accepted, int num_accepted);
 
     // Chooses tokens from logits [num_rows][vocab_size]. With `barred`, a token of minus infinity is one not to be chosen.
     void draw(const float* logits, int num_rows, const Draw* draws, int num_draws, bool barred, int32_t* tokens);
@@ -207,6 +231,14 @@ private:
     const float* expand_latents(const Layer& layer, int num_tokens);
     template <class Write> void multiply_heads(const char* name, const std::vector<Matrix>& matrices, int num_tokens, float* out, Write&& write);
     void attention(const Layer& layer, const Batch& batch);
+    // short_conv.cpp
+    const ShortConv* first_state() const;
+    void check_states(const Batch& batch) const;
+    void place_states(const Batch& batch);
+    void short_conv_block(const Layer& layer, const Batch& batch, const Rows& inputs);
+    const float* conv_input(const ShortConv& conv, const float* gated, size_t stride, int token, int back) const;
+    void leave_states(const ShortConv& conv, const Batch& batch, const float* gated, size_t stride);
+
     void list_tasks(const Layer& layer);
     void feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted = nullptr);
     Sink up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const;
@@ -258,7 +290,7 @@ private:
 
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, masked_, peaks_;
     Buffer branch_, parallel_, exact_, shared_inputs_, scores_, routes_, gathered_, expert_outputs_;
-    Buffer latent_, adapter_normed_, adapter_wide_, guesses_;
+    Buffer latent_, adapter_normed_, adapter_wide_, guesses_, drafts_;
     std::vector<DraftHeads> draft_heads_;
     std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
     std::vector<AdapterTask> adapter_tasks_;
@@ -273,6 +305,8 @@ private:
     std::vector<Sequence> sequences_;
     std::vector<int> sequence_of_;           // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
+    std::vector<int> before_, state_of_, draft_of_;  // [num_tokens]: token before it; block before its sequence; number of a draft, or -1
+    int num_drafts_ = 0;
     std::vector<Node> nodes_;     // [num_tokens], where there are trees
     std::vector<int32_t> paths_;  // of all nodes
     std::vector<AttentionTask> tasks_, dealt_;
