@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cloister.backends.encoder_spec import EncoderSpec
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec, ShortConvSpec
+from cloister.backends.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mamba2Spec,
+    MoeSpec,
+    ShortConvSpec,
+)
 from cloister.types.errors import ConfigError
 
 
@@ -43,8 +51,10 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
-    if layer.state is not None and (attention is not None or not isinstance(layer.state, ShortConvSpec)):
-        yield "layers with a state other than that of a short convolution"
+    if layer.state is not None and (attention is not None or not isinstance(layer.state, ShortConvSpec | Mamba2Spec)):
+        yield "layers with a state other than that of a short convolution or Mamba 2"
+    if isinstance(layer.state, Mamba2Spec) and (layer.state.is_scaled or layer.state.activation != "silu"):
+        yield "layers with a state of Mamba 2 with scales or another activation than SiLU"
     if not layer.mixes or mlp is None:
         yield "layers without attention or a feed-forward"
     if isinstance(attention, AttentionSpec) and (
