@@ -55,7 +55,9 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "layers with a state other than that of a short convolution or Mamba 2"
     if isinstance(layer.state, Mamba2Spec) and (layer.state.is_scaled or layer.state.activation != "silu"):
         yield "layers with a state of Mamba 2 with scales or another activation than SiLU"
-    if not layer.mixes or mlp is None:
+    if layer.state is not None and mlp is None:
+        yield "layers with a state and no feed-forward"
+    elif not layer.mixes or mlp is None:
         yield "layers without attention or a feed-forward"
     if isinstance(attention, AttentionSpec) and (
         attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)
