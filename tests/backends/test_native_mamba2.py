@@ -1,4 +1,4 @@
-"""Mamba 2 on the native kernels against the torch back end: every field of its spec that the kernels compute, and matrices in few bits."""
+"""Mamba 2 on the native kernels against the torch back end: the fields of its spec, and matrices in few bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import RandomWeights, build
 from tests.native import MAMBA, MAMBA_LAYERS
 
-PLAIN = MAMBA.state
-assert isinstance(PLAIN, Mamba2Spec)
+PLAIN = Mamba2Spec(num_heads=6, head_dim=20, num_groups=2, d_state=24, kernel_size=4)
 VARIANTS: Mapping[str, Mamba2Spec] = {
     "plain": PLAIN,
     "one group, wide states": replace(PLAIN, num_groups=1, d_state=72),
