@@ -39,7 +39,8 @@ void advance_head(const Mamba2& mamba, int head, const float* convolved, float d
     const float* x = convolved + size_t(head) * size_t(rows);
     const float* b = convolved + mamba.inner() + size_t(head / (mamba.num_heads / mamba.num_groups)) * size_t(length);
     const float* c = b + size_t(mamba.num_groups) * size_t(length);
-    dt = std::fmin(std::fmax(softplus(dt + mamba.dt_bias[head]), mamba.least_dt), mamba.greatest_dt);
+    dt = softplus(dt + mamba.dt_bias[head]);
+    dt = dt < mamba.least_dt ? mamba.least_dt : dt > mamba.greatest_dt ? mamba.greatest_dt : dt;  // not a number stays so
     float decay = std::exp(dt * -std::exp(mamba.a_log[head]));
     for (int row = 0; row < rows; row++)
         out[row] = advance_row(state + size_t(row) * size_t(length), b, c, length, decay, x[row] * dt) + x[row] * mamba.skip[head];
