@@ -13,7 +13,16 @@ import pytest
 
 from cloister.backends import native
 from cloister.backends.base import FloatArray
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, ShortConvSpec
+from cloister.backends.spec import (
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mamba2Spec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+    ShortConvSpec,
+)
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
 from cloister.cli.doctor import COMPILERS
 from tests.driving import Driver, GivenWeights, build, make_spec
@@ -89,6 +98,8 @@ LATENT = LatentAttentionSpec(
 )
 CONVOLUTION = LayerSpec(None, MlpSpec(116), state=ShortConvSpec(SMALL.hidden_size, kernel_size=4, bias=True))
 SHORT_CONVOLUTIONS = replace(SMALL, layers=(CONVOLUTION, SMALL.layers[0], CONVOLUTION))
+MAMBA = LayerSpec(None, MlpSpec(116), state=Mamba2Spec(num_heads=6, head_dim=20, num_groups=2, d_state=24, kernel_size=4))
+MAMBA_LAYERS = replace(SMALL, layers=(MAMBA, SMALL.layers[0], MAMBA))
 PARTS: Mapping[str, DecoderSpec] = {
     "latent attention": replace(SMALL, layers=(LayerSpec(LATENT, MlpSpec(116)),) * 2),
     "latent attention, one projection of queries, biases, sizes of no vector": replace(

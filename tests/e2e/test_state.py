@@ -13,7 +13,7 @@ from cloister.api.completions import Completion
 from cloister.types.events import Event, Stepped
 from tests.model_factory import make_model
 
-FAMILIES = ("qwen3_next", "lfm2", "mamba2")
+FAMILIES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba2")
 SETTINGS: dict[str, Any] = {
     "backend": "torch", "num_threads": 1, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8,
 }  # fmt: skip
@@ -73,7 +73,7 @@ def test_states_are_an_item_of_the_memory(path: Path) -> None:
 
 
 def test_the_native_back_end_says_what_to_choose(path: Path) -> None:
-    if path.name.startswith("lfm2"):
+    if path.name.startswith(("granitemoehybrid", "lfm2")):
         open_llm(path, backend="native").close()
         return
     with pytest.raises(CloisterError, match="--backend torch"):

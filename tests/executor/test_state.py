@@ -39,7 +39,10 @@ PURE = replace(BASE, layers=(replace(ATTENTION, attention=None, mlp=None, state=
 CONVOLUTION = replace(ATTENTION, attention=None, state=SHORT)
 LONGER = replace(CONVOLUTION, state=ShortConvSpec(size=32, kernel_size=6, bias=True))
 SHORTS = replace(BASE, layers=(CONVOLUTION, ATTENTION, LONGER, WINDOW, CONVOLUTION))
-SPECS = {"hybrid": HYBRID, "pure": PURE, "native short convolutions": SHORTS}
+ODD = Mamba2Spec(num_heads=6, head_dim=5, num_groups=3, d_state=20, kernel_size=2, conv_bias=False, norm="before_gate")
+MAMBAS = tuple(replace(CONVOLUTION, state=state) for state in (MAMBA, ODD, replace(MAMBA, norm=None, output_bias=True)))
+NATIVE_HYBRID = replace(BASE, layers=(MAMBAS[0], ATTENTION, MAMBAS[1], CONVOLUTION, WINDOW, MAMBAS[2]))
+SPECS = {"hybrid": HYBRID, "pure": PURE, "native short convolutions": SHORTS, "native hybrid": NATIVE_HYBRID}
 WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in SPECS.items()}
 
 

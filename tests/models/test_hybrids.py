@@ -124,7 +124,7 @@ def test_the_decoder_of_a_model_that_sees_images_is_read_for_text(family: str, t
 
 
 FAMILIES = sorted({family for family, _ in VARIANTS.values()})
-NATIVE = ("lfm2",)  # which the native back end computes too
+NATIVE = ("granitemoehybrid", "lfm2")  # which the native back end computes too
 
 
 @pytest.mark.parametrize("family", FAMILIES)

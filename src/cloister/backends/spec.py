@@ -191,6 +191,11 @@ class Mamba2Spec:
         return self.num_heads * self.head_dim
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether inputs or outputs of the matrices are multiplied."""
+        return {self.input_scale, self.output_scale, *self.section_scales} != {1.0}
+
+    @property
     def conv_size(self) -> int:
         """Channels of the convolution: x, B and C."""
         return self.inner_size + 2 * self.num_groups * self.d_state

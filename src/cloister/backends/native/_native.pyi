@@ -94,6 +94,19 @@ class Latent:
 class ShortConv:
     def __init__(self, *, filters: _Floats, bias: _Floats | None, shape: tuple[int, int], blocks: tuple[int, int]) -> None: ...
 
+class Mamba2:
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, int, int, int],
+        dt_limits: tuple[float, float],
+        a_log: _Floats,
+        skip: _Floats,
+        dt_bias: _Floats,
+        norm: _Floats | None,
+        norms_before_gate: bool,
+    ) -> None: ...
+
 class Program:
     def __init__(self, kernels: str, pool: Pool, vocab_size: int, hidden_size: int, norm_eps: float) -> None: ...
     def set_ends(
@@ -120,6 +133,7 @@ class Program:
         qkv: Matrix,
         latent: Latent | None,
         short_conv: ShortConv | None,
+        mamba2: Mamba2 | None,
         output: Matrix,
         mlp: FeedForward | None,
         mixture: Mixture | None,

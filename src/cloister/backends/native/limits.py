@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cloister.backends.encoder_spec import EncoderSpec
-from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MoeSpec, ShortConvSpec
+from cloister.backends.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    Mamba2Spec,
+    MoeSpec,
+    ShortConvSpec,
+)
 from cloister.types.errors import ConfigError
 
 
@@ -43,10 +51,15 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
-    state = layer.state
-    if state is not None and (attention is not None or not isinstance(state, ShortConvSpec) or state.kernel_size < 2):
-        yield "layers with a state other than that of a short convolution"
-    if not layer.mixes or mlp is None:
+    if layer.state is not None and (attention is not None or not isinstance(layer.state, ShortConvSpec | Mamba2Spec)):
+        yield "layers with a state other than that of a short convolution or Mamba 2"
+    if isinstance(layer.state, ShortConvSpec | Mamba2Spec) and layer.state.kernel_size < 2:
+        yield "convolutions of one position"
+    if isinstance(layer.state, Mamba2Spec) and (layer.state.is_scaled or layer.state.activation != "silu"):
+        yield "layers with a state of Mamba 2 with scales or another activation than SiLU"
+    if layer.state is not None and mlp is None:
+        yield "layers with a state and no feed-forward"
+    elif not layer.mixes or mlp is None:
         yield "layers without attention or a feed-forward"
     if isinstance(attention, AttentionSpec) and (
         attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)

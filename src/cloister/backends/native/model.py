@@ -19,6 +19,7 @@ from cloister.backends.spec import (
     DecoderSpec,
     LatentAttentionSpec,
     LayerSpec,
+    Mamba2Spec,
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
@@ -86,6 +87,9 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
     if isinstance(state, ShortConvSpec):
         yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.bias)
         yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.bias)
+    elif isinstance(state, Mamba2Spec):
+        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.projection_bias)
+        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.output_bias)
     else:
         yield from _attention_matrices(layer.required_attention, prefix)
     if isinstance(mlp, MlpSpec):
@@ -140,6 +144,17 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
             yield f"layers.{number}.mixer.conv.weight", layer.state.kernel_size * layer.state.size
             if layer.state.bias:
                 yield f"layers.{number}.mixer.conv.bias", layer.state.size
+        if isinstance(layer.state, Mamba2Spec):
+            yield from ((f"layers.{number}.mixer.{name}", size) for name, size in _mamba2_vectors(layer.state))
+
+
+def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
+    yield "conv.weight", mamba.kernel_size * mamba.conv_size
+    if mamba.conv_bias:
+        yield "conv.bias", mamba.conv_size
+    yield from ((name, mamba.num_heads) for name in ("A_log", "D", "dt_bias"))
+    if mamba.norm is not None:
+        yield "norm.weight", _padded(mamba.inner_size, _LANES)
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ from cloister.backends.spec import (
     DecoderSpec,
     LatentAttentionSpec,
     LayerSpec,
+    Mamba2Spec,
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
@@ -328,6 +329,10 @@ def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
 def _mixer_bytes(layer: LayerSpec, is_wide: bool) -> int:
     if isinstance(layer.state, ShortConvSpec):
         return 4 * (_padded(3 * layer.state.size) + layer.state.size)
+    if isinstance(layer.state, Mamba2Spec):
+        inner, channels = layer.state.inner_size, layer.state.conv_size
+        projected = _padded(inner + channels + layer.state.num_heads)
+        return 4 * (projected + channels + inner) + _input_bytes(inner, is_wide)
     return _attention_bytes(layer.required_attention, is_wide)
 
 
@@ -383,7 +388,8 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
 
     def widest(layer: LayerSpec) -> int:
         if layer.state is not None:
-            inputs = max(spec.hidden_size, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
+            inner = layer.state.inner_size if isinstance(layer.state, Mamba2Spec) else 0
+            inputs = max(spec.hidden_size, inner, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
             return _native.scratch_bytes(kernels, 1, 1, 1, 0, inputs, spec.vocab_size)
         attention = layer.required_attention
         mixed, value_dim = attention.num_heads * attention.head_dim, 0

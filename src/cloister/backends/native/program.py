@@ -37,10 +37,12 @@ from cloister.backends.spec import (
     DecoderSpec,
     LatentAttentionSpec,
     LayerSpec,
+    Mamba2Spec,
     MlpSpec,
     MoeSpec,
     RopeSpec,
     ShortConvSpec,
+    StateSpec,
 )
 from cloister.types.errors import ModelError
 
@@ -227,7 +229,8 @@ class NativeProgram(Program):
             rope=rope,
             qkv=matrices[f"{prefix}qkv"].bind(),
             latent=self._latent(attention, prefix) if isinstance(attention, LatentAttentionSpec) else None,
-            short_conv=self._short_conv(layer.state, prefix) if isinstance(layer.state, ShortConvSpec) else None,
+            short_conv=self._convolution(layer.state, prefix),
+            mamba2=self._mamba2(layer.state, prefix) if isinstance(layer.state, Mamba2Spec) else None,
             output=matrices[f"{prefix}output"].bind(),
             mlp=self._feed_forward(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MlpSpec) else None,
             mixture=self._mixture(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MoeSpec) else None,
@@ -251,13 +254,27 @@ class NativeProgram(Program):
         num_blocks, block_bytes = len(self._blocks[number]) + num_empty, kv_block_bytes(attention, kv_dtype, kv.block_size)
         return reserve(block_bytes * num_blocks, streamed=False).reshape(num_blocks, block_bytes)
 
-    def _short_conv(self, conv: ShortConvSpec, prefix: str) -> _native.ShortConv:
+    def _convolution(self, state: StateSpec | None, prefix: str) -> _native.ShortConv | None:
+        if not isinstance(state, ShortConvSpec | Mamba2Spec):
+            return None
         vectors, blocks = self._model.vectors, self._states.blocks
         return _native.ShortConv(
             filters=vectors[f"{prefix}mixer.conv.weight"],
             bias=vectors.get(f"{prefix}mixer.conv.bias"),
-            shape=(conv.kernel_size, conv.size),
+            shape=(state.kernel_size, state.conv_size if isinstance(state, Mamba2Spec) else state.size),
             blocks=(blocks.start, len(blocks)),
+        )
+
+    def _mamba2(self, mamba: Mamba2Spec, prefix: str) -> _native.Mamba2:
+        vectors = self._model.vectors
+        return _native.Mamba2(
+            shape=(mamba.num_heads, mamba.head_dim, mamba.num_groups, mamba.d_state),
+            dt_limits=mamba.time_step_limit,
+            a_log=vectors[f"{prefix}mixer.A_log"],
+            skip=vectors[f"{prefix}mixer.D"],
+            dt_bias=vectors[f"{prefix}mixer.dt_bias"],
+            norm=vectors.get(f"{prefix}mixer.norm.weight"),
+            norms_before_gate=mamba.norm == "before_gate",
         )
 
     def _norm(self, name: str) -> _native.Norm | None:

@@ -1,4 +1,4 @@
-"""States of short convolutions: the memory that the kernels keep them in, and how steps advance them (cpp/short_conv.cpp)."""
+"""States of layers: the memory that kernels keep them in, and how steps advance them (cpp/short_conv.cpp, cpp/mamba2.cpp)."""
 
 from __future__ import annotations
 

@@ -234,7 +234,9 @@ void check_latent(const Layer& layer) {
 void check_short_conv(const Program& program, const Layer& layer) {
     const ShortConv& conv = *layer.short_conv;
     int hidden = program.hidden_size();
-    require(conv.size == hidden && conv.kernel_size > 1 && layer.qkv.inputs == hidden && layer.qkv.outputs == 3 * hidden && layer.output.inputs == hidden &&
+    int size = layer.mamba2 ? int(layer.mamba2->inner()) : hidden, beside = layer.mamba2 ? 2 * layer.mamba2->num_groups * layer.mamba2->d_state : 0;
+    int outputs = layer.mamba2 ? size + conv.size + layer.mamba2->num_heads : 3 * hidden;
+    require(conv.size == size + beside && conv.kernel_size > 1 && layer.qkv.inputs == hidden && layer.qkv.outputs == outputs && layer.output.inputs == size &&
             layer.output.outputs == hidden, "the matrices of a layer do not fit together");
     require(conv.first_block >= 0 && conv.num_blocks > 0, "a cache has no block");
     for (const Layer& other : program.layers)
@@ -386,6 +388,22 @@ NB_MODULE(_native, m) {
         new (self) ShortConv(conv);
     }, nb::arg("filters").noconvert(), nb::arg("bias").none(), nb::arg("shape"), nb::arg("blocks"));
 
+    nb::class_<Mamba2>(m, "Mamba2").def("__init__", [](Mamba2* self, std::tuple<int, int, int, int> shape, std::tuple<float, float> dt_limits,
+                                                       Array1<const float> a_log, Array1<const float> skip, Array1<const float> dt_bias, nb::object norm, bool norms_before_gate) {
+        Mamba2 mamba;
+        std::tie(mamba.num_heads, mamba.head_dim, mamba.num_groups, mamba.d_state) = shape;
+        std::tie(mamba.least_dt, mamba.greatest_dt) = dt_limits;
+        require(mamba.num_heads > 0 && mamba.head_dim > 0 && mamba.num_groups > 0 && mamba.num_heads % mamba.num_groups == 0 && mamba.d_state > 0, "a layer has no such heads");
+        size_t heads = size_t(mamba.num_heads);
+        require(a_log.size() >= heads && skip.size() >= heads && dt_bias.size() >= heads, "a layer has fewer time steps than heads");
+        mamba.a_log = a_log.data();
+        mamba.skip = skip.data();
+        mamba.dt_bias = dt_bias.data();
+        mamba.norm = kept<float>(norm, mamba.inner(), "a norm is shorter than its rows");
+        mamba.norms_before_gate = norms_before_gate;
+        new (self) Mamba2(mamba);
+    }, nb::arg("shape"), nb::arg("dt_limits"), nb::arg("a_log").noconvert(), nb::arg("skip").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").none(), nb::arg("norms_before_gate"));
+
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, const std::string& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps) {
             new (self) Program(find_kernels(kernels), std::move(pool), vocab_size, hidden_size, norm_eps);
@@ -412,7 +430,7 @@ NB_MODULE(_native, m) {
             require(first_block >= 0 && num_blocks > 0 && window >= 0, "a group of layers has no such blocks");
             self.groups.push_back({first_block, num_blocks, window, is_state});
         }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"), nb::arg("is_state"))
-        .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const ShortConv* short_conv, const Matrix& output,
+        .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const Matrix& output,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
                              bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
@@ -422,12 +440,17 @@ NB_MODULE(_native, m) {
             require((value_dim > 0) == (latent != nullptr), "only latent attention has values that are part of their keys");
             if (latent) layer.latent = *latent;
             if (short_conv) {
-                layer.short_conv = *short_conv;
-                size_t state_bytes = size_t(short_conv->kernel_size - 1) * size_t(short_conv->size) * 4;
-                require(cache.size() >= size_t(short_conv->num_blocks) * state_bytes, "a cache has fewer blocks than its group");
-                layer.short_conv->states = (float*)cache.data();
-                layer.short_conv->number = int(std::count_if(self.layers.begin(), self.layers.end(), [](const Layer& each) { return each.short_conv.has_value(); }));
+                ShortConv conv = *short_conv;
+                conv.state_size = conv.window() + (mamba2 ? mamba2->inner() * size_t(mamba2->d_state) : 0);
+                conv.draft_size = size_t(conv.size) + (mamba2 ? size_t(mamba2->num_heads) : 0);
+                for (const Layer& each : self.layers)
+                    if (each.short_conv) conv.draft_start += each.short_conv->draft_size;
+                require(cache.size() >= size_t(conv.num_blocks) * conv.state_size * 4, "a cache has fewer blocks than its group");
+                conv.states = (float*)cache.data();
+                layer.short_conv = conv;
             }
+            require(short_conv || !mamba2, "a layer of Mamba 2 has no convolution");
+            if (mamba2) layer.mamba2 = *mamba2;
             layer.scale = scale;
             layer.rope = rope;
             layer.qkv = qkv;
@@ -449,7 +472,7 @@ NB_MODULE(_native, m) {
             layer.group = group;
             check_layer(self, layer);
             self.layers.push_back(layer);
-        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
+        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
            nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {

@@ -474,7 +474,9 @@ void Program::forward(const Batch& batch, float* logits) {
             keep_normed(layer);
         }
         Rows heads = norm_rows("norm", layer.attention_norm, layer.qkv, num_tokens, inputs_).rows;
-        if (layer.short_conv) {
+        if (layer.mamba2) {
+            mamba2_block(layer, batch, heads);
+        } else if (layer.short_conv) {
             short_conv_block(layer, batch, heads);
         } else {
             if (!previous || previous->group != layer.group) enter_group(batch, layer.group);

@@ -47,15 +47,28 @@ struct Latent {
     int key_column = 0;  // where the latent of keys begins in outputs of `qkv`
 };
 
-// A gated short convolution in place of attention: `Layer::qkv` gives B, C and x, each of `size` numbers.
+// A gated short convolution in place of attention: `Layer::qkv` gives B, C and x, each of `size` numbers. Or the convolution of `Mamba2`.
 struct ShortConv {
     const float *filters = nullptr, *bias = nullptr;  // [kernel_size][size], the filter of the oldest input first; [size], or null
     int kernel_size = 0, size = 0;
-    float* states = nullptr;  // [num_blocks][kernel_size - 1][size]: the last inputs, oldest first
+    float* states = nullptr;  // [num_blocks][state_size]: the last inputs [kernel_size - 1][size], oldest first; then those of heads
     int first_block = 0, num_blocks = 0;
-    int number = 0;  // of this layer among those with one
+    size_t state_size = 0;
+    size_t draft_size = 0, draft_start = 0;  // numbers kept of a draft; those of layers before
+    size_t window() const { return size_t(kernel_size - 1) * size_t(size); }
     bool has_block(int block) const { return block >= first_block && block - first_block < num_blocks; }
-    float* state(int block) const { return states + size_t(block - first_block) * size_t(kernel_size - 1) * size_t(size); }
+    float* state(int block) const { return states + size_t(block - first_block) * state_size; }
+};
+
+// Mamba 2 in place of attention: `Layer::qkv` gives the gate; x, B and C, which pass `Layer::short_conv`; and dt of each head.
+struct Mamba2 {
+    int num_heads = 0, head_dim = 0, num_groups = 0, d_state = 0;
+    float least_dt = 0, greatest_dt = 0;
+    const float *a_log = nullptr, *skip = nullptr, *dt_bias = nullptr;  // [num_heads]
+    const float* norm = nullptr;  // [inner], over each group; or null
+    bool norms_before_gate = false;
+    size_t inner() const { return size_t(num_heads) * size_t(head_dim); }
+    size_t head_state() const { return size_t(head_dim) * size_t(d_state); }
 };
 
 struct Layer {
@@ -65,6 +78,7 @@ struct Layer {
     Matrix qkv, output;
     std::optional<Latent> latent;
     std::optional<ShortConv> short_conv;  // in place of attention
+    std::optional<Mamba2> mamba2;         // with `short_conv`
     Norm attention_norm, mlp_norm, attention_post_norm, mlp_post_norm;
     const float *q_norm = nullptr, *k_norm = nullptr;
     bool norms_projection = false;  // q and k are normed over all heads together
@@ -238,6 +252,10 @@ private:
     void short_conv_block(const Layer& layer, const Batch& batch, const Rows& inputs);
     const float* conv_input(const ShortConv& conv, const float* gated, size_t stride, int token, int back) const;
     void leave_states(const ShortConv& conv, const Batch& batch, const float* gated, size_t stride);
+    // mamba2.cpp
+    void mamba2_block(const Layer& layer, const Batch& batch, const Rows& inputs);
+    void scan_head(const Layer& layer, const Batch& batch, int sequence, int head, const float* dts, size_t stride, const float* convolved, float* mixed, float* copies);
+    void accept_mamba2(const Layer& layer, const float* kept, int block);
 
     void list_tasks(const Layer& layer);
     void feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted = nullptr);
@@ -306,7 +324,8 @@ private:
     std::vector<int> sequence_of_;           // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
     std::vector<int> before_, state_of_, draft_of_;  // [num_tokens]: token before it; block before its sequence; number of a draft, or -1
-    int num_drafts_ = 0;
+    std::vector<int> span_starts_;  // the first state span of each sequence with tokens, and their number
+    int num_drafts_ = 0, most_draft_states_ = 0;
     std::vector<Node> nodes_;     // [num_tokens], where there are trees
     std::vector<int32_t> paths_;  // of all nodes
     std::vector<AttentionTask> tasks_, dealt_;

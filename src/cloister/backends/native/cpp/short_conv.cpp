@@ -53,13 +53,14 @@ void Program::check_states(const Batch& batch) const {
 
 // Finds the token before each, the state before each sequence, and which tokens are drafts.
 void Program::place_states(const Batch& batch) {
-    num_drafts_ = 0;
+    num_drafts_ = most_draft_states_ = 0;
+    span_starts_.clear();
     if (!first_state()) return;
     size_t num_tokens = size_t(batch.num_tokens);
     before_.resize(num_tokens);
     state_of_.resize(num_tokens);
     draft_of_.assign(num_tokens, -1);
-    int sequence = -1, start = 0, base = 0;
+    int sequence = -1, start = 0, base = 0, drafts_before = 0;
     for (int i = 0; i < batch.num_state_spans; i++) {
         const StateSpan& span = batch.state_spans[i];
         if (sequence < 0 || span.first >= batch.query_starts[sequence + 1]) {
@@ -67,16 +68,23 @@ void Program::place_states(const Batch& batch) {
             while (span.first >= batch.query_starts[sequence + 1]);
             start = span.first;
             base = span.read;
+            span_starts_.push_back(i);
+            drafts_before = num_drafts_;
         }
         for (int token = span.first; token < span.end; token++) {
             before_[size_t(token)] = token == start ? -1 : batch.parents && span.written < 0 ? batch.parents[token] : token - 1;
             state_of_[size_t(token)] = base;
             if (span.written < 0) draft_of_[size_t(token)] = num_drafts_++;
         }
+        int own = num_drafts_ - drafts_before;
+        most_draft_states_ = std::max(most_draft_states_, batch.parents ? own : std::min(own, 1));
     }
+    span_starts_.push_back(batch.num_state_spans);
     if (!num_drafts_) return;
-    auto num_convs = std::count_if(layers.begin(), layers.end(), [](const Layer& each) { return each.short_conv.has_value(); });
-    drafts_.reserve(size_t(num_convs) * size_t(num_drafts_) * size_t(hidden_size_) * 4);
+    size_t kept = 0;
+    for (const Layer& layer : layers)
+        if (layer.short_conv) kept += layer.short_conv->draft_size;
+    drafts_.reserve(kept * size_t(num_drafts_) * 4);
 }
 
 // The input `back` positions before a token.
@@ -120,12 +128,12 @@ void Program::short_conv_block(const Layer& layer, const Batch& batch, const Row
 // Writes the states behind spans, and keeps the inputs of drafts for `accept_drafts`.
 void Program::leave_states(const ShortConv& conv, const Batch& batch, const float* gated, size_t stride) {
     size_t size = size_t(conv.size);
-    float* kept = drafts_.get<float>() + size_t(conv.number) * size_t(num_drafts_) * size;
+    float* kept = drafts_.get<float>() + conv.draft_start * size_t(num_drafts_);
     for (int i = 0; i < batch.num_state_spans; i++) {  // only the last known tokens of a sequence overwrite the state before it (`check_states`)
         const StateSpan& span = batch.state_spans[i];
         if (span.written < 0) {
             for (int token = span.first; token < span.end; token++)
-                std::memcpy(kept + size_t(draft_of_[size_t(token)]) * size, gated + size_t(token) * stride, size * 4);
+                std::memcpy(kept + size_t(draft_of_[size_t(token)]) * conv.draft_size, gated + size_t(token) * stride, conv.draft_size * 4);
             continue;
         }
         float* state = conv.state(span.written);  // in place too: row j comes from a later one
@@ -144,11 +152,13 @@ void Program::accept_drafts(const int32_t* accepted, int num_accepted) {
         if (!layer.short_conv) continue;
         const ShortConv& conv = *layer.short_conv;
         size_t size = size_t(conv.size), others = size_t(conv.kernel_size - 2) * size;
-        const float* kept = drafts_.get<float>() + size_t(conv.number) * size_t(num_drafts_) * size;
+        const float* kept = drafts_.get<float>() + conv.draft_start * size_t(num_drafts_);
         for (int i = 0; i < num_accepted; i++) {
             float* state = conv.state(accepted[2 * i + 1]);
+            const float* draft = kept + size_t(draft_of_[size_t(accepted[2 * i])]) * conv.draft_size;
+            if (layer.mamba2) accept_mamba2(layer, draft, accepted[2 * i + 1]);
             std::memmove(state, state + size, others * 4);
-            std::memcpy(state + others, kept + size_t(draft_of_[size_t(accepted[2 * i])]) * size, size * 4);
+            std::memcpy(state + others, draft, size * 4);
         }
     }
     num_drafts_ = 0;
