@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
 from cloister.text.tools.base import FAMILIES, THREAT, CallReader, Spell, Tool, choice_rule, json_value, literal
-from cloister.text.tools.qwen3_coder import is_plain_text, to_json
-from cloister.text.tools.reading import MalformedError, Reading
+from cloister.text.tools.qwen3_coder import is_plain_text, spell_argument
+from cloister.text.tools.reading import Reading
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 KEY, END_KEY = "<arg_key>", "</arg_key>"
@@ -39,10 +38,7 @@ class KeyedCalls:
             yield from source.skip_space()
             yield from source.expect(VALUE)
             value = yield from source.take_until(END_VALUE)
-            if key in keys:
-                raise MalformedError
-            text = to_json(value, reader.tools[name].parameters, key)
-            yield reader.add(f"{', ' if keys else ''}{json.dumps(key, ensure_ascii=False)}: {text}")
+            yield reader.add(spell_argument(reader.tools[name], keys, key, value))
             keys.add(key)
             yield from source.skip_space()
             yield from source.expect("<")

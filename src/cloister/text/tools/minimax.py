@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Final
 
 from cloister.text.tools.base import FAMILIES, THREAT, CallReader, Spell, Tool, choice_rule, json_value, literal
-from cloister.text.tools.qwen3_coder import is_plain_text, to_json
-from cloister.text.tools.reading import MalformedError, Reading
+from cloister.text.tools.qwen3_coder import is_plain_text, spell_argument
+from cloister.text.tools.reading import Reading
 
 LIST, END_LIST = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, END_INVOKE = '<invoke name="', "</invoke>"
@@ -44,10 +43,7 @@ class InvokedCalls:
         while (yield from source.take(PARAMETER)):
             key = yield from source.take_until('">')
             value = yield from source.take_until(END_PARAMETER)
-            if key in keys:
-                raise MalformedError
-            text = to_json(value, reader.tools[name].parameters, key)
-            yield reader.add(f"{', ' if keys else ''}{json.dumps(key, ensure_ascii=False)}: {text}")
+            yield reader.add(spell_argument(reader.tools[name], keys, key, value))
             keys.add(key)
             yield from source.skip_space()
         yield from source.expect(END_INVOKE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from cloister.text.tools.base import FAMILIES, THREAT, CallReader, Spell, Tool, choice_rule, json_value, literal
@@ -36,10 +37,7 @@ class TaggedCalls:
         while (yield from source.take(PARAMETER)):
             key = (yield from source.take_until(">")).strip()
             value = yield from source.take_until(END_PARAMETER)
-            if key in keys:
-                raise MalformedError
-            text = to_json(value, reader.tools[name].parameters, key)
-            yield reader.add(f"{', ' if keys else ''}{json.dumps(key, ensure_ascii=False)}: {text}")
+            yield reader.add(spell_argument(reader.tools[name], keys, key, value))
             keys.add(key)
             yield from source.skip_space()
         yield from source.expect(END_FUNCTION)
@@ -52,6 +50,17 @@ class TaggedCalls:
         start = "block" if is_one else 'block ("\\n" block)*'
         block = f'block: {spell(CALL)} "\\n" call "\\n" {spell(END_CALL)}'
         return "\n".join([f"start: {start}", block, choice_rule(tools, _write), _TEXT])
+
+
+def spell_argument(tool: Tool, keys: AbstractSet[str], key: str, value: str) -> str:
+    """Returns the next argument of a call as JSON, after those of `keys`.
+
+    Raises:
+        MalformedError: there is one of that name.
+    """
+    if key in keys:
+        raise MalformedError
+    return f"{', ' if keys else ''}{json.dumps(key, ensure_ascii=False)}: {to_json(value, tool.parameters, key)}"
 
 
 def to_json(value: str, parameters: Mapping[str, Any], key: str) -> str:
