@@ -38,8 +38,8 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
         _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
     if name == "torch" and chosen_backend(config) == "native":
         _logger.warning(
-            "the native back end does not compute %s, which this model needs; computing with the torch back end",
-            " and ".join(list_missing(spec)),
+            "the native back end does not compute %s, which this model needs; torch computes it",
+            ", ".join(list_missing(spec)),
         )
     takes_any_kv = name == "native" and config.quant != NO_QUANT  # the torch back end keeps KV in `dtype`, whatever `quant` is
     return BACKENDS.get(name)(

@@ -26,7 +26,7 @@ def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
     missing = list_missing(spec)
     if missing:
         raise ConfigError(
-            f"the native back end does not compute {' and '.join(missing)}, which the family {spec.family!r} needs; choose the "
+            f"the native back end does not compute {', '.join(missing)}, which the family {spec.family!r} needs; choose the "
             "torch back end (--backend torch)",
             param="backend",
         )
