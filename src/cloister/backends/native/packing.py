@@ -123,9 +123,9 @@ class Packer:
         starts = np.cumsum([0, *heights])
         return self._pack(tensors, [_places(start, start + rows) for start, rows in zip(starts, heights, strict=False)], biases)
 
-    def join_exactly(self, tensors: Sequence[npt.NDArray[Any]]) -> PackedMatrix:
+    def join_exactly(self, tensors: Sequence[npt.NDArray[Any]], biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
         """`join` in float32, whatever the others are."""
-        return Packer(self._pool, PackedKind.F32).join(tensors, [None] * len(tensors))
+        return Packer(self._pool, PackedKind.F32).join(tensors, biases)
 
     def stack_heads(self, heads: npt.NDArray[np.float32]) -> PackedMatrix:
         """Packs matrices [num_heads, outputs, inputs] one below the other, each from a whole panel on."""

@@ -337,10 +337,12 @@ NB_MODULE(_native, m) {
         new (self) GivenNorm{{weight.data(), kept<float>(bias, weight.size(), "a norm's bias is shorter than its weight")}, weight.size()};
     }, nb::arg("weight").noconvert(), nb::arg("bias").none());
 
-    nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated) {
+    nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated, std::tuple<float, float> clipping) {
         require(activation >= int(Activation::silu) && activation <= int(Activation::relu), "there is no such activation");
-        new (self) FeedForward{up, down, Activation(activation), gated};
-    }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"));
+        auto [alpha, limit] = clipping;
+        require(limit >= 0, "a feed-forward has no such clipping");
+        new (self) FeedForward{up, down, Activation(activation), gated, {alpha, limit}};
+    }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"), nb::arg("clipping") = std::tuple(0.0f, 0.0f));
 
     nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_experts, int num_chosen, bool renormalize, bool sigmoid, nb::object correction,
                                                          std::tuple<int, int, int> groups, float scale) {
@@ -350,10 +352,10 @@ NB_MODULE(_native, m) {
     }, nb::arg("num_experts"), nb::arg("num_chosen"), nb::arg("renormalize"), nb::arg("sigmoid"), nb::arg("correction").none(), nb::arg("groups"), nb::arg("scale"));
 
     nb::class_<Mixture>(m, "Mixture").def("__init__", [](Mixture* self, const Matrix& router, const std::vector<FeedForward>& experts, const Routing& routing,
-                                                         const FeedForward* shared, bool shared_gate) {
+                                                         const FeedForward* shared, bool shared_gate, bool weighs_inputs) {
         require(int(experts.size()) == routing.num_experts, "a mixture has other experts than it routes to");
-        new (self) Mixture{router, experts, routing, shared_gate, shared ? std::optional(*shared) : std::nullopt};
-    }, nb::arg("router"), nb::arg("experts"), nb::arg("routing"), nb::arg("shared").none(), nb::arg("shared_gate"));
+        new (self) Mixture{router, experts, routing, shared_gate, shared ? std::optional(*shared) : std::nullopt, weighs_inputs};
+    }, nb::arg("router"), nb::arg("experts"), nb::arg("routing"), nb::arg("shared").none(), nb::arg("shared_gate"), nb::arg("weighs_inputs"));
 
     nb::class_<Latent>(m, "Latent").def("__init__", [](Latent* self, const Matrix* queries, const Matrix& absorb, const Matrix& expand, nb::object query_norm,
                                                        Array1<const float> key_norm, float eps, std::tuple<int, int, int, int, int> sizes) {
@@ -433,7 +435,7 @@ NB_MODULE(_native, m) {
         .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const Matrix& output,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
-                             bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
+                             bool norms_projection, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
             Layer layer;
             auto [heads, kv_heads, dim, value_dim, window] = shape;
             layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap, value_dim};
@@ -465,6 +467,10 @@ NB_MODULE(_native, m) {
             layer.q_norm = kept<float>(q_norm, size_t(norms_projection ? heads * dim : dim), "a norm is shorter than its rows");
             layer.k_norm = kept<float>(k_norm, size_t(norms_projection ? kv_heads * dim : dim), "a norm is shorter than its rows");
             layer.norms_projection = norms_projection;
+            layer.shape.sinks = kept<float>(sinks, size_t(heads), "a layer has fewer sinks than heads");
+            layer.shape.chunked = chunked;
+            std::tie(layer.growth.beta, layer.growth.period, layer.growth.first) = growth;
+            require(layer.growth.period >= 0 && layer.growth.first >= 0, "a layer's queries cannot grow so");
             layer.parallel = parallel;
             layer.residual_scale = residual_scale;
             layer.cache = {cache.data(), short_conv ? 0 : kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
@@ -474,7 +480,7 @@ NB_MODULE(_native, m) {
             self.layers.push_back(layer);
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");

@@ -56,6 +56,11 @@ static __attribute__((noinline)) void store_activated(int row, int panel, const 
     }
 }
 
+INLINE f32x16 gated(f32x16 gate, f32x16 up, const Sink& sink) {
+    if (sink.clipping.limit != 0) return clipped_swiglu(gate, up, sink.clipping.alpha, sink.clipping.limit);
+    return (sink.activation == Activation::silu ? silu(gate) : activate(gate, int(sink.activation))) * up;
+}
+
 // What `finish_rows` makes of outputs that were stored.
 static void bend_outputs(const Matrix& w, const float* outputs, int row, const Sink& sink) {
     for (int panel = 0; panel < w.panels; panel++, outputs += 32) {
@@ -64,8 +69,7 @@ static void bend_outputs(const Matrix& w, const float* outputs, int row, const S
             continue;
         }
         f32x16 low = load<f32x16>(outputs), high = load<f32x16>(outputs + 16);
-        f32x16 gate = sink.activation == Activation::silu ? silu(low) : activate(low, int(sink.activation));
-        store_gated(w, row, panel, gate * high, sink);
+        store_gated(w, row, panel, gated(low, high, sink), sink);
     }
 }
 
@@ -88,7 +92,7 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
         return y;
     };
     if (sink.finish == Finish::glu) {
-        if (sink.activation == Activation::silu) {
+        if (sink.activation == Activation::silu && sink.clipping.limit == 0) {
             for (int i = 0; i < count; i++) {
                 Outputs y = outputs(i);
                 store_gated(w, first + i, panel, silu(y.low) * y.high, sink);
@@ -96,7 +100,7 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
         } else {
             for (int i = 0; i < count; i++) {
                 Outputs y = outputs(i);
-                store_gated(w, first + i, panel, activate(y.low, int(sink.activation)) * y.high, sink);
+                store_gated(w, first + i, panel, gated(y.low, y.high, sink), sink);
             }
         }
         return;

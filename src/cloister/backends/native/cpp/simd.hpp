@@ -235,6 +235,15 @@ INLINE f32x16 gelu(f32x16 x) {
     return select(x < 0.0f, part, x - part);
 }
 
+// No number stays no number, on either side.
+INLINE f32x16 clipped_swiglu(f32x16 gate, f32x16 up, float alpha, float limit) {
+    f32x16 g = min(set(limit), gate), u = min(set(limit), max(set(-limit), up));
+    f32x16 opening = by_piece(g * (-alpha * log2_e), [](f32p v) INLINE_LAMBDA {
+        return invert(set_piece(1.0f) + exp2_piece(min(set_piece(100.0f), v)));
+    });
+    return g * opening * (u + 1.0f);
+}
+
 INLINE f32x16 activate(f32x16 x, int kind) {
     if (kind == 0) return silu(x);
     if (kind == 3) return select(x < 0.0f, set(0.0f), x);
