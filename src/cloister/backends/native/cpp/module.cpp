@@ -37,8 +37,8 @@ template <class T> const T* kept(const nb::object& o, size_t size, const char* o
 }
 
 // A matrix as Python describes it; the arrays must outlive the program.
-Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, const Array1<const uint8_t>& codes, nb::object channel_scales,
-                   nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, const Array1<const uint8_t>& codes, nb::object channel_scales,
+                   nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
     const char* too_short = "a packed matrix is shorter than its shape asks for";
     require(kind >= int(Kind::f32) && kind <= int(Kind::w4a16) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
     require(group == 0 || (group > 0 && group % sum_length == 0 && inputs % group == 0), "a packed matrix has groups that no kernel has");
@@ -53,14 +53,17 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     m.zero_point = zero_point;
     m.group_inputs = group_inputs;
     m.rotation = rotation;
+    m.e2m1 = e2m1;
+    require(!e2m1 || ((m.kind == Kind::int4 || m.kind == Kind::w4a16) && zero_point == 12 && zeros.is_none() && offsets.is_none()), "a packed matrix has no such floats");
     bool turns = input_of(m.kind) == Input::int8 && !group_inputs && (rotation == 16 || rotation == 64 || rotation == 128) && inputs % rotation == 0;
     require(rotation == 0 || turns, "a packed matrix has inputs that cannot be rotated");
     require(!group_inputs || (group && input_of(m.kind) == Input::int8), "a packed matrix has no groups that its inputs could share");
     size_t rows = size_t(m.panels) * panel_width, pairs = rows * size_t(m.groups);
     m.codes = codes.data();
     m.channel_scales = kept<float>(channel_scales, rows, too_short);
-    m.scales = kept<uint8_t>(scales, pairs * (wide_scales ? 4 : 2), too_short);
-    m.wide_scales = wide_scales;
+    require(scale_bytes == 1 || scale_bytes == 2 || scale_bytes == 4, "a packed matrix has no such scales");
+    m.scales = kept<uint8_t>(scales, pairs * size_t(scale_bytes), too_short);
+    m.scale_bytes = scale_bytes;
     m.zeros = kept<uint8_t>(zeros, pairs, too_short);
     m.offsets = kept<float>(offsets, pairs, too_short);
     m.group_scales = kept<uint8_t>(group_scales, pairs, too_short);
@@ -327,11 +330,11 @@ NB_MODULE(_native, m) {
         pack(pool, Kind(kind), Source(source), data.data(), num_rows, inputs, places.data(), codes.data());
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
 
-    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, Array1<const uint8_t> codes,
-            nb::object channel_scales, nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
-        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, codes, channel_scales, scales, wide_scales, zeros, offsets, group_scales, bias));
-    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("group_inputs"), nb::arg("rotation"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
-       nb::arg("scales").none(), nb::arg("wide_scales"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
+    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, Array1<const uint8_t> codes,
+            nb::object channel_scales, nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, e2m1, codes, channel_scales, scales, scale_bytes, zeros, offsets, group_scales, bias));
+    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("group_inputs"), nb::arg("rotation"), nb::arg("e2m1"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
+       nb::arg("scales").none(), nb::arg("scale_bytes"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
 
     nb::class_<GivenNorm>(m, "Norm").def("__init__", [](GivenNorm* self, Array1<const float> weight, nb::object bias) {
         new (self) GivenNorm{{weight.data(), kept<float>(bias, weight.size(), "a norm's bias is shorter than its weight")}, weight.size()};

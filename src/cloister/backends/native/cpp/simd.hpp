@@ -28,6 +28,23 @@ INLINE f32x16 low_code(i32x16 v) {
     return to_f32(v & 15);
 #endif
 }
+// Twice the numbers that the lower four bits of each lane are in E2M1 (OCP Microscaling Formats 1.0, section 5.3.3): a sign, then 0,
+// 1, 2, 3, 4, 6, 8 or 12.
+INLINE f32x16 e2m1_code(i32x16 v) {
+#if defined(__AVX512F__)
+    __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12);
+    return {(f32p)_mm512_permutexvar_ps((__m512i)v.at[0], numbers)};
+#elif defined(__AVX2__)
+    __m256 sizes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+    return as<float>(as<uint32_t>(by_piece(as<float>(v), [&](f32p bits) INLINE_LAMBDA {
+        return (f32p)_mm256_permutevar8x32_ps(sizes, (__m256i)bits);
+    })) | as<uint32_t>((v & 8) << 28));
+#else
+    i32x16 size = v & 7, power = size >> 1, odd = size & 1;
+    f32x16 number = select(power > 0, as<float>((power + 127) << 23) * (1.0f + 0.5f * to_f32(odd)), to_f32(odd));
+    return as<float>(as<uint32_t>(number) | as<uint32_t>((v & 8) << 28));
+#endif
+}
 // Thirty-two numbers as bfloat16, one after the other.
 INLINE void store_pair(uint8_t* out, f32x16 low, f32x16 high) {
 #if defined(__AVX512BF16__)
