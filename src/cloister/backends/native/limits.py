@@ -83,6 +83,8 @@ def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
         yield "attention sinks"
     if attention.chunked:
         yield "attention in chunks"
+    if attention.rope is not None and attention.rope.axes:
+        yield "rotation by time, row and column"
     if attention.query_growth is not None:
         yield "queries that grow with their position"
     if attention.qk_norm and not attention.qk_norm_weighted:
