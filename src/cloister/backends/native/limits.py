@@ -68,3 +68,5 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
     feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
     if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
         yield "scaled feed-forwards or squared ReLU"
+    if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
+        yield "rotation by time, row and column"
