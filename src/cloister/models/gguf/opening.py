@@ -24,9 +24,10 @@ from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile, read_gguf
 
 _ENDS = ("eos", "eot", "eom")
-_END_TEXTS = frozenset(
-    ("</s>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-)
+_END_TEXTS = frozenset((
+    "</s>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>",
+    "<end_of_turn>", "<｜end▁of▁sentence｜>", "[EOT]", "[EOS]", "[e~[",
+))  # fmt: skip
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 """Of gpt-oss, where `<|end|>` ends a message and another may follow."""
 _SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = {
