@@ -324,6 +324,7 @@ def _list_rope(family: str, config: Config) -> dict[str, Any]:
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }  # fmt: skip
         said |= {f"rope.scaling.yarn_{name}": rope[name] for name in ("beta_fast", "beta_slow") if name in rope}
+        said |= {"rope.scaling.yarn_attn_factor": rope["attention_factor"]} if "attention_factor" in rope else {}
     if "mscale_all_dim" in rope:
         said["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"] * (1.0 if family == "ministral3" else 0.1)
     if family in ("cohere2", "olmo3", "falcon_h1", "lfm2"):
@@ -378,8 +379,8 @@ def _describe_granite(config: Config, said: Config) -> dict[str, Any]:
     attends = [kind == "full_attention" for kind in config["layer_types"]]
     counts = [config["num_key_value_heads"] * attending for attending in attends]
     return {
-        **({} if all(attends) else _describe_mamba(config, config["mamba_expand"] * config["hidden_size"])),
-        "attention.head_count_kv": max(counts) if all(attends) else counts,
+        **_describe_mamba(config, config["mamba_expand"] * config["hidden_size"]),
+        "attention.head_count_kv": counts,
         "attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
         "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"],
         "expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"],

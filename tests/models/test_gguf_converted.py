@@ -18,6 +18,8 @@ from tests.gguf_converter import convert
 TOKENS = np.random.default_rng(1).integers(0, 320, 90).tolist()
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0}
 LATENT_YARN = {**YARN, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+FACTOR = {**YARN, "rope_theta": 500000.0, "beta_slow": 1.0, "attention_factor": 1.3}
+LOCAL = {"rope_type": "default", "rope_theta": 400000.0}
 DELTA = {"linear_value_head_dim": 12}
 GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +41,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 40, "logit_scale": 0.3}),
     "olmo2, of OLMo 3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 40}),
+    "olmo2, of OLMo 3, stretched": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "rope_parameters": {"full_attention": FACTOR, "sliding_attention": LOCAL},
+        },
+    ),
     "qwen3next": ("qwen3_next", DELTA),
     "qwen3next, before projections were cut": ("qwen3_next", {**DELTA, "old": True}),
     "qwen35": ("qwen3_5_text", DELTA),
@@ -52,6 +62,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "architecture": "granitemoe",
             "position_embedding_type": "rope",
             "layer_types": ["full_attention"] * 3,
+        },
+    ),
+    "granite, of Granite 4": (
+        "granitemoehybrid",
+        {
+            "architecture": "granite",
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 3,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
         },
     ),
     "falcon-h1": ("falcon_h1", {}),

@@ -105,6 +105,7 @@ MIXTRAL_AS_LLAMA = Architecture(MIXTRAL, paired=True, names=EXPERTS)
 _CHOICES: Mapping[str, Callable[[GGUFFile], Architecture]] = {
     "llama": lambda file: MIXTRAL_AS_LLAMA if file.get("llama.expert_count", int) else ARCHITECTURES["llama"],
     "olmo2": lambda file: OLMO3_FILES if file.get("olmo2.attention.sliding_window", int) else ARCHITECTURES["olmo2"],
+    "granite": lambda file: GRANITE_HYBRID_FILES if "granite.ssm.inner_size" in file.metadata else ARCHITECTURES["granite"],
     "deepseek2": choose_deepseek,
 }
 """Architectures that more than one family shares."""

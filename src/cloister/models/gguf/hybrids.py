@@ -117,7 +117,11 @@ def _translate_granite(file: GGUFFile, fields: ConfigFields) -> Mapping[str, Any
     said = _list_kinds(fields) | {"position_embedding_type": "nope"}
     if fields.take("rope.scaling.finetuned", bool, True):
         said["position_embedding_type"] = "rope"
-    said |= _read_expanded(file, fields) if LINEAR in said["layer_types"] else _NO_MAMBA
+    if LINEAR in said["layer_types"]:
+        said |= _read_expanded(file, fields)
+    else:
+        said |= _NO_MAMBA
+        fields.drop(["ssm.inner_size", *(stored for names in _MAMBA_NAMES.values() for stored in names)])
     if fields.peek("num_experts", 0) > 0:
         return said
     fields.drop(map(fields.name_of, ("num_experts", "num_experts_per_tok")))
@@ -128,7 +132,7 @@ def _translate_granite(file: GGUFFile, fields: ConfigFields) -> Mapping[str, Any
 _NO_MAMBA: Mapping[str, Any] = {
     "mamba_n_heads": 1, "mamba_n_groups": 1, "mamba_d_state": 1, "mamba_d_conv": 1, "mamba_expand": 1, "mamba_chunk_size": 1,
 }  # fmt: skip
-"""Of a decoder whose layers all attend (`granitemoe`)."""
+"""Of a decoder whose layers all attend (`granitemoe`, and `granite` where it is Granite 4)."""
 
 GRANITE_HYBRID_FILES = Architecture(
     GRANITE_HYBRID,

@@ -112,7 +112,8 @@ def _linear_scaling(_fields: ConfigFields, factor: float) -> dict[str, Any]:
 def _yarn_scaling(fields: ConfigFields, factor: float) -> dict[str, Any]:
     named = {"original_max_position_embeddings": fields.take("rope.scaling.original_context_length", int, None)}
     betas = {name: fields.take(f"rope.scaling.yarn_{name}", float, None) for name in ("beta_fast", "beta_slow")}
-    return {"rope_type": "yarn", "factor": factor, **named, **betas}
+    scale = fields.take("rope.scaling.yarn_attn_factor", float, None)
+    return {"rope_type": "yarn", "factor": factor, "attention_factor": scale, **named, **betas}
 
 
 _SCALINGS: Mapping[str, Callable[[ConfigFields, float], dict[str, Any]]] = {
