@@ -52,7 +52,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def test_every_architecture_is_tested() -> None:
     tested = {NAMES.get(family, family) for family, _ in VARIANTS.values()}
-    elsewhere = {"qwen2", "qwen3", "gpt-oss", "granitemoe", "nemotron_h"}  # the other files beside this one
+    elsewhere = {
+        "qwen2",
+        "qwen3",
+        "gpt-oss",
+        "granitemoe",
+        "nemotron_h",
+        "bert",
+        "modern-bert",
+    }  # the other files beside this one
     assert set(ARCHITECTURES) - tested - set(CONVERTED.values()) == elsewhere
 
 

@@ -231,6 +231,7 @@ SPLITS: Final[Mapping[str, Split]] = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "granite-docling"), _GPT2_SPLIT),
     **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "lfm2", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_SPLIT),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_SPLIT),
+    "modern-bert": Split((_GPT2,), normalizes=True),
     "qwen35": Split((_QWEN35,), normalizes=True),
     **dict.fromkeys(("smollm", "command-r", "refact", "starcoder"), _DIGITS_SPLIT),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _O200K_SPLIT),

@@ -18,6 +18,7 @@ from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from cloister.models.families.ministral import MINISTRAL3
 from cloister.models.families.mistral import MIXTRAL
 from cloister.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from cloister.models.gguf.encoders import BERT_FILES, MODERN_BERT_FILES
 from cloister.models.gguf.hybrids import (
     FALCON_H1_FILES,
     GRANITE_HYBRID_FILES,
@@ -99,6 +100,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "nemotron_h": NEMOTRON_H_FILES,
     "nemotron_h_moe": NEMOTRON_H_FILES,
     "mamba2": MAMBA2_FILES,
+    "bert": BERT_FILES,
+    "modern-bert": MODERN_BERT_FILES,
 }
 MIXTRAL_AS_LLAMA = Architecture(MIXTRAL, paired=True, names=EXPERTS)
 """What "llama" stands for in a file with experts."""
