@@ -23,6 +23,7 @@ from cloister.backends.spec import (
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
+    StateSpec,
 )
 from cloister.backends.tensors import (
     E2M1_CODES,
@@ -331,6 +332,7 @@ _PAGE = 4096  # every buffer takes whole ones
 _NUM_BUFFERS = 11
 _NUM_MIXTURE_BUFFERS = 6
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
+_DELTA_BYTES = 33 << 10  # cpp/delta_net.hpp, `DeltaScratch`, for the longest keys
 
 
 def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernels: str, is_wide: bool) -> int:
@@ -421,9 +423,13 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
 
     def widest(layer: LayerSpec) -> int:
         if layer.state is not None:
-            inner = layer.state.inner_size if isinstance(layer.state, Mamba2Spec) else 0
-            inputs = max(spec.hidden_size, inner, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
-            return _native.scratch_bytes(kernels, 1, 1, 1, 0, inputs, spec.vocab_size)
+            inputs = max(
+                spec.hidden_size,
+                _mixed_size(layer.state),
+                *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)),
+            )
+            scan = _DELTA_BYTES if isinstance(layer.state, GatedDeltaNetSpec) else 0
+            return max(scan, _native.scratch_bytes(kernels, 1, 1, 1, 0, inputs, spec.vocab_size))
         attention = layer.required_attention
         mixed, value_dim = attention.num_heads * attention.head_dim, 0
         if isinstance(attention, LatentAttentionSpec):
@@ -435,6 +441,13 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
     return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
+
+
+def _mixed_size(state: StateSpec) -> int:
+    """Numbers that the output projection of a layer with a state reads."""
+    if isinstance(state, ShortConvSpec):
+        return state.size
+    return state.inner_size if isinstance(state, Mamba2Spec) else state.value_size
 
 
 def _feed_forwards(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
