@@ -16,6 +16,7 @@ from cloister.backends.base import FloatArray
 from cloister.backends.spec import (
     ClippedSwiGLU,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -102,6 +103,11 @@ CONVOLUTION = LayerSpec(None, MlpSpec(116), state=ShortConvSpec(SMALL.hidden_siz
 SHORT_CONVOLUTIONS = replace(SMALL, layers=(CONVOLUTION, SMALL.layers[0], CONVOLUTION))
 MAMBA = LayerSpec(None, MlpSpec(116), state=Mamba2Spec(num_heads=6, head_dim=20, num_groups=2, d_state=24, kernel_size=4))
 MAMBA_LAYERS = replace(SMALL, layers=(MAMBA, SMALL.layers[0], MAMBA))
+GATED = replace(
+    SMALL.layers[0], attention=replace(SMALL.layers[0].attention, gated=True, qk_norm=True, rope=with_rope(SMALL, 10))
+)
+DELTA_NET = LayerSpec(None, MlpSpec(116), state=GatedDeltaNetSpec(2, 4, 24, 20, kernel_size=4))
+DELTA_NETS = replace(SMALL, layers=(DELTA_NET, GATED, DELTA_NET))
 HEADS = SMALL.layers[0].grouped_attention
 CLIPPED = MlpSpec(44, bias=True, clipped=ClippedSwiGLU(1.7, 0.8))
 PARTS: Mapping[str, DecoderSpec] = {
@@ -181,6 +187,10 @@ PARTS: Mapping[str, DecoderSpec] = {
         },
     ),
     "no rotation": changed(SMALL, attention={"rope": None}),
+    "gates": changed(SMALL, attention={"gated": True}),
+    "gates, biases, interleaved rotation of a part, norms on q and k": changed(
+        SMALL, attention={"gated": True, "rope": with_rope(SMALL, 10, interleaved=True), "qk_norm": True, **BIASES}
+    ),
     "not gated, gelu": changed(SMALL, layer={"mlp": MlpSpec(116, "gelu", gated=False)}),
     "not gated, relu, biases": changed(SMALL, attention=BIASES, layer={"mlp": MlpSpec(116, "relu", bias=True, gated=False)}),
     "gated, relu": changed(SMALL, layer={"mlp": MlpSpec(116, "relu")}),
@@ -244,6 +254,7 @@ PARTS: Mapping[str, DecoderSpec] = {
             "qk_norm_over": "projection",
             "softcap": 2.0,
             "window": 70,
+            "gated": True,
             **BIASES,
         },
         layer={

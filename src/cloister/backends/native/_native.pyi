@@ -111,6 +111,18 @@ class Mamba2:
         norms_before_gate: bool,
     ) -> None: ...
 
+class DeltaNet:
+    def __init__(
+        self,
+        *,
+        steps: Matrix,
+        shape: tuple[int, int, int, int],
+        a_log: _Floats,
+        dt_bias: _Floats,
+        norm: _Floats,
+        activation: int,
+    ) -> None: ...
+
 class Program:
     def __init__(self, kernels: str, pool: Pool, vocab_size: int, hidden_size: int, norm_eps: float) -> None: ...
     def set_ends(
@@ -138,6 +150,8 @@ class Program:
         latent: Latent | None,
         short_conv: ShortConv | None,
         mamba2: Mamba2 | None,
+        delta_net: DeltaNet | None,
+        gated: bool,
         output: Matrix,
         mlp: FeedForward | None,
         mixture: Mixture | None,

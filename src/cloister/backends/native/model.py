@@ -17,6 +17,7 @@ from cloister.backends.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -35,8 +36,8 @@ class MatrixParts:
     """Which tensors become one packed matrix.
 
     Attributes:
-        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, output, up (with gate
-            where there is one), down, router.
+        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, steps, output, up
+            (with gate where there is one), down, router.
         sources: canonical names of the tensors, without `.weight`, one below the other.
         interleaved: two sources whose outputs stand 16 by 16 in turn.
         biased: the sources carry biases, but for the one named `unbiased`.
@@ -90,6 +91,10 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
     elif isinstance(state, Mamba2Spec):
         yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.projection_bias)
         yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.output_bias)
+    elif isinstance(state, GatedDeltaNetSpec):
+        yield MatrixParts(f"{prefix}qkv", tuple(f"{prefix}mixer.{name}" for name in "zqkv"))
+        yield MatrixParts(f"{prefix}steps", tuple(f"{prefix}mixer.{name}" for name in "ba"))
+        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",))
     else:
         yield from _attention_matrices(layer.required_attention, prefix)
     if isinstance(mlp, MlpSpec):
@@ -113,7 +118,8 @@ def _attention_matrices(attention: AnyAttentionSpec, prefix: str) -> Iterator[Ma
     if isinstance(attention, LatentAttentionSpec):
         yield from _latent_matrices(attention, prefix)
     else:
-        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
+        names = ("q", "k", "v", "q_gate") if attention.gated else ("q", "k", "v")
+        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in names), biased=attention.qkv_bias)
     yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
 
 
@@ -154,6 +160,8 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
                 yield f"layers.{number}.mixer.conv.bias", layer.state.size
         if isinstance(layer.state, Mamba2Spec):
             yield from ((f"layers.{number}.mixer.{name}", size) for name, size in _mamba2_vectors(layer.state))
+        if isinstance(layer.state, GatedDeltaNetSpec):
+            yield from ((f"layers.{number}.mixer.{name}", size) for name, size in _delta_net_vectors(layer.state))
 
 
 def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
@@ -163,6 +171,12 @@ def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
     yield from ((name, mamba.num_heads) for name in ("A_log", "D", "dt_bias"))
     if mamba.norm is not None:
         yield "norm.weight", _padded(mamba.inner_size, _LANES)
+
+
+def _delta_net_vectors(net: GatedDeltaNetSpec) -> Iterator[tuple[str, int]]:
+    yield "conv.weight", net.kernel_size * net.conv_size
+    yield from ((name, net.num_value_heads) for name in ("A_log", "dt_bias"))
+    yield "norm.weight", _padded(net.value_head_dim, _LANES)
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:

@@ -16,12 +16,14 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.spec import (
     AnyAttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
+    StateSpec,
 )
 from cloister.backends.tensors import (
     E2M1_CODES,
@@ -330,6 +332,7 @@ _PAGE = 4096  # every buffer takes whole ones
 _NUM_BUFFERS = 11
 _NUM_MIXTURE_BUFFERS = 6
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
+_DELTA_BYTES = 33 << 10  # cpp/delta_net.hpp, `DeltaScratch`, for the longest keys
 
 
 def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernels: str, is_wide: bool) -> int:
@@ -360,12 +363,17 @@ def _mixer_bytes(layer: LayerSpec, is_wide: bool) -> int:
         inner, channels = layer.state.inner_size, layer.state.conv_size
         projected = _padded(inner + channels + layer.state.num_heads)
         return 4 * (projected + channels + inner) + _input_bytes(inner, is_wide)
+    if isinstance(layer.state, GatedDeltaNetSpec):
+        values, channels = layer.state.value_size, layer.state.conv_size
+        projected = _padded(values + channels) + _padded(2 * layer.state.num_value_heads)
+        return 4 * (projected + channels + values) + _input_bytes(values, is_wide)
     return _attention_bytes(layer.required_attention, is_wide)
 
 
 def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
     if not isinstance(attention, LatentAttentionSpec):
-        return 14 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+        gates = 4 * attention.num_heads if attention.gated else 0
+        return (14 * (attention.num_heads + attention.num_kv_heads) + gates) * attention.head_dim
     heads, rank, width = attention.num_heads, attention.kv_lora_rank, 4 if is_wide else 2
     queries = heads * attention.qk_head_dim
     first = 4 * _padded((attention.q_lora_rank or queries) + attention.head_dim)
@@ -386,7 +394,7 @@ def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     """What one token takes for a layer's feed-forward or mixture, and where branches wait to be joined."""
     mlp = layer.feed_forward
     beside = _padded(hidden) * 4 if layer.post_norm or layer.residual_scale != 1 or _shared(mlp) else 0
-    early = _input_bytes(hidden, is_wide) if layer.parallel else 0
+    early = _input_bytes(hidden, is_wide) * (layer.parallel + isinstance(layer.state, GatedDeltaNetSpec))
     if isinstance(mlp, MlpSpec):
         return 6 * mlp.intermediate_size + beside + early
     routing = _input_bytes(hidden, True) + 4 * _padded(mlp.num_experts + mlp.shared_gate) + 12 * mlp.num_chosen + 4
@@ -415,9 +423,13 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
 
     def widest(layer: LayerSpec) -> int:
         if layer.state is not None:
-            inner = layer.state.inner_size if isinstance(layer.state, Mamba2Spec) else 0
-            inputs = max(spec.hidden_size, inner, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
-            return _native.scratch_bytes(kernels, 1, 1, 1, 0, inputs, spec.vocab_size)
+            inputs = max(
+                spec.hidden_size,
+                _mixed_size(layer.state),
+                *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)),
+            )
+            scan = _DELTA_BYTES if isinstance(layer.state, GatedDeltaNetSpec) else 0
+            return max(scan, _native.scratch_bytes(kernels, 1, 1, 1, 0, inputs, spec.vocab_size))
         attention = layer.required_attention
         mixed, value_dim = attention.num_heads * attention.head_dim, 0
         if isinstance(attention, LatentAttentionSpec):
@@ -431,6 +443,13 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
     return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
 
 
+def _mixed_size(state: StateSpec) -> int:
+    """Numbers that the output projection of a layer with a state reads."""
+    if isinstance(state, ShortConvSpec):
+        return state.size
+    return state.inner_size if isinstance(state, Mamba2Spec) else state.value_size
+
+
 def _feed_forwards(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
     if isinstance(mlp, MlpSpec):
         return [mlp]
@@ -441,7 +460,8 @@ def _num_more_buffers(layer: LayerSpec) -> int:
     """Buffers that only some layers need."""
     waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.feed_forward) is not None
     latent = 2 * isinstance(layer.attention, LatentAttentionSpec)
-    return waits + layer.parallel + latent + _NUM_MIXTURE_BUFFERS * isinstance(layer.feed_forward, MoeSpec)
+    others = 2 * isinstance(layer.state, GatedDeltaNetSpec)
+    return waits + layer.parallel + latent + others + _NUM_MIXTURE_BUFFERS * isinstance(layer.feed_forward, MoeSpec)
 
 
 def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:

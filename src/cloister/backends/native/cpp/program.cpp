@@ -47,7 +47,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 
 std::vector<Buffer*> Program::buffers() {
     std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
-                             &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
+                             &branch_, &parallel_, &exact_, &other_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -352,13 +352,15 @@ void Program::apply(const Norm& norm, const float* row, float* out) const {
     if (norm.bias) kernels_.add_scaled(norm.bias, 1, hidden_size_, out);
 }
 
-// The residual stream, normed, as inputs of a product with `w`, and of what else a mixture multiplies.
-Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer, const Mixture* mixture) {
-    InputForm form = w.form(), shared_form = mixture && mixture->shared ? mixture->shared->up.form() : form;
+// The residual stream, normed, as inputs of products with `w` and `other`, and of what else a mixture multiplies.
+Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer, const Mixture* mixture,
+                                   const Matrix* other) {
+    if (mixture && mixture->shared) other = &mixture->shared->up;
+    InputForm form = w.form(), other_form = other ? other->form() : form;
     Normed inputs;
-    inputs.rows = inputs.shared = shape_rows(buffer, form, num_tokens, hidden_size_);
+    inputs.rows = inputs.other = shape_rows(buffer, form, num_tokens, hidden_size_);
     if (mixture) inputs.exact = shape_rows(exact_, {Input::f32}, num_tokens, hidden_size_);
-    if (shared_form != form) inputs.shared = shape_rows(shared_inputs_, shared_form, num_tokens, hidden_size_);
+    if (other_form != form) inputs.other = shape_rows(other_inputs_, other_form, num_tokens, hidden_size_);
     const float* x = residual_.get<float>();
     float* normed = normed_.get<float>();
     each_row(name, num_tokens, [&](int row, int thread) {
@@ -370,7 +372,7 @@ Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Mat
         }
         kernels_.put_row(from, hidden_size_, inputs.rows, row);
         if (mixture) kernels_.put_row(from, hidden_size_, inputs.exact, row);
-        if (shared_form != form) kernels_.put_row(from, hidden_size_, inputs.shared, row);
+        if (other_form != form) kernels_.put_row(from, hidden_size_, inputs.other, row);
     });
     return inputs;
 }
@@ -414,7 +416,11 @@ void Program::attention_block(const Layer& layer, const Batch& batch, const Rows
     attention(layer, batch);
     const float* mixed = layer.latent ? expand_latents(layer, num_tokens) : mixed_.get<float>();
     Rows rows = shape_rows(inputs_, layer.output.form(), num_tokens, width);
-    each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * width, width, rows, row); });
+    const float* gates = qkv + (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim;
+    each_row("round", num_tokens, [&](int row, int) {
+        if (layer.gated) kernels_.gate(mixed_.get<float>() + size_t(row) * width, gates + size_t(row) * stride, width, false);
+        kernels_.put_row(mixed + size_t(row) * width, width, rows, row);
+    });
     Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
     product("output", layer.output, rows, sink);
     adapt_output(layer, mixed, sink);
@@ -477,16 +483,18 @@ void Program::forward(const Batch& batch, float* logits) {
             inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, parallel_, experts);
             keep_normed(layer);
         }
-        Rows heads = norm_rows("norm", layer.attention_norm, layer.qkv, num_tokens, inputs_).rows;
-        if (layer.mamba2) {
-            mamba2_block(layer, batch, heads);
+        Normed heads = norm_rows("norm", layer.attention_norm, layer.qkv, num_tokens, inputs_, nullptr, layer.delta_net ? &layer.delta_net->steps : nullptr);
+        if (layer.delta_net) {
+            delta_net_block(layer, batch, heads);
+        } else if (layer.mamba2) {
+            mamba2_block(layer, batch, heads.rows);
         } else if (layer.short_conv) {
-            short_conv_block(layer, batch, heads);
+            short_conv_block(layer, batch, heads.rows);
         } else {
             if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
             if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
             previous = &layer;
-            attention_block(layer, batch, heads);
+            attention_block(layer, batch, heads.rows);
         }
         if (!layer.parallel) inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, inputs_, experts);
         if (experts) {
