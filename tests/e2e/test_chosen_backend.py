@@ -38,8 +38,11 @@ def test_a_number_format_of_weights_needs_no_setting_of_kv(path: Path) -> None:
     assert answer(path, quant="int8") == answer(path, quant="int8", backend="torch")
 
 
-def test_a_model_that_the_native_kernels_compute_is_theirs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert answer(make_model(tmp_path, "llama"))[0] == "native"
+@pytest.mark.parametrize("family", ["llama", "mamba2", "falcon_h1", "nemotron_h"])
+def test_a_model_that_the_native_kernels_compute_is_theirs(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert answer(make_model(tmp_path, family))[0] == "native"
     assert not caplog.records
 
 

@@ -124,7 +124,7 @@ def test_the_decoder_of_a_model_that_sees_images_is_read_for_text(family: str, t
 
 
 FAMILIES = sorted({family for family, _ in VARIANTS.values()})
-NATIVE = ("granitemoehybrid", "lfm2")  # which the native back end computes too
+NATIVE = ("falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h")  # which the native back end computes too
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,7 +230,9 @@ def test_matrices_of_mixers_are_written_in_few_bits(family: str, tmp_path: Path)
     assert 0 < difference.std() < 0.1 * exact.std()
 
 
-@pytest.mark.parametrize(("family", "backend"), [("falcon_h1", "torch"), ("lfm2", "torch"), ("lfm2", "native")])
+@pytest.mark.parametrize(
+    ("family", "backend"), [("falcon_h1", "torch"), ("falcon_h1", "native"), ("lfm2", "torch"), ("lfm2", "native")]
+)
 def test_an_adapter_changes_what_merged_weights_change(family: str, backend: str, tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", family)
     model, adapter = load(path), read_adapter(write_adapter(tmp_path / "adapter", path), load(path).spec, max_rank=16)

@@ -52,7 +52,9 @@ class Norm:
     def __init__(self, *, weight: _Floats, bias: _Floats | None) -> None: ...
 
 class FeedForward:
-    def __init__(self, *, up: Matrix, down: Matrix, activation: int, gated: bool) -> None: ...
+    def __init__(
+        self, *, up: Matrix, down: Matrix, activation: int, gated: bool, scales: tuple[float, float] = ...
+    ) -> None: ...
 
 class Routing:
     def __init__(
@@ -105,6 +107,7 @@ class Mamba2:
         dt_bias: _Floats,
         norm: _Floats | None,
         norms_before_gate: bool,
+        scales: tuple[float, float, float, float, float],
     ) -> None: ...
 
 class Program:
@@ -130,11 +133,12 @@ class Program:
         scale: float,
         softcap: float,
         rope: int,
-        qkv: Matrix,
+        qkv: Matrix | None,
         latent: Latent | None,
         short_conv: ShortConv | None,
         mamba2: Mamba2 | None,
-        output: Matrix,
+        output: Matrix | None,
+        scales: tuple[float, float],
         mlp: FeedForward | None,
         mixture: Mixture | None,
         attention_norm: Norm | None,
@@ -146,10 +150,11 @@ class Program:
         norms_projection: bool,
         parallel: bool,
         residual_scale: float,
-        cache: _Bytes,
+        cache: _Bytes | None,
         kv_kind: int,
         block_size: int,
         group: int,
+        beside: bool,
     ) -> None: ...
     def forward(
         self,

@@ -51,20 +51,14 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention, mlp = layer.attention, layer.mlp
-    if layer.state is not None and (attention is not None or not isinstance(layer.state, ShortConvSpec | Mamba2Spec)):
+    if layer.state is not None and not isinstance(layer.state, ShortConvSpec | Mamba2Spec):
         yield "layers with a state other than that of a short convolution or Mamba 2"
     if isinstance(layer.state, ShortConvSpec | Mamba2Spec) and layer.state.kernel_size < 2:
         yield "convolutions of one position"
-    if isinstance(layer.state, Mamba2Spec) and (layer.state.is_scaled or layer.state.activation != "silu"):
-        yield "layers with a state of Mamba 2 with scales or another activation than SiLU"
-    if layer.state is not None and mlp is None:
-        yield "layers with a state and no feed-forward"
-    elif not layer.mixes or mlp is None:
-        yield "layers without attention or a feed-forward"
-    if isinstance(attention, AttentionSpec) and (
-        attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)
-    ):
-        yield "gated or scaled attention"
+    if isinstance(layer.state, Mamba2Spec) and layer.state.activation != "silu":
+        yield "layers with a state of Mamba 2 with another activation than SiLU"
+    if isinstance(attention, AttentionSpec) and attention.gated:
+        yield "gated attention"
     if isinstance(attention, AttentionSpec):
         yield from _missing_of_heads(attention)
     if isinstance(mlp, MoeSpec) and (mlp.router_bias or mlp.expert.bias):
@@ -74,8 +68,6 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
     feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
     if feed_forward is not None and feed_forward.clipped is not None:
         yield "clipped SwiGLU"
-    if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
-        yield "scaled feed-forwards or squared ReLU"
 
 
 def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:

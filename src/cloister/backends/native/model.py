@@ -23,11 +23,13 @@ from cloister.backends.spec import (
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
+    StateSpec,
 )
 from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
 _LANES = 16  # kernels read whole vectors
+BESIDE = "beside."  # begins the names of matrices of a mixer with a state beside attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class MatrixParts:
 
     Attributes:
         name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, output, up (with gate
-            where there is one), down, router.
+            where there is one), down, router; or `beside.` and qkv or output, of a mixer with a state beside attention.
         sources: canonical names of the tensors, without `.weight`, one below the other.
         interleaved: two sources whose outputs stand 16 by 16 in turn.
         biased: the sources carry biases, but for the one named `unbiased`.
@@ -83,17 +85,14 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    state, mlp = layer.state, layer.feed_forward
-    if isinstance(state, ShortConvSpec):
-        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.bias)
-        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.bias)
-    elif isinstance(state, Mamba2Spec):
-        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.projection_bias)
-        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.output_bias)
-    else:
-        yield from _attention_matrices(layer.required_attention, prefix)
+    mlp = layer.mlp
+    if layer.attention is not None:
+        yield from _attention_matrices(layer.attention, prefix)
+    if layer.state is not None:
+        yield from _state_matrices(layer.state, prefix, prefix if layer.attention is None else prefix + BESIDE)
     if isinstance(mlp, MlpSpec):
         yield from _mlp_matrices(mlp, prefix)
+    if not isinstance(mlp, MoeSpec):
         return
     routers = ("router", "shared_router") if mlp.shared_gate else ("router",)
     yield MatrixParts(f"{prefix}router", tuple(prefix + name for name in routers), exact=True)
@@ -101,6 +100,16 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
         yield from _mlp_matrices(mlp.expert, f"{prefix}experts.{expert}.")
     if mlp.shared is not None:
         yield from _mlp_matrices(mlp.shared, f"{prefix}shared.")
+
+
+def _state_matrices(state: StateSpec, prefix: str, packed_prefix: str) -> Iterator[MatrixParts]:
+    biases = (False, False)
+    if isinstance(state, ShortConvSpec):
+        biases = (state.bias, state.bias)
+    elif isinstance(state, Mamba2Spec):
+        biases = (state.projection_bias, state.output_bias)
+    yield MatrixParts(f"{packed_prefix}qkv", (f"{prefix}mixer.in",), biased=biases[0])
+    yield MatrixParts(f"{packed_prefix}output", (f"{prefix}mixer.out",), biased=biases[1])
 
 
 def _attention_matrices(attention: AnyAttentionSpec, prefix: str) -> Iterator[MatrixParts]:
@@ -158,10 +167,11 @@ def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
+    parts = [name for name, is_there in (("attention", layer.mixes), ("mlp", layer.mlp is not None)) if is_there]
     if layer.pre_norm:
-        yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
+        yield from ((f"{part}_norm", spec.hidden_size) for part in parts)
     if layer.post_norm:
-        yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
+        yield from ((f"{part}_post_norm", spec.hidden_size) for part in parts)
     attention = layer.attention
     if isinstance(attention, LatentAttentionSpec):
         yield "kv_a_norm", attention.kv_lora_rank

@@ -95,6 +95,17 @@ struct Routing {
     float scale = 1;  // of the weights
 };
 
+// One head of Mamba 2 and the consecutive tokens that advance its state.
+struct Scan {
+    int head_dim = 0, d_state = 0, num_tokens = 0;
+    const float *x = nullptr, *b = nullptr, *c = nullptr;  // of the first token; those of the next are `stride` further
+    size_t stride = 0;
+    const float *steps = nullptr, *decays = nullptr;  // [num_tokens]
+    float skip = 0;
+    float* out = nullptr;  // [head_dim] of the first token
+    size_t out_stride = 0;
+};
+
 constexpr int draw_group = 256;  // neighbouring tokens that are drawn together first
 inline int num_draw_groups(int length) { return (length + draw_group - 1) / draw_group; }
 
@@ -151,6 +162,14 @@ struct Kernels {
     // Chooses a token of a row whose peaks are known; -1 where there is none to choose.
     int (*draw)(const float* logits, const float* peaks, int length, const Draw& draw, uint8_t* scratch);
     size_t (*draw_scratch)(int length, const Draw& draw);
+
+    // One row of a causal convolution with SiLU: the sum of inputs[j] * filters[j] over [kernel_size][size], the oldest position first, and
+    // `bias`, unless that is null.
+    void (*convolve)(const float* const* inputs, const float* filters, const float* bias, int kernel_size, int size, float* out);
+    // values *= silu(gates).
+    void (*gate)(float* values, const float* gates, int length);
+    // For each token: state = decay state + step x b, out = state c + skip x. The layout of the state: mamba2.hpp.
+    void (*scan)(const Scan& scan, float* state);
 };
 
 // Counts steps. What a thread knows of its tile registers holds for one step only: between two, other code may use them.

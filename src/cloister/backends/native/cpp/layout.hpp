@@ -88,7 +88,7 @@ struct Rows {
 };
 
 enum class Finish : int { store = 0, add = 1, glu = 2, activate = 3 };
-enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4 };
 
 // What becomes of a finished tile of a product.
 struct Sink {
@@ -99,6 +99,7 @@ struct Sink {
     Rows* next = nullptr;       // glu, activate: inputs of the next product, where they need no scale
     Input next_input = Input::bf16;
     uint16_t* wide = nullptr;   // glu, activate: bfloat16 [num_rows][stride], where they do
+    float scale = 1;            // store, add: of the outputs; glu: of the gate
 };
 
 }  // namespace cloister
