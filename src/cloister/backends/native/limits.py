@@ -11,7 +11,6 @@ from cloister.backends.spec import (
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
-    MoeSpec,
     ShortConvSpec,
 )
 from cloister.types.errors import ConfigError
@@ -50,7 +49,7 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
-    attention, mlp = layer.attention, layer.mlp
+    attention = layer.attention
     if layer.state is not None and not isinstance(layer.state, ShortConvSpec | Mamba2Spec):
         yield "layers with a state other than that of a short convolution or Mamba 2"
     if isinstance(layer.state, ShortConvSpec | Mamba2Spec) and layer.state.kernel_size < 2:
@@ -59,23 +58,5 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "layers with a state of Mamba 2 with another activation than SiLU"
     if isinstance(attention, AttentionSpec) and attention.gated:
         yield "gated attention"
-    if isinstance(attention, AttentionSpec):
-        yield from _missing_of_heads(attention)
-    if isinstance(mlp, MoeSpec) and (mlp.router_bias or mlp.expert.bias):
-        yield "biases of experts"
-    if isinstance(mlp, MoeSpec) and mlp.weigh_inputs:
-        yield "experts with weighted inputs"
-    feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
-    if feed_forward is not None and feed_forward.clipped is not None:
-        yield "clipped SwiGLU"
-
-
-def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
-    if attention.sinks:
-        yield "attention sinks"
-    if attention.chunked:
-        yield "attention in chunks"
-    if attention.query_growth is not None:
-        yield "queries that grow with their position"
-    if attention.qk_norm and not attention.qk_norm_weighted:
-        yield "norms of q and k without weights"
+    if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
+        yield "rotation by time, row and column"
