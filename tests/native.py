@@ -16,6 +16,7 @@ from cloister.backends.base import FloatArray
 from cloister.backends.spec import (
     ClippedSwiGLU,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -114,6 +115,11 @@ OF_ONE_PART = replace(
         LayerSpec(None, MoeSpec(8, 3, MlpSpec(44, "relu2", gated=False), shared=MlpSpec(70, "relu2", gated=False))),
     ),
 )
+GATED = replace(
+    SMALL.layers[0], attention=replace(SMALL.layers[0].attention, gated=True, qk_norm=True, rope=with_rope(SMALL, 10))
+)
+DELTA_NET = LayerSpec(None, MlpSpec(116), state=GatedDeltaNetSpec(2, 4, 24, 20, kernel_size=4))
+DELTA_NETS = replace(SMALL, layers=(DELTA_NET, GATED, DELTA_NET))
 PARTS: Mapping[str, DecoderSpec] = {
     "sinks, experts and router with biases, clipped SwiGLU, a window in one layer": replace(
         SMALL,
@@ -191,6 +197,10 @@ PARTS: Mapping[str, DecoderSpec] = {
         },
     ),
     "no rotation": changed(SMALL, attention={"rope": None}),
+    "gates": changed(SMALL, attention={"gated": True}),
+    "gates, biases, interleaved rotation of a part, norms on q and k": changed(
+        SMALL, attention={"gated": True, "rope": with_rope(SMALL, 10, interleaved=True), "qk_norm": True, **BIASES}
+    ),
     "not gated, gelu": changed(SMALL, layer={"mlp": MlpSpec(116, "gelu", gated=False)}),
     "not gated, relu, biases": changed(SMALL, attention=BIASES, layer={"mlp": MlpSpec(116, "relu", bias=True, gated=False)}),
     "gated, relu": changed(SMALL, layer={"mlp": MlpSpec(116, "relu")}),
@@ -275,6 +285,7 @@ PARTS: Mapping[str, DecoderSpec] = {
             "qk_norm_over": "projection",
             "softcap": 2.0,
             "window": 70,
+            "gated": True,
             **BIASES,
         },
         layer={

@@ -12,7 +12,7 @@ from cloister.backends.native import _native
 from cloister.backends.spec import DecoderSpec, LayerSpec, Mamba2Spec
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import RandomWeights, build
-from tests.native import CONVOLUTION, MAMBA, MAMBA_LAYERS, OF_ONE_PART, SIDE_BY_SIDE
+from tests.native import CONVOLUTION, DELTA_NET, MAMBA, MAMBA_LAYERS, OF_ONE_PART, SIDE_BY_SIDE
 
 PLAIN = Mamba2Spec(num_heads=6, head_dim=20, num_groups=2, d_state=24, kernel_size=4)
 VARIANTS: Mapping[str, Mamba2Spec] = {
@@ -24,6 +24,7 @@ VARIANTS: Mapping[str, Mamba2Spec] = {
     "biases": replace(PLAIN, projection_bias=True, output_bias=True),
     "norm before the gate": replace(PLAIN, norm="before_gate"),
     "no norm": replace(PLAIN, norm=None),
+    "another activation": replace(PLAIN, activation="gelu"),
     "time steps limited": replace(PLAIN, time_step_limit=(0.4, 0.9)),
     "scaled, biases": replace(
         PLAIN,
@@ -69,6 +70,7 @@ LAYERS: Mapping[str, DecoderSpec] = {
     "a short convolution beside attention": replace(
         SIDE_BY_SIDE, layers=(replace(BESIDE, state=CONVOLUTION.state), replace(MAMBA, mlp=None))
     ),
+    "a gated delta net beside attention": replace(SIDE_BY_SIDE, layers=(replace(BESIDE, state=DELTA_NET.state), MAMBA)),
     "layers of one part": OF_ONE_PART,
     "nothing but Mamba 2": replace(OF_ONE_PART, layers=OF_ONE_PART.layers[:1] * 3),
 }

@@ -18,7 +18,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor, take_rows
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights, make_spec
-from tests.native import MAMBA_LAYERS, OF_ONE_PART, PARTS, SHORT_CONVOLUTIONS, SIDE_BY_SIDE
+from tests.native import DELTA_NETS, MAMBA_LAYERS, OF_ONE_PART, PARTS, SHORT_CONVOLUTIONS, SIDE_BY_SIDE
 
 SPEC = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
 WIDE = make_spec(hidden=256, intermediate=256, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
@@ -88,6 +88,7 @@ SPECS = {
     "Mamba 2": MAMBA_LAYERS,
     "Mamba 2 beside attention": SIDE_BY_SIDE,
     "layers of one part": OF_ONE_PART,
+    "gated delta nets": DELTA_NETS,
     "Mamba 2 alone": replace(OF_ONE_PART, layers=OF_ONE_PART.layers[:1] * 2),
 }
 

@@ -116,7 +116,20 @@ class Mamba2:
         dt_bias: _Floats,
         norm: _Floats | None,
         norms_before_gate: bool,
+        activation: int,
         scales: tuple[float, float, float, float, float],
+    ) -> None: ...
+
+class DeltaNet:
+    def __init__(
+        self,
+        *,
+        steps: Matrix,
+        shape: tuple[int, int, int, int],
+        a_log: _Floats,
+        dt_bias: _Floats,
+        norm: _Floats,
+        activation: int,
     ) -> None: ...
 
 class Program:
@@ -146,6 +159,8 @@ class Program:
         latent: Latent | None,
         short_conv: ShortConv | None,
         mamba2: Mamba2 | None,
+        delta_net: DeltaNet | None,
+        gated: bool,
         output: Matrix | None,
         scales: tuple[float, float],
         mlp: FeedForward | None,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
-    Mamba2Spec,
-    ShortConvSpec,
 )
 from cloister.types.errors import ConfigError
+
+MOST_DELTA_DIM: Final = 256  # cpp/kernels.hpp
 
 
 def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
@@ -50,13 +52,9 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
     attention = layer.attention
-    if layer.state is not None and not isinstance(layer.state, ShortConvSpec | Mamba2Spec):
-        yield "layers with a state other than that of a short convolution or Mamba 2"
-    if isinstance(layer.state, ShortConvSpec | Mamba2Spec) and layer.state.kernel_size < 2:
+    if layer.state is not None and layer.state.kernel_size < 2:
         yield "convolutions of one position"
-    if isinstance(layer.state, Mamba2Spec) and layer.state.activation != "silu":
-        yield "layers with a state of Mamba 2 with another activation than SiLU"
-    if isinstance(attention, AttentionSpec) and attention.gated:
-        yield "gated attention"
+    if isinstance(layer.state, GatedDeltaNetSpec) and layer.state.key_head_dim > MOST_DELTA_DIM:
+        yield f"gated delta nets with keys of more than {MOST_DELTA_DIM} numbers"
     if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
         yield "rotation by time, row and column"

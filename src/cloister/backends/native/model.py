@@ -17,6 +17,7 @@ from cloister.backends.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -37,8 +38,8 @@ class MatrixParts:
     """Which tensors become one packed matrix.
 
     Attributes:
-        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, output, up (with gate
-            where there is one), down, router; or `beside.` and qkv or output, of a mixer with a state beside attention.
+        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, steps, output, up
+            (with gate where there is one), down, router; `beside.` begins those of a mixer with a state beside attention.
         sources: canonical names of the tensors, without `.weight`, one below the other.
         interleaved: two sources whose outputs stand 16 by 16 in turn.
         biased: the sources carry biases, but for the one named `unbiased`.
@@ -109,20 +110,22 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
 
 
 def _state_matrices(state: StateSpec, prefix: str, packed_prefix: str) -> Iterator[MatrixParts]:
-    biases = (False, False)
-    if isinstance(state, ShortConvSpec):
-        biases = (state.bias, state.bias)
-    elif isinstance(state, Mamba2Spec):
-        biases = (state.projection_bias, state.output_bias)
-    yield MatrixParts(f"{packed_prefix}qkv", (f"{prefix}mixer.in",), biased=biases[0])
-    yield MatrixParts(f"{packed_prefix}output", (f"{prefix}mixer.out",), biased=biases[1])
+    if isinstance(state, GatedDeltaNetSpec):
+        yield MatrixParts(f"{packed_prefix}qkv", tuple(f"{prefix}mixer.{name}" for name in "zqkv"))
+        yield MatrixParts(f"{packed_prefix}steps", tuple(f"{prefix}mixer.{name}" for name in "ba"))
+        yield MatrixParts(f"{packed_prefix}output", (f"{prefix}mixer.out",))
+        return
+    of_both = (state.bias, state.bias) if isinstance(state, ShortConvSpec) else (state.projection_bias, state.output_bias)
+    for name, source, biased in zip(("qkv", "output"), ("in", "out"), of_both, strict=True):
+        yield MatrixParts(packed_prefix + name, (f"{prefix}mixer.{source}",), biased=biased)
 
 
 def _attention_matrices(attention: AnyAttentionSpec, prefix: str) -> Iterator[MatrixParts]:
     if isinstance(attention, LatentAttentionSpec):
         yield from _latent_matrices(attention, prefix)
     else:
-        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
+        names = ("q", "k", "v", "q_gate") if attention.gated else ("q", "k", "v")
+        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in names), biased=attention.qkv_bias)
     yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
 
 
@@ -163,6 +166,8 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
                 yield f"layers.{number}.mixer.conv.bias", layer.state.size
         if isinstance(layer.state, Mamba2Spec):
             yield from ((f"layers.{number}.mixer.{name}", size) for name, size in _mamba2_vectors(layer.state))
+        if isinstance(layer.state, GatedDeltaNetSpec):
+            yield from ((f"layers.{number}.mixer.{name}", size) for name, size in _delta_net_vectors(layer.state))
 
 
 def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
@@ -172,6 +177,12 @@ def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
     yield from ((name, mamba.num_heads) for name in ("A_log", "D", "dt_bias"))
     if mamba.norm is not None:
         yield "norm.weight", _padded(mamba.inner_size, _LANES)
+
+
+def _delta_net_vectors(net: GatedDeltaNetSpec) -> Iterator[tuple[str, int]]:
+    yield "conv.weight", net.kernel_size * net.conv_size
+    yield from ((name, net.num_value_heads) for name in ("A_log", "dt_bias"))
+    yield "norm.weight", _padded(net.value_head_dim, _LANES)
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:

@@ -16,6 +16,7 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.spec import (
     AnyAttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -367,12 +368,16 @@ def _state_bytes(state: StateSpec | None, is_wide: bool) -> int:
     if isinstance(state, Mamba2Spec):
         projected = _padded(state.inner_size + state.conv_size + state.num_heads)
         return 4 * (projected + state.conv_size + state.inner_size) + _input_bytes(state.inner_size, is_wide)
+    if isinstance(state, GatedDeltaNetSpec):
+        projected = _padded(state.value_size + state.conv_size) + _padded(2 * state.num_value_heads)
+        return 4 * (projected + state.conv_size + state.value_size) + _input_bytes(state.value_size, is_wide)
     return 0
 
 
 def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
     if not isinstance(attention, LatentAttentionSpec):
-        return 14 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+        gates = 4 * attention.num_heads if attention.gated else 0
+        return (14 * (attention.num_heads + attention.num_kv_heads) + gates) * attention.head_dim
     heads, rank, width = attention.num_heads, attention.kv_lora_rank, 4 if is_wide else 2
     queries = heads * attention.qk_head_dim
     first = 4 * _padded((attention.q_lora_rank or queries) + attention.head_dim)
@@ -393,9 +398,9 @@ def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     """What one token takes for a layer's feed-forward or mixture, and where branches wait to be joined."""
     mlp = layer.mlp
     beside = _padded(hidden) * 4 if layer.post_norm or layer.residual_scale != 1 or _shared(mlp) else 0
-    early = _input_bytes(hidden, is_wide) if layer.parallel else 0
+    early = _input_bytes(hidden, is_wide) * (layer.parallel + isinstance(layer.state, GatedDeltaNetSpec))
     if mlp is None:
-        return beside
+        return beside + early
     if isinstance(mlp, MlpSpec):
         return 6 * mlp.intermediate_size + beside + early
     routing = _input_bytes(hidden, True) + 4 * _padded(mlp.num_experts + mlp.shared_gate) + 12 * mlp.num_chosen + 4
@@ -451,7 +456,8 @@ def _num_more_buffers(layer: LayerSpec) -> int:
     waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.mlp) is not None
     beside = layer.attention is not None and layer.state is not None
     latent = 2 * isinstance(layer.attention, LatentAttentionSpec)
-    return waits + beside + layer.parallel + latent + _NUM_MIXTURE_BUFFERS * isinstance(layer.mlp, MoeSpec)
+    others = 2 * isinstance(layer.state, GatedDeltaNetSpec)
+    return waits + beside + layer.parallel + latent + others + _NUM_MIXTURE_BUFFERS * isinstance(layer.mlp, MoeSpec)
 
 
 def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:

@@ -35,6 +35,7 @@ from cloister.backends.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -49,7 +50,7 @@ from cloister.types.errors import ModelError
 # LoRA adapters for the native kernels, packed once when loaded, in the type of unquantized weights.
 
 
-_SITES: Final = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")  # cpp/lora.hpp
+_SITES: Final = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "q_gate")  # cpp/lora.hpp
 
 
 class NativeAdapters:
@@ -269,6 +270,8 @@ class NativeProgram(Program):
             latent=self._latent(attention, prefix) if isinstance(attention, LatentAttentionSpec) else None,
             short_conv=self._convolution(layer.state, prefix),
             mamba2=self._mamba2(layer.state, prefix) if isinstance(layer.state, Mamba2Spec) else None,
+            delta_net=self._delta_net(layer.state, prefix, mixer) if isinstance(layer.state, GatedDeltaNetSpec) else None,
+            gated=isinstance(attention, AttentionSpec) and attention.gated,
             output=matrices[f"{mixer}output"].bind() if layer.mixes else None,
             scales=_scales(layer),
             mlp=self._feed_forward(layer.mlp, prefix) if isinstance(layer.mlp, MlpSpec) else None,
@@ -299,13 +302,13 @@ class NativeProgram(Program):
         return reserve(block_bytes * num_blocks, streamed=False).reshape(num_blocks, block_bytes)
 
     def _convolution(self, state: StateSpec | None, prefix: str) -> _native.ShortConv | None:
-        if not isinstance(state, ShortConvSpec | Mamba2Spec):
+        if state is None:
             return None
         vectors, blocks = self._model.vectors, self._states.blocks
         return _native.ShortConv(
             filters=vectors[f"{prefix}mixer.conv.weight"],
             bias=vectors.get(f"{prefix}mixer.conv.bias"),
-            shape=(state.kernel_size, state.conv_size if isinstance(state, Mamba2Spec) else state.size),
+            shape=(state.kernel_size, state.size if isinstance(state, ShortConvSpec) else state.conv_size),
             blocks=(blocks.start, len(blocks)),
         )
 
@@ -319,6 +322,7 @@ class NativeProgram(Program):
             dt_bias=vectors[f"{prefix}mixer.dt_bias"],
             norm=vectors.get(f"{prefix}mixer.norm.weight"),
             norms_before_gate=mamba.norm == "before_gate",
+            activation=_ACTIVATIONS[mamba.activation],
             scales=mamba.section_scales,
         )
 
@@ -327,6 +331,17 @@ class NativeProgram(Program):
             self._ones.append(np.ones(qk_norm_length(attention, num_heads), np.float32))
             return self._ones[-1]
         return self._model.vectors.get(f"{name}.weight")
+
+    def _delta_net(self, net: GatedDeltaNetSpec, prefix: str, mixer: str) -> _native.DeltaNet:
+        vectors = self._model.vectors
+        return _native.DeltaNet(
+            steps=self._model.matrices[f"{mixer}steps"].bind(),
+            shape=(net.num_key_heads, net.num_value_heads, net.key_head_dim, net.value_head_dim),
+            a_log=vectors[f"{prefix}mixer.A_log"],
+            dt_bias=vectors[f"{prefix}mixer.dt_bias"],
+            norm=vectors[f"{prefix}mixer.norm.weight"],
+            activation=_ACTIVATIONS[net.activation],
+        )
 
     def _norm(self, name: str) -> _native.Norm | None:
         weight = self._model.vectors.get(f"{name}.weight")

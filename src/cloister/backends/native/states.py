@@ -1,4 +1,4 @@
-"""States of layers: the memory that kernels keep them in, and how steps advance them (cpp/short_conv.cpp, cpp/mamba2.cpp)."""
+"""States of layers: the memory that kernels keep them in, and how steps advance them (cpp/short_conv.cpp, cpp/scan.hpp)."""
 
 from __future__ import annotations
 

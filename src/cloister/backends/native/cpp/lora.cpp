@@ -121,7 +121,7 @@ void Program::adapt_heads(const Layer& layer, float* qkv, size_t stride) {
     int q_width = layer.shape.num_heads * layer.shape.head_dim, kv_width = layer.shape.num_kv_heads * layer.shape.head_dim;
     auto read = [&](int token, int, float* to) { read_normed(layer.attention_norm, layer.input_scale, token, to); };
     if (layer.latent) adapt(layer, {{Site::q, 0}, {Site::q_a, 0}, {Site::kv_a, layer.latent->key_column}}, hidden_size_, read, qkv, stride);
-    else adapt(layer, {{Site::q, 0}, {Site::k, q_width}, {Site::v, q_width + kv_width}}, hidden_size_, read, qkv, stride);
+    else adapt(layer, {{Site::q, 0}, {Site::k, q_width}, {Site::v, q_width + kv_width}, {Site::q_gate, q_width + 2 * kv_width}}, hidden_size_, read, qkv, stride);
 }
 
 void Program::adapt_latent_queries(const Layer& layer, const float* latents, size_t stride, float* queries, size_t query_stride) {

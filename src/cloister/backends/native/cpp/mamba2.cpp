@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "program.hpp"
+#include "scan.hpp"
 
 namespace cloister {
 
@@ -62,22 +63,26 @@ void Program::mamba2_block(const Layer& layer, const Batch& batch, const Rows& i
     each_row("convolution", num_tokens, [&](int row, int thread) {
         const float** from = (const float**)scratch(thread);
         for (int j = 0; j < conv.kernel_size; j++) from[j] = conv_input(conv, projected + inner, stride, row, conv.kernel_size - 1 - j);
-        kernels_.convolve(from, conv.filters, conv.bias, conv.kernel_size, conv.size, convolved + size_t(row) * channels);
+        kernels_.convolve(from, conv.filters, conv.bias, conv.kernel_size, conv.size, mamba.activation, convolved + size_t(row) * channels);
     });
     float* mixed = (float*)mixed_.reserve(size_t(num_tokens) * inner * 4);
     int num_sequences = int(span_starts_.size()) - 1;
     phase("scan", num_sequences * mamba.num_heads, [&](int task, int thread) {
         int sequence = task / mamba.num_heads, head = task % mamba.num_heads;
-        scan_head(layer, batch, sequence, head, projected + inner + channels, stride, convolved, mixed, (float*)scratch(thread));
+        scan(batch, sequence, mamba.head_state(), (float*)scratch(thread), [&](int block) { return head_state(conv, mamba, block, head); },
+             [&](int first, int count, float* state) {
+                 advance_head(kernels_, mamba, head, convolved + size_t(first) * channels, channels, projected + size_t(first) * stride + inner + channels,
+                              stride, count, state, mixed + size_t(first) * inner);
+             });
     });
     Rows rows = shape_rows(inputs_, layer.output.form(), num_tokens, int(inner));
     each_row("gated norm", num_tokens, [&](int row, int) {
         float* out = mixed + size_t(row) * inner;
         const float* gates = projected + size_t(row) * stride;
         size_t length = inner / size_t(mamba.num_groups);
-        if (!mamba.norms_before_gate) kernels_.gate(out, gates, int(inner));
+        if (!mamba.norms_before_gate) kernels_.gate(out, gates, int(inner), true);
         for (size_t i = 0; mamba.norm && i < inner; i += length) kernels_.norm(out + i, mamba.norm + i, norm_eps_, int(length), out + i);
-        if (mamba.norms_before_gate) kernels_.gate(out, gates, int(inner));
+        if (mamba.norms_before_gate) kernels_.gate(out, gates, int(inner), true);
         kernels_.put_row(out, int(inner), rows, row);
     });
     leave_states(conv, batch, projected + inner, stride);
@@ -94,38 +99,6 @@ void Program::scale_sections(const Mamba2& mamba, float* projected, size_t strid
     });
 }
 
-// Advances one head by the tokens of a sequence. Known tokens change states in place; drafts change copies, which are forgotten: one of a
-// chain, one for each node of a tree.
-void Program::scan_head(const Layer& layer, const Batch& batch, int sequence, int head, const float* dts, size_t stride, const float* convolved,
-                        float* mixed, float* copies) {
-    const ShortConv& conv = *layer.short_conv;
-    const Mamba2& mamba = *layer.mamba2;
-    size_t size = mamba.head_state(), channels = size_t(conv.size);
-    auto advance = [&](int first, int end, float* state) {
-        advance_head(kernels_, mamba, head, convolved + size_t(first) * channels, channels, dts + size_t(first) * stride, stride, end - first, state,
-                     mixed + size_t(first) * mamba.inner());
-    };
-    int first_draft = -1;
-    for (int i = span_starts_[size_t(sequence)]; i < span_starts_[size_t(sequence) + 1]; i++) {
-        const StateSpan& span = batch.state_spans[i];
-        const float* before = head_state(conv, mamba, span.read, head);
-        if (span.written >= 0) {
-            float* state = head_state(conv, mamba, span.written, head);
-            if (span.written != span.read) std::memcpy(state, before, size * 4);
-            advance(span.first, span.end, state);
-            continue;
-        }
-        for (int token = span.first; token < span.end; token++) {
-            if (first_draft < 0) first_draft = draft_of_[size_t(token)];
-            int parent = before_[size_t(token)], parent_draft = parent < 0 ? -1 : draft_of_[size_t(parent)];
-            float* state = batch.parents ? copies + size_t(draft_of_[size_t(token)] - first_draft) * size : copies;
-            if (parent_draft < 0) std::memcpy(state, before, size * 4);
-            else if (batch.parents) std::memcpy(state, copies + size_t(parent_draft - first_draft) * size, size * 4);
-            advance(token, token + 1, state);
-        }
-    }
-}
-
 // Advances the state in a block by an accepted draft: what leave_states kept of it is x, B, C and dt.
 void Program::accept_mamba2(const Layer& layer, const float* kept, int block) {
     const ShortConv& conv = *layer.short_conv;
@@ -136,7 +109,7 @@ void Program::accept_mamba2(const Layer& layer, const float* kept, int block) {
     const float** from = (const float**)scratch(0);
     for (int j = 0; j + 1 < conv.kernel_size; j++) from[j] = conv.state(block) + size_t(j) * channels;
     from[conv.kernel_size - 1] = kept;
-    kernels_.convolve(from, conv.filters, conv.bias, conv.kernel_size, conv.size, convolved);
+    kernels_.convolve(from, conv.filters, conv.bias, conv.kernel_size, conv.size, mamba.activation, convolved);
     phase("scan", mamba.num_heads, [&](int head, int) {
         advance_head(kernels_, mamba, head, convolved, 0, kept + channels, 0, 1, head_state(conv, mamba, block, head), out);
     });

@@ -11,29 +11,6 @@ namespace cloister::CLOISTER_ISA {
 constexpr int scan_columns = pieces == 1 ? 16 : 4;  // of a panel, which stay in registers over all tokens
 constexpr int scan_sums = pieces == 1 ? 2 : 1;      // of every other column, so that additions overlap
 
-// The causal convolution of one token over positions, then SiLU: `inputs` are the token's, after those of the tokens before it.
-static void convolve(const float* const* inputs, const float* filters, const float* bias, int kernel_size, int size, float* out) {
-    for (int i = 0; i < size; i += 16) {
-        int left = size - i;
-        f32x16 sum = load_some(inputs[0] + i, left) * load_some(filters + i, left);
-        for (int j = 1; j < kernel_size; j++) sum = fma(load_some(inputs[j] + i, left), load_some(filters + size_t(j) * size_t(size) + i, left), sum);
-        if (bias) sum += load_some(bias + i, left);
-        sum = silu(sum);
-        if (left >= 16) store(out + i, sum);
-        else memcpy(out + i, &sum, size_t(left) * 4);
-    }
-}
-
-// values *= silu(gates).
-static void gate(float* values, const float* gates, int length) {
-    for (int i = 0; i < length; i += 16) {
-        int left = length - i;
-        f32x16 v = load_some(values + i, left) * silu(load_some(gates + i, left));
-        if (left >= 16) store(values + i, v);
-        else memcpy(values + i, &v, size_t(left) * 4);
-    }
-}
-
 // Advances columns [first, first + count) of a panel by all tokens, and adds what they give to the outputs; the first adds to skip * x.
 template <int count, class Load, class Store>
 INLINE void scan_panel(const Scan& scan, float* panel, int width, int row, int first, Load load_row, Store store_row) {

@@ -16,7 +16,7 @@ void Program::mixture(const Layer& layer, const Normed& inputs) {
     float* shared = nullptr;
     if (mixture.shared) {
         shared = (float*)branch_.reserve(size_t(num_tokens) * stride_ * 4);
-        feed_forward(*mixture.shared, inputs.shared, {Finish::store, shared, stride_});
+        feed_forward(*mixture.shared, inputs.other, {Finish::store, shared, stride_});
     }
     const float* outputs = run_experts(mixture, inputs, routes);
     float* sums = normed_.get<float>();

@@ -47,7 +47,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 
 std::vector<Buffer*> Program::buffers() {
     std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
-                             &branch_, &parallel_, &beside_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
+                             &branch_, &parallel_, &beside_, &exact_, &other_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -352,14 +352,15 @@ void Program::apply(const Norm& norm, const float* row, float* out) const {
     if (norm.bias) kernels_.add_scaled(norm.bias, 1, hidden_size_, out);
 }
 
-// The residual stream, normed and scaled, as inputs of a product with `w`, and of what else a mixture multiplies.
+// The residual stream, normed and scaled, as inputs of products with `w` and `other`, and of what else a mixture multiplies.
 Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer, const Mixture* mixture,
-                                   float scale) {
-    InputForm form = w.form(), shared_form = mixture && mixture->shared ? mixture->shared->up.form() : form;
+                                   const Matrix* other, float scale) {
+    if (mixture && mixture->shared) other = &mixture->shared->up;
+    InputForm form = w.form(), other_form = other ? other->form() : form;
     Normed inputs;
-    inputs.rows = inputs.shared = shape_rows(buffer, form, num_tokens, hidden_size_);
+    inputs.rows = inputs.other = shape_rows(buffer, form, num_tokens, hidden_size_);
     if (mixture) inputs.exact = shape_rows(exact_, {Input::f32}, num_tokens, hidden_size_);
-    if (shared_form != form) inputs.shared = shape_rows(shared_inputs_, shared_form, num_tokens, hidden_size_);
+    if (other_form != form) inputs.other = shape_rows(other_inputs_, other_form, num_tokens, hidden_size_);
     const float* x = residual_.get<float>();
     float* normed = normed_.get<float>();
     each_row(name, num_tokens, [&](int row, int thread) {
@@ -376,7 +377,7 @@ Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Mat
         }
         kernels_.put_row(from, hidden_size_, inputs.rows, row);
         if (mixture) kernels_.put_row(from, hidden_size_, inputs.exact, row);
-        if (shared_form != form) kernels_.put_row(from, hidden_size_, inputs.shared, row);
+        if (other_form != form) kernels_.put_row(from, hidden_size_, inputs.other, row);
     });
     return inputs;
 }
@@ -420,7 +421,11 @@ void Program::attention_block(const Layer& layer, const Batch& batch, const Rows
     attention(layer, batch);
     const float* mixed = layer.latent ? expand_latents(layer, num_tokens) : mixed_.get<float>();
     Rows rows = shape_rows(inputs_, layer.output.form(), num_tokens, width);
-    each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * width, width, rows, row); });
+    const float* gates = qkv + (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim;
+    each_row("round", num_tokens, [&](int row, int) {
+        if (layer.gated) kernels_.gate(mixed_.get<float>() + size_t(row) * width, gates + size_t(row) * stride, width, false);
+        kernels_.put_row(mixed + size_t(row) * width, width, rows, row);
+    });
     product("output", layer.output, rows, sink);
     adapt_output(layer, mixed, sink);
 }
@@ -429,15 +434,19 @@ void Program::attention_block(const Layer& layer, const Batch& batch, const Rows
 void Program::mix(const Layer& layer, const Batch& batch, const Layer*& previous) {
     int num_tokens = batch.num_tokens;
     const Layer* beside = layer.beside.get();
-    Rows inputs = norm_rows("norm", layer.attention_norm, layer.qkv, num_tokens, inputs_, nullptr, layer.input_scale).rows, others;
-    if (beside) others = norm_rows("norm", layer.attention_norm, beside->qkv, num_tokens, beside_, nullptr, beside->input_scale).rows;
+    auto norm = [&](const Layer& mixer, Buffer& buffer) {
+        const Matrix* steps = mixer.delta_net ? &mixer.delta_net->steps : nullptr;
+        return norm_rows("norm", layer.attention_norm, mixer.qkv, num_tokens, buffer, nullptr, steps, mixer.input_scale);
+    };
+    Normed inputs = norm(layer, inputs_), others;
+    if (beside) others = norm(*beside, beside_);
     Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
     sink.scale = layer.output_scale;
     if (layer.attends()) {
         if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
         if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
         previous = &layer;
-        attention_block(layer, batch, inputs, sink);
+        attention_block(layer, batch, inputs.rows, sink);
     } else {
         mix_states(layer, batch, inputs, sink);
     }
@@ -449,9 +458,10 @@ void Program::mix(const Layer& layer, const Batch& batch, const Layer*& previous
     join_branch(layer, layer.attention_post_norm, num_tokens);
 }
 
-void Program::mix_states(const Layer& layer, const Batch& batch, const Rows& inputs, const Sink& sink) {
-    if (layer.mamba2) mamba2_block(layer, batch, inputs, sink);
-    else short_conv_block(layer, batch, inputs, sink);
+void Program::mix_states(const Layer& layer, const Batch& batch, const Normed& inputs, const Sink& sink) {
+    if (layer.delta_net) delta_net_block(layer, batch, inputs, sink);
+    else if (layer.mamba2) mamba2_block(layer, batch, inputs.rows, sink);
+    else short_conv_block(layer, batch, inputs.rows, sink);
 }
 
 // Where a branch's last product goes: onto the residual stream at once, or beside it where a norm or a scale comes between.

@@ -157,6 +157,7 @@ void Program::accept_drafts(const int32_t* accepted, int num_accepted) {
             float* state = conv.state(accepted[2 * i + 1]);
             const float* draft = kept + size_t(draft_of_[size_t(accepted[2 * i])]) * conv.draft_size;
             if (mixer->mamba2) accept_mamba2(*mixer, draft, accepted[2 * i + 1]);
+            if (mixer->delta_net) accept_delta_net(*mixer, draft, accepted[2 * i + 1]);
             std::memmove(state, state + size, others * 4);
             std::memcpy(state + others, draft, size * 4);
         }
