@@ -228,7 +228,7 @@ def test_matrices_of_mixers_are_written_in_few_bits(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [("falcon_h1", "torch"), ("falcon_h1", "native"), ("lfm2", "torch"), ("lfm2", "native"), ("qwen3_5_text", "native")],
+    [("falcon_h1", "torch"), ("falcon_h1", "native"), ("lfm2", "torch"), ("lfm2", "native")],
 )
 def test_an_adapter_changes_what_merged_weights_change(family: str, backend: str, tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", family)
