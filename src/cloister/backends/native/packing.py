@@ -332,6 +332,7 @@ _PAGE = 4096  # every buffer takes whole ones
 _NUM_BUFFERS = 11
 _NUM_MIXTURE_BUFFERS = 6
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
+_DELTA_BYTES = 33 << 10  # cpp/delta_net.hpp, `DeltaScratch`, for the longest keys
 
 
 def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernels: str, is_wide: bool) -> int:
@@ -434,13 +435,23 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
         if isinstance(attention, LatentAttentionSpec):
             mixed, value_dim = attention.num_heads * attention.v_head_dim, attention.kv_lora_rank
             mixed = max(mixed, attention.q_lora_rank or 0, value_dim)
-        inner = layer.state.inner_size if isinstance(layer.state, Mamba2Spec) else 0
-        inputs = max(spec.hidden_size, mixed, inner, *(mlp.intermediate_size for mlp in _feed_forwards(layer.mlp)))
+        feeds = (mlp.intermediate_size for mlp in _feed_forwards(layer.mlp))
+        inputs = max(spec.hidden_size, mixed, _mixed_size(layer.state), *feeds)
         shape = (1, 1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-        return _native.scratch_bytes(kernels, *shape, value_dim, inputs, spec.vocab_size)
+        scan = _DELTA_BYTES if isinstance(layer.state, GatedDeltaNetSpec) else 0
+        return max(scan, _native.scratch_bytes(kernels, *shape, value_dim, inputs, spec.vocab_size))
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
     return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
+
+
+def _mixed_size(state: StateSpec | None) -> int:
+    """Numbers that the output projection of a mixer with a state reads."""
+    if state is None:
+        return 0
+    if isinstance(state, ShortConvSpec):
+        return state.size
+    return state.inner_size if isinstance(state, Mamba2Spec) else state.value_size
 
 
 def _feed_forwards(mlp: MlpSpec | MoeSpec | None) -> list[MlpSpec]:
