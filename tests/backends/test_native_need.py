@@ -19,7 +19,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor, take_rows
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights, make_spec
-from tests.native import DELTA_NETS, MAMBA_LAYERS, PARTS, SHORT_CONVOLUTIONS
+from tests.native import DELTA_NETS, MAMBA_LAYERS, OF_ONE_PART, PARTS, SHORT_CONVOLUTIONS, SIDE_BY_SIDE
 
 SPEC = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
 WIDE = make_spec(hidden=256, intermediate=256, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
@@ -96,7 +96,15 @@ def test_weights_take_what_was_named_whatever_becomes_of_them(case: str, dtype: 
     assert named == array_bytes(packed)
 
 
-SPECS = {**PARTS, "short convolutions": SHORT_CONVOLUTIONS, "Mamba 2": MAMBA_LAYERS, "gated delta nets": DELTA_NETS}
+SPECS = {
+    **PARTS,
+    "short convolutions": SHORT_CONVOLUTIONS,
+    "Mamba 2": MAMBA_LAYERS,
+    "Mamba 2 beside attention": SIDE_BY_SIDE,
+    "layers of one part": OF_ONE_PART,
+    "gated delta nets": DELTA_NETS,
+    "Mamba 2 alone": replace(OF_ONE_PART, layers=OF_ONE_PART.layers[:1] * 2),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,7 +122,11 @@ def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) ->
     assert program.buffer_bytes < need.activations_bytes < 2.1 * program.buffer_bytes
 
 
-@pytest.mark.parametrize("spec", [SHORT_CONVOLUTIONS, MAMBA_LAYERS, DELTA_NETS], ids=["convolutions", "Mamba 2", "delta nets"])
+@pytest.mark.parametrize(
+    "spec",
+    [SHORT_CONVOLUTIONS, MAMBA_LAYERS, DELTA_NETS, SIDE_BY_SIDE],
+    ids=["convolutions", "Mamba 2", "delta nets", "side by side"],
+)
 def test_drafts_of_layers_with_a_state_take_what_was_named(spec: DecoderSpec) -> None:
     weights, backend = RandomWeights(spec), NativeBackend(num_threads=2, device="cpu", dtype="float32")
     num_drafts, grown = 299, []

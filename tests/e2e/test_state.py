@@ -13,11 +13,8 @@ from cloister.api.completions import Completion
 from cloister.types.events import Event, Stepped
 from tests.model_factory import make_model
 
-FAMILIES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba2")
-NATIVE = ("qwen3_next", "granitemoehybrid", "lfm2")  # which the native back end computes too
-SETTINGS: dict[str, Any] = {
-    "num_threads": 1, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8,
-}  # fmt: skip
+FAMILIES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba2", "falcon_h1", "nemotron_h")
+SETTINGS: dict[str, Any] = {"num_threads": 1, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
 PROMPTS = ["the cat sat on the mat and " * 4, "what is that, and then what was this? " * 3, "the dog ran", "hat"]
 PARAMS = [
     SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True, logprobs=2, seed=seed)
@@ -31,9 +28,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def backend(request: pytest.FixtureRequest, path: Path) -> str:
-    if request.param == "native" and not path.name.startswith(NATIVE):
-        pytest.skip("the native back end does not compute this family")
+def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
@@ -80,13 +75,6 @@ def test_states_are_an_item_of_the_memory(path: Path) -> None:
         items = dict(llm.memory)
     assert items["states"] % (4 * SETTINGS["max_num_seqs"]) == 0 < items["states"]
     assert (items["KV cache"] == 0) == (path.name.startswith("mamba2"))
-
-
-def test_the_native_back_end_says_what_to_choose(path: Path) -> None:
-    if path.name.startswith(NATIVE):
-        pytest.skip("it computes this family")
-    with pytest.raises(CloisterError, match="--backend torch"):
-        open_llm(path, backend="native")
 
 
 def test_a_model_with_states_does_not_draft_for_others(path: Path) -> None:

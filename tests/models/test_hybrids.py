@@ -124,13 +124,6 @@ def test_the_decoder_of_a_model_that_sees_images_is_read_for_text(family: str, t
 
 
 FAMILIES = sorted({family for family, _ in VARIANTS.values()})
-NATIVE = (
-    "granitemoehybrid",
-    "lfm2",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-)  # which the native back end computes too
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,7 +135,7 @@ def test_a_prompt_has_the_same_bits_in_steps_of_any_size(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kernels", _native.kernel_names())
-@pytest.mark.parametrize("name", [name for name, (family, _) in VARIANTS.items() if family in NATIVE])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_native_logits_are_those_of_transformers_in_steps_of_any_size(name: str, kernels: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     path = make_model(tmp_path, family, **config)
@@ -158,9 +151,6 @@ def test_native_logits_are_those_of_transformers_in_steps_of_any_size(name: str,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_computes_no_states_refuses_them_before_weights_are_read(family: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family)
-    if family not in NATIVE:
-        with pytest.raises(ConfigError, match="layers with a state"):
-            build_from(path, backend="native")
     spec = load(path).spec
     with pytest.raises(ConfigError, match="layers with a state"):
         limits.check_computable(spec)
@@ -237,7 +227,8 @@ def test_matrices_of_mixers_are_written_in_few_bits(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("family", "backend"), [("falcon_h1", "torch"), ("lfm2", "torch"), ("lfm2", "native"), ("qwen3_5_text", "native")]
+    ("family", "backend"),
+    [("falcon_h1", "torch"), ("falcon_h1", "native"), ("lfm2", "torch"), ("lfm2", "native")],
 )
 def test_an_adapter_changes_what_merged_weights_change(family: str, backend: str, tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", family)

@@ -12,8 +12,6 @@ from cloister.backends.spec import (
     GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
-    Mamba2Spec,
-    MoeSpec,
 )
 from cloister.types.errors import ConfigError
 
@@ -53,25 +51,10 @@ def list_missing(spec: DecoderSpec) -> list[str]:
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
-    attention, mlp = layer.attention, layer.mlp
-    if layer.state is not None and attention is not None:
-        yield "layers with a state beside attention"
+    attention = layer.attention
     if layer.state is not None and layer.state.kernel_size < 2:
         yield "convolutions of one position"
-    if isinstance(layer.state, Mamba2Spec) and (layer.state.is_scaled or layer.state.activation != "silu"):
-        yield "layers with a state of Mamba 2 with scales or another activation than SiLU"
     if isinstance(layer.state, GatedDeltaNetSpec) and layer.state.key_head_dim > MOST_DELTA_DIM:
         yield f"gated delta nets with keys of more than {MOST_DELTA_DIM} numbers"
-    if isinstance(layer.state, GatedDeltaNetSpec) and layer.state.activation == "relu2":
-        yield "gated delta nets with squared ReLU"
-    if layer.state is not None and mlp is None:
-        yield "layers with a state and no feed-forward"
-    elif not layer.mixes or mlp is None:
-        yield "layers without attention or a feed-forward"
-    if isinstance(attention, AttentionSpec) and (attention.input_scale, attention.output_scale) != (1.0, 1.0):
-        yield "scaled attention"
-    feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
-    if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
-        yield "scaled feed-forwards or squared ReLU"
     if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
         yield "rotation by time, row and column"

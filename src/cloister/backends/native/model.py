@@ -24,11 +24,13 @@ from cloister.backends.spec import (
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
+    StateSpec,
 )
 from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
 _LANES = 16  # kernels read whole vectors
+BESIDE = "beside."  # begins the names of matrices of a mixer with a state beside attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class MatrixParts:
 
     Attributes:
         name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, steps, output, up
-            (with gate where there is one), down, router.
+            (with gate where there is one), down, router; `beside.` begins those of a mixer with a state beside attention.
         sources: canonical names of the tensors, without `.weight`, one below the other.
         interleaved: two sources whose outputs stand 16 by 16 in turn.
         biased: the sources carry biases, but for the one named `unbiased`.
@@ -84,21 +86,14 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    state, mlp = layer.state, layer.feed_forward
-    if isinstance(state, ShortConvSpec):
-        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.bias)
-        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.bias)
-    elif isinstance(state, Mamba2Spec):
-        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.projection_bias)
-        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.output_bias)
-    elif isinstance(state, GatedDeltaNetSpec):
-        yield MatrixParts(f"{prefix}qkv", tuple(f"{prefix}mixer.{name}" for name in "zqkv"))
-        yield MatrixParts(f"{prefix}steps", tuple(f"{prefix}mixer.{name}" for name in "ba"))
-        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",))
-    else:
-        yield from _attention_matrices(layer.required_attention, prefix)
+    mlp = layer.mlp
+    if layer.attention is not None:
+        yield from _attention_matrices(layer.attention, prefix)
+    if layer.state is not None:
+        yield from _state_matrices(layer.state, prefix, prefix if layer.attention is None else prefix + BESIDE)
     if isinstance(mlp, MlpSpec):
         yield from _mlp_matrices(mlp, prefix)
+    if not isinstance(mlp, MoeSpec):
         return
     routers = ("router", "shared_router") if mlp.shared_gate else ("router",)
     yield MatrixParts(
@@ -112,6 +107,17 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
         yield from _mlp_matrices(mlp.expert, f"{prefix}experts.{expert}.")
     if mlp.shared is not None:
         yield from _mlp_matrices(mlp.shared, f"{prefix}shared.")
+
+
+def _state_matrices(state: StateSpec, prefix: str, packed_prefix: str) -> Iterator[MatrixParts]:
+    if isinstance(state, GatedDeltaNetSpec):
+        yield MatrixParts(f"{packed_prefix}qkv", tuple(f"{prefix}mixer.{name}" for name in "zqkv"))
+        yield MatrixParts(f"{packed_prefix}steps", tuple(f"{prefix}mixer.{name}" for name in "ba"))
+        yield MatrixParts(f"{packed_prefix}output", (f"{prefix}mixer.out",))
+        return
+    of_both = (state.bias, state.bias) if isinstance(state, ShortConvSpec) else (state.projection_bias, state.output_bias)
+    for name, source, biased in zip(("qkv", "output"), ("in", "out"), of_both, strict=True):
+        yield MatrixParts(packed_prefix + name, (f"{prefix}mixer.{source}",), biased=biased)
 
 
 def _attention_matrices(attention: AnyAttentionSpec, prefix: str) -> Iterator[MatrixParts]:
@@ -180,10 +186,11 @@ def _delta_net_vectors(net: GatedDeltaNetSpec) -> Iterator[tuple[str, int]]:
 
 
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
+    parts = [name for name, is_there in (("attention", layer.mixes), ("mlp", layer.mlp is not None)) if is_there]
     if layer.pre_norm:
-        yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
+        yield from ((f"{part}_norm", spec.hidden_size) for part in parts)
     if layer.post_norm:
-        yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
+        yield from ((f"{part}_post_norm", spec.hidden_size) for part in parts)
     attention = layer.attention
     if isinstance(attention, LatentAttentionSpec):
         yield "kv_a_norm", attention.kv_lora_rank

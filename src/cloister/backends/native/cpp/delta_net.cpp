@@ -14,7 +14,7 @@ float* head_state(const ShortConv& conv, const DeltaHeads& heads, int block, int
 
 }  // namespace
 
-void Program::delta_net_block(const Layer& layer, const Batch& batch, const Normed& inputs) {
+void Program::delta_net_block(const Layer& layer, const Batch& batch, const Normed& inputs, const Sink& sink) {
     const ShortConv& conv = *layer.short_conv;
     const DeltaNet& net = *layer.delta_net;
     const DeltaHeads& heads = net.heads;
@@ -31,7 +31,7 @@ void Program::delta_net_block(const Layer& layer, const Batch& batch, const Norm
     each_row("convolution", num_tokens, [&](int row, int thread) {
         const float** from = (const float**)scratch(thread);
         for (int j = 0; j < conv.kernel_size; j++) from[j] = conv_input(conv, projected + values, stride, row, conv.kernel_size - 1 - j);
-        kernels_.convolve(from, conv.filters, conv.kernel_size, conv.size, net.activation, convolved + size_t(row) * channels);
+        kernels_.convolve(from, conv.filters, conv.bias, conv.kernel_size, conv.size, net.activation, convolved + size_t(row) * channels);
     });
     float* mixed = (float*)mixed_.reserve(size_t(num_tokens) * values * 4);
     int num_sequences = int(span_starts_.size()) - 1, num_heads = heads.num_value_heads;
@@ -51,8 +51,7 @@ void Program::delta_net_block(const Layer& layer, const Batch& batch, const Norm
         kernels_.put_row(out, int(values), rows, row);
     });
     leave_states(conv, batch, projected + values, stride);
-    product("output", layer.output, rows, branch_sink(layer, layer.attention_post_norm, num_tokens));
-    join_branch(layer, layer.attention_post_norm, num_tokens);
+    product("output", layer.output, rows, sink);
 }
 
 // Advances the state in a block by an accepted draft: what leave_states kept of it is q, k and v, and at the end b and a.
@@ -65,7 +64,7 @@ void Program::accept_delta_net(const Layer& layer, const float* kept, int block)
     const float** from = (const float**)scratch(0);
     for (int j = 0; j + 1 < conv.kernel_size; j++) from[j] = conv.state(block) + size_t(j) * channels;
     from[conv.kernel_size - 1] = kept;
-    kernels_.convolve(from, conv.filters, conv.kernel_size, conv.size, layer.delta_net->activation, convolved);
+    kernels_.convolve(from, conv.filters, conv.bias, conv.kernel_size, conv.size, layer.delta_net->activation, convolved);
     const float* steps = kept + conv.draft_size - 2 * size_t(heads.num_value_heads);
     phase("scan", heads.num_value_heads, [&](int head, int thread) {
         kernels_.advance_delta(heads, head, convolved, 0, steps, 0, 1, head_state(conv, heads, block, head), out, scratch(thread));

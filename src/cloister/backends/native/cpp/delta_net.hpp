@@ -1,5 +1,5 @@
-// Gated delta nets (Yang et al. 2024, arXiv:2412.06464) in recurrent form, and the convolution and gates around them. No row of a state
-// depends on another: a row stays in registers over many tokens. Its bits do not depend on how many those are.
+// Gated delta nets (Yang et al. 2024, arXiv:2412.06464) in recurrent form. No row of a state depends on
+// another: a row stays in registers over many tokens. Its bits do not depend on how many those are.
 #pragma once
 #include "kernels.hpp"
 #include "rows.hpp"
@@ -8,33 +8,6 @@
 namespace cloister::CLOISTER_ISA {
 
 constexpr int delta_tokens = 16;  // at once: their keys and queries stay in the nearest cache
-
-INLINE void store_some(float* to, f32x16 v, int count) {
-    if (count >= 16) store(to, v);
-    else if (count > 0) memcpy(to, &v, size_t(count) * 4);
-}
-
-static void convolve(const float* const* inputs, const float* filters, int kernel_size, int size, Activation activation, float* out) {
-    for (int at = 0; at < size; at += 16) {
-        int left = size - at;
-        f32x16 total = load_some(inputs[0] + at, left) * load_some(filters + at, left);
-        for (int j = 1; j < kernel_size; j++) total += load_some(inputs[j] + at, left) * load_some(filters + size_t(j) * size_t(size) + at, left);
-        store_some(out + at, activate(total, int(activation)), left);
-    }
-}
-
-// What is no number stays none.
-INLINE f32x16 sigmoid(f32x16 x) {
-    return by_piece(x, [](f32p v) INLINE_LAMBDA { return invert(set_piece(1.0f) + exp2_piece(min(set_piece(100.0f), v * set_piece(-log2_e)))); });
-}
-
-static void gate(float* values, const float* gates, int length, bool times_gate) {
-    for (int at = 0; at < length; at += 16) {
-        int left = length - at;
-        f32x16 v = load_some(values + at, left), g = load_some(gates + at, left);
-        store_some(values + at, times_gate ? v * silu(g) : v * sigmoid(g), left);
-    }
-}
 
 // Registers of 16 that a row of a state takes: there is a kernel for each of these numbers.
 INLINE int delta_registers(int dim) {
