@@ -11,8 +11,9 @@ import torch
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS
-from cloister.backends.spec import ClippedSwiGLU, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, QueryGrowth
+from cloister.backends.spec import ClippedSwiGLU, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, QueryGrowth, StreamsSpec
 from cloister.backends.torch.cuda import limits
+from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.quant.forward import check_forward
 from cloister.types.errors import ConfigError
 from tests.batch_invariance import differing_arrangements
@@ -46,7 +47,22 @@ LLAMA4 = make_layers(
         )
     )
 )
-SPECS = {"gpt-oss": GPT_OSS, "Llama 4": LLAMA4}
+NORMED = replace(ATTENTION, qk_norm=True, v_norm=True)
+GEMMA3N = replace(
+    make_layers(
+        *(
+            LayerSpec(attention, MlpSpec(inner, "gelu_tanh", sparsity=sparsity), post_norm=True)
+            for attention, inner, sparsity in (
+                (replace(NORMED, window=50), 90, 0.9),
+                (NORMED, 70, 0.0),
+                (replace(NORMED, window=50, shared_kv=0), 50, 0.0),
+                (replace(NORMED, shared_kv=1), 90, 0.5),
+            )
+        )
+    ),
+    streams=StreamsSpec(3, 1, laurel_rank=20, input_size=12, input_vocab=300),
+)
+SPECS = {"gpt-oss": GPT_OSS, "Llama 4": LLAMA4, "Gemma 3n": GEMMA3N}
 FEW: dict[str, Any] = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
 TOKENS = torch.randint(320, (301,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -87,6 +103,9 @@ REFUSED: dict[str, LayerSpec] = {
     "attention in chunks": LayerSpec(replace(ATTENTION, window=90, chunked=True), MLP),
     "queries that grow": LayerSpec(replace(ATTENTION, query_growth=QueryGrowth(0.4, 32)), MLP),
     "without weights": LayerSpec(replace(ATTENTION, qk_norm=True, qk_norm_weighted=False), MLP),
+    "normalised values": LayerSpec(replace(ATTENTION, v_norm=True), MLP),
+    "KV of an earlier layer": LayerSpec(replace(ATTENTION, shared_kv=0), MLP),
+    "sparse gates": LayerSpec(ATTENTION, replace(MLP, sparsity=0.5)),
 }
 EXPERTS = {
     "biases of": MoeSpec(7, 3, MlpSpec(50), router_bias=True),
@@ -112,5 +131,17 @@ def test_so_do_cuda_and_calibration(missing: str) -> None:
     spec = make_layers(REFUSED[missing])
     with pytest.raises(ConfigError, match=missing):
         limits.check_computable(spec)
+    with pytest.raises(ConfigError, match="choose a method"):
+        check_forward(spec)
+
+
+def test_all_but_the_oracle_refuse_several_residual_streams() -> None:
+    spec = replace(PLAIN, streams=GEMMA3N.streams)
+    with pytest.raises(ConfigError, match=r"several residual streams.*--backend torch"):
+        BACKENDS.get("native")(num_threads=1, device="cpu").need(spec, Unread(spec), block_size=16, max_batched_tokens=64)
+    with pytest.raises(ConfigError, match="several residual streams"):
+        limits.check_computable(spec)
+    with pytest.raises(ConfigError, match="one residual stream"):
+        list_operators(spec, Work.decode(100, 1), Numbers())
     with pytest.raises(ConfigError, match="choose a method"):
         check_forward(spec)

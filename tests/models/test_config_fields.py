@@ -52,6 +52,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 40, "mlp_only_layers": [1], "num_hidden_layers": 3},
     "gemma2": SLIDING,
     "gemma3_text": {**SLIDING, "rope_parameters": LOCAL_AND_GLOBAL, "final_logit_softcapping": 3.0},
+    "gemma3n_text": {"rope_parameters": LOCAL_AND_GLOBAL},
     "phi3": {"rope_parameters": PARTLY, "sliding_window": 40},
     "gpt2": {},
     "opt": {},
@@ -130,6 +131,14 @@ HONOURED: dict[str, dict[str, Any]] = {
         **EPS, "hidden_activation": "silu", "sliding_window": 10, "query_pre_attn_scalar": 60, "final_logit_softcapping": 1.0,
         "layer_types": ["full_attention", "full_attention"], "rope_parameters.full_attention": {"rope_theta": 300.0},
         "rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 3.0},
+    },
+    "gemma3n_text": {
+        **EPS, "hidden_activation": "silu", "sliding_window": 10, "final_logit_softcapping": 1.0,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+        "rope_parameters.full_attention": {"rope_theta": 300.0},
+        "rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 3.0},
+        "activation_sparsity_pattern": [0.0, 0.9, 0.3, 0.0, 0.5, 0.0], "altup_active_idx": 2, "altup_correct_scale": False,
+        "num_kv_shared_layers": 4,
     },
     "phi3": {**EPS, **ACTIVATION, **THETA, "sliding_window": None, "rope_parameters.partial_rotary_factor": 1.0},
     "gpt2": {
@@ -309,6 +318,12 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "gemma2": {"use_bidirectional_attention": True, "final_logit_softcapping": -1.0},
     "gemma3_text": {
         "use_bidirectional_attention": True, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
+    },
+    "gemma3n_text": {
+        "use_bidirectional_attention": True, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
+        "intermediate_size": [100, 80, 60, 100, 60, 64], "altup_num_inputs": 4, "laurel_rank": 10,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "activation_sparsity_pattern": [0.5] * 5,
+        "num_kv_shared_layers": 5, "tie_word_embeddings": False, "final_logit_softcapping": -1.0, "altup_active_idx": 3,
     },
     "phi3": {
         "original_max_position_embeddings": "4k", "partial_rotary_factor": None, "lm_head_bias": True, "full_attn_mod": 2,

@@ -46,6 +46,8 @@ def list_missing(spec: DecoderSpec) -> list[str]:
         missing.add("attention in both directions")
     if spec.vision is not None:
         missing.add("a vision tower")
+    if spec.streams is not None:
+        missing.add("several residual streams")
     return sorted(missing)
 
 
@@ -76,6 +78,8 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "clipped SwiGLU"
     if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
         yield "scaled feed-forwards or squared ReLU"
+    if feed_forward is not None and feed_forward.sparsity:
+        yield "sparse gates"
 
 
 def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
@@ -87,3 +91,5 @@ def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
         yield "queries that grow with their position"
     if attention.qk_norm and not attention.qk_norm_weighted:
         yield "norms of q and k without weights"
+    if attention.v_norm or attention.shared_kv is not None:
+        yield "normalised values, or KV of an earlier layer"

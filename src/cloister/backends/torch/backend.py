@@ -61,7 +61,7 @@ class TorchBackend:
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
-        mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
+        mapped = {"positions.weight", "layer_inputs.embed.weight", *(() if spec.tied_embeddings else ("embed.weight",))}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
         layer_bytes = tuple(
             (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
@@ -116,7 +116,14 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
 def _row_bytes(spec: DecoderSpec) -> int:
     """Bytes that one token takes at the widest place of a step, its logits included (all may be asked for)."""
     widest = max(3 * widest_feed_forward(layer.mlp) + 4 * _attention_numbers(layer) for layer in set(spec.layers))
-    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size))
+    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size) + _stream_numbers(spec))
+
+
+def _stream_numbers(spec: DecoderSpec) -> int:
+    """Numbers of one token's residual streams while they are mixed, and of its inputs of all layers."""
+    if spec.streams is None:
+        return 0
+    return 3 * spec.streams.num_streams * spec.hidden_size + 3 * len(spec.layers) * spec.streams.input_size
 
 
 def _attention_numbers(layer: LayerSpec) -> int:

@@ -19,8 +19,9 @@ class GroupedProjections:
 
     def __init__(self, spec: AttentionSpec, reader: WeightReader, prefix: str, eps: float) -> None:
         self._spec, self._prefix, self._eps = spec, prefix, eps
-        self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=spec.qkv_bias)
-        names = ("q_norm", "k_norm") if spec.qk_norm else ()
+        self._names = "qkv" if spec.shared_kv is None else "q"
+        self._qkv = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.qkv_bias)
+        names = [f"{name}_norm" for name in self._names if name != "v"] if spec.qk_norm else []
         self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") if spec.qk_norm_weighted else None for name in names]
         self.sinks = reader.vector(f"{prefix}.attention.sinks") if spec.sinks else None
         self.linears: tuple[AnyLinear, ...] = (self._qkv,)
@@ -29,27 +30,32 @@ class GroupedProjections:
     def project(
         self, normed: Tensor, cos_sin: Tensor | None, queries: Tensor, slots: Tensor, adapters: RowAdapters | None
     ) -> None:
-        """Writes queries [num_rows, num_heads, head_dim], scaled, and slots [num_rows, size]: keys, then values."""
+        """Writes queries [num_rows, num_heads, head_dim], scaled, and slots [num_rows, size]: keys, then values. Slots of a
+        layer that reads the KV of an earlier one are empty."""
         spec = self._spec
         interleaved = spec.rope is not None and spec.rope.interleaved
         projected = self._qkv(normed)
         if adapters is not None:
-            adapters.add(self._prefix, "qkv", normed, projected)
+            adapters.add(self._prefix, self._names, normed, projected)
         heads = projected.view(len(normed), -1, spec.head_dim)
         query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
-        if spec.qk_norm:
-            query, key = (self._norm_heads(part, weight) for part, weight in zip((query, key), self._qk_norms, strict=True))
-        keys_values = slots.view(len(slots), 2, spec.num_kv_heads, spec.head_dim)
-        rotate(query, cos_sin, queries, interleaved=interleaved)
+        rotate(self._norm_heads(query, 0), cos_sin, queries, interleaved=interleaved)
         queries.mul_(spec.scale)
-        rotate(key, cos_sin, keys_values[:, 0], interleaved=interleaved)
-        keys_values[:, 1] = value
+        if spec.shared_kv is not None:
+            return
+        keys_values = slots.view(len(slots), 2, spec.num_kv_heads, spec.head_dim)
+        rotate(self._norm_heads(key, 1), cos_sin, keys_values[:, 0], interleaved=interleaved)
+        keys_values[:, 1] = rms_norm(value, None, self._eps) if spec.v_norm else value
 
     def join(self, mixed: Tensor) -> Tensor:
         """Returns what the output projection reads."""
         return mixed
 
-    def _norm_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
+    def _norm_heads(self, heads: Tensor, number: int) -> Tensor:
+        """Returns the queries (0) or keys (1) [num_rows, num_heads, head_dim] normalised, where they are."""
+        if not self._spec.qk_norm:
+            return heads
+        weight = self._qk_norms[number]
         if self._spec.qk_norm_over == "head":
             return rms_norm(heads, weight, self._eps)
         return rms_norm(heads.flatten(1), weight, self._eps).view(heads.shape)
@@ -185,6 +191,7 @@ class DecoderLayer:
         mixed: Tensor | None,
         adapters: RowAdapters | None = None,
         state_mixed: Tensor | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> None:
         """Adds the outputs of what mixes tokens and of the feed-forward to `hidden`, in place.
 
@@ -192,6 +199,7 @@ class DecoderLayer:
             hidden: as `project` read it.
             mixed: outputs of attention [num_rows, num_heads * value_dim]; None in a layer without attention.
             state_mixed: outputs of the mixer [num_rows, mixer.num_mixed]; None in a layer without one.
+            layer_inputs: of a layer with several streams (`streams.StreamLayer`); None for others.
         """
         attended = self._join(hidden, mixed, state_mixed, adapters)
         if self._spec.parallel:

@@ -15,7 +15,7 @@ from torch import Tensor
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, QueryGrowth
+from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, QueryGrowth, kv_size
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
@@ -35,6 +35,7 @@ from cloister.backends.torch.schedule import (
     use_one_thread_per_operation,
 )
 from cloister.backends.torch.states import States, StateStep
+from cloister.backends.torch.streams import Streams, make_layer
 from cloister.backends.torch.trees import TreeNode, unfold
 from cloister.backends.torch.vision import VisionTower
 
@@ -88,11 +89,14 @@ class TorchProgram(Program):
         self._spec, self._team, self._device = spec, team, device
         self._embedding = dequantized(weights.read("embed.weight"))
         self._learned = dequantized(weights.read("positions.weight")) if spec.position_embeddings else None
-        self._layers = [DecoderLayer(spec, number, reader) for number in range(len(spec.layers))]
+        self._streams = None if spec.streams is None else Streams(spec, spec.streams, weights, reader)
+        self._layers = [make_layer(spec, number, reader) for number in range(len(spec.layers))]
         self._norm = reader.norm("norm", spec)
         self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
         self._head_bias = reader.vector("head.bias") if spec.head_bias else None
         self.linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        if self._streams is not None:
+            self.linears += self._streams.linears
         self._tiles = common_tiles(*(linear.tiles for linear in self.linears))
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention is not None} - {None}
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
@@ -174,11 +178,14 @@ class TorchProgram(Program):
         return record(self, sys.modules[__name__], self._layers)
 
     def _compute(self, batch: ForwardBatch) -> Tensor:
-        """Runs every layer, writes K and V, and returns the residual stream [padded tokens, hidden]."""
+        """Runs every layer, writes K and V, and returns the residual stream [padded tokens, hidden], or the streams [padded
+        tokens, num_streams, hidden]."""
         use_one_thread_per_operation()
         num_tokens = len(batch.token_ids)
         num_rows = pad_rows(num_tokens, self._tiles)
-        hidden = self._embed(batch, num_rows)
+        hidden, layer_inputs = self._embed(batch, num_rows), None
+        if self._streams is not None:
+            layer_inputs, hidden = self._streams.read_inputs(hidden, batch.token_ids), self._streams.widen(hidden)
         positions = self._positions(batch, num_rows)
         angles = {spec: rope.at(positions, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
         units = self._schedule(*unfold(batch), num_rows)
@@ -193,12 +200,16 @@ class TorchProgram(Program):
             if layer.attention is not None and queries is not None and new_slots is not None:
                 if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
                     queries[:num_tokens].mul_(grow(layer.attention.query_growth, batch.positions).to(self._device))
-                slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
+                if new_slots.shape[1]:
+                    rows_written = written[self._cache.layout.group_of(number)]
+                    slots.index_copy_(0, rows_written, new_slots[:num_tokens].to(slots.dtype))
+                slots = self._cache.layers[kv_layer(layer.attention, number)]
                 mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)])
             if features is not None and state_step is not None:
                 state_mixed = self._advance(number, features, state_step)
+            own = None if layer_inputs is None else layer_inputs[:, number]
             tasks = [
-                partial(layer.finish, hidden[rows], _rows(mixed, rows), chunk, _rows(state_mixed, rows))
+                partial(layer.finish, hidden[rows], _rows(mixed, rows), chunk, _rows(state_mixed, rows), _rows(own, rows))
                 for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
             ]
             self._team.run(tasks, num_rows * layer.finish_operations)
@@ -264,7 +275,7 @@ class TorchProgram(Program):
         queries = slots = features = None
         if spec is not None:
             queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
-            slots = hidden.new_empty(num_rows, slot_layout(spec).size)
+            slots = hidden.new_empty(num_rows, kv_size(spec))
         if layer.mixer is not None:
             features = hidden.new_empty(num_rows, layer.mixer.num_features)
         tasks = [
@@ -297,7 +308,7 @@ class TorchProgram(Program):
         rows = np.zeros(pad_rows(len(batch.logit_rows), self._tiles), np.int64)
         rows[: len(batch.logit_rows)] = batch.logit_rows
         chosen = self._compute(batch).index_select(0, torch.from_numpy(rows).to(self._device))
-        return self._norm(chosen)
+        return self._norm(chosen if self._streams is None else self._streams.join(chosen))
 
     def _logits(self, normed: Tensor) -> Tensor:
         return self._finish(self._head(normed))
@@ -326,6 +337,11 @@ def grow(growth: QueryGrowth, positions: IntArray) -> Tensor:
     """Returns what multiplies the queries of each token, [num_tokens, 1, 1] float32; logarithms are rounded once."""
     steps = (positions.astype(np.int64) + growth.first) // growth.period
     return torch.from_numpy((1 + growth.beta * np.log1p(steps.astype(np.float64))).astype(np.float32)).view(-1, 1, 1)
+
+
+def kv_layer(spec: AnyAttentionSpec, number: int) -> int:
+    """Returns the number of the layer whose KV a layer reads, its own or an earlier one's."""
+    return spec.shared_kv if isinstance(spec, AttentionSpec) and spec.shared_kv is not None else number
 
 
 def work_shape(spec: AnyAttentionSpec) -> AttentionShape:
