@@ -63,6 +63,7 @@ BASES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "deepseek_v2": {"rope_parameters": YARN},
     "deepseek_v3": {"rope_parameters": YARN},
+    "deepseek_v32": {"rope_parameters": YARN},
     "olmo3": {**SLIDING, "rope_parameters": {**LOCAL_AND_GLOBAL, "full_attention": OF_GLOBAL}},
     "minimax_m2": {"rope_parameters": PARTLY},
     "cohere2": SLIDING,
@@ -166,6 +167,10 @@ HONOURED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2,
         "routed_scaling_factor": 0.5, "norm_topk_prob": False, "rope_interleave": False,
+    },
+    "deepseek_v32": {
+        **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2,
+        "routed_scaling_factor": 0.5, "norm_topk_prob": False, "index_topk": 10,
     },
     "olmo3": {
         **EPS, **ACTIVATION, "sliding_window": 10, "layer_types": ["full_attention", "full_attention"],
@@ -338,6 +343,10 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": False, "num_hidden_layers": 5},
     "deepseek_v2": {**_LATENT, "norm_topk_prob": True, "rope_interleave": False, "scoring_func": "sigmoid"},
     "deepseek_v3": {**_LATENT, "scoring_func": "softmax"},
+    "deepseek_v32": {
+        **_LATENT, "scoring_func": "softmax", "rope_interleave": False, "index_n_heads": 8, "index_head_dim": 10, "first_k_dense_replace": None,
+        "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense", "dense", "sparse"],
+    },
     "olmo3": {
         "use_sliding_window": None, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
         "rope_theta": 300.0, "rope_local_base_freq": 300.0,
@@ -374,6 +383,7 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
 ALONE = {
     "max_position_embeddings", "max_window_layers", "original_max_position_embeddings", "no_rope_layer_interval",
     "chunk_size", "mamba_chunk_size", "mamba_expand", "full_attn_idxs",
+    "first_k_dense_replace",
 }  # fmt: skip
 """Fields with tests of their own below."""
 

@@ -91,6 +91,32 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """A choice of the positions that each query sees (DeepSeek Sparse Attention's lightning indexer; DeepSeek-V3.2,
+    arXiv:2512.02556, section 2.1).
+
+    A key k(x) = norm(index_k(x)), a layer norm, is kept beside each position's latent. The score of position s for a token is
+    the sum over heads h of w_h relu(q_h . k_s) / sqrt(num_heads head_dim), where q = index_q(c), c is the latent of its
+    queries, and w = index_weights(x). It sees the `num_chosen` positions of the highest scores among its own and those before
+    it; of equal ones the earlier. q and k are turned as the attention's rotated parts are, in half-split layout.
+
+    Attributes:
+        num_heads, head_dim: of q; all heads share one key.
+        norm_eps: of the norm of k.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    norm_eps: float = 1e-6
+
+    @property
+    def num_features(self) -> int:
+        """Numbers of one token that the choice reads: queries and weights of all heads."""
+        return self.num_heads * (self.head_dim + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionSpec:
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
@@ -107,6 +133,7 @@ class LatentAttentionSpec:
         latent_norm_eps: of the RMSNorms on both latents.
         qkv_bias: q_a and kv_a carry biases (q, q_b and kv_b never do).
         output_bias: the output projection carries a bias.
+        index: which positions a query sees; None for all before it. It needs a `q_lora_rank`.
     """
 
     num_heads: int
@@ -120,6 +147,7 @@ class LatentAttentionSpec:
     latent_norm_eps: float = 1e-6
     qkv_bias: bool = False
     output_bias: bool = False
+    index: IndexSpec | None = None
 
     @property
     def qk_head_dim(self) -> int:
@@ -133,7 +161,7 @@ class LatentAttentionSpec:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key in the absorbed form: what one position takes in the cache."""
+        """Numbers of a key in the absorbed form: what one position takes in the cache, but for the key of an index."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -151,7 +179,7 @@ AnyAttentionSpec: TypeAlias = AttentionSpec | LatentAttentionSpec
 def kv_size(attention: AnyAttentionSpec) -> int:
     """Returns how many numbers one position takes in one layer's KV cache."""
     if isinstance(attention, LatentAttentionSpec):
-        return attention.head_dim
+        return attention.head_dim + (0 if attention.index is None else attention.index.head_dim)
     return 0 if attention.shared_kv is not None else 2 * attention.num_kv_heads * attention.head_dim
 
 

@@ -365,6 +365,11 @@ def _latent_shapes(spec: LatentAttentionSpec, hidden: int) -> Shapes:
     yield "kv_a_norm.weight", (rank,)
     yield "kv_b.weight", (spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), rank)
     yield from _projection("o", hidden, spec.num_heads * spec.v_head_dim, spec.output_bias)
+    if spec.index is not None:
+        yield "index_q.weight", (spec.index.num_heads * spec.index.head_dim, q_rank or 0)
+        yield "index_k.weight", (spec.index.head_dim, hidden)
+        yield from _norm("index_k_norm", spec.index.head_dim, bias=True)
+        yield "index_weights.weight", (spec.index.num_heads, hidden)
 
 
 def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:

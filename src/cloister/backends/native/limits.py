@@ -69,6 +69,8 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "gated or scaled attention"
     if isinstance(attention, AttentionSpec):
         yield from _missing_of_heads(attention)
+    if isinstance(attention, LatentAttentionSpec) and attention.index is not None:
+        yield "sparse attention with an index"
     if isinstance(mlp, MoeSpec) and (mlp.router_bias or mlp.expert.bias):
         yield "biases of experts"
     if isinstance(mlp, MoeSpec) and mlp.weigh_inputs:

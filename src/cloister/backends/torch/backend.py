@@ -127,14 +127,16 @@ def _stream_numbers(spec: DecoderSpec) -> int:
 
 
 def _attention_numbers(layer: LayerSpec) -> int:
-    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed; and
-    those that meet a state."""
+    """Numbers of one token's queries and keys, in latent attention of its heads before and after they are absorbed, and of a
+    sparse index; and those that meet a state."""
     attention, numbers = layer.attention, 0 if layer.state is None else layer.state.step_size
     if attention is None:
         return numbers
     numbers += (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     if isinstance(attention, LatentAttentionSpec):
         numbers += attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
+        if attention.index is not None:  # a chosen position is 8 bytes
+            numbers += attention.index.num_features + attention.index.head_dim + 2 * attention.index.num_chosen
     return numbers
 
 

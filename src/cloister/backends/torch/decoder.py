@@ -95,10 +95,19 @@ class SelfAttention:
         )
 
     def project(
-        self, normed: Tensor, cos_sin: Tensor | None, queries: Tensor, slots: Tensor, adapters: RowAdapters | None
+        self,
+        normed: Tensor,
+        cos_sin: Tensor | None,
+        queries: Tensor,
+        slots: Tensor,
+        adapters: RowAdapters | None,
+        index_features: Tensor | None = None,
     ) -> None:
         """Writes queries and slots (`LatentProjections.project`)."""
-        self._projections.project(self._scaled(normed), cos_sin, queries, slots, adapters)
+        if isinstance(self._projections, LatentProjections):
+            self._projections.project(normed, cos_sin, queries, slots, adapters, index_features)
+        else:
+            self._projections.project(self._scaled(normed), cos_sin, queries, slots, adapters)
 
     def finish(self, normed: Tensor | None, mixed: Tensor, adapters: RowAdapters | None) -> Tensor:
         """Returns [num_rows, hidden] for the outputs of attention [num_rows, num_heads * value_dim].
@@ -169,6 +178,7 @@ class DecoderLayer:
         slots: Tensor | None,
         adapters: RowAdapters | None = None,
         features: Tensor | None = None,
+        index_features: Tensor | None = None,
     ) -> None:
         """Writes queries [num_rows, num_heads, head_dim], scaled, and the slots of the cache [num_rows, size].
 
@@ -176,12 +186,13 @@ class DecoderLayer:
             cos_sin: [2, num_rows, 1, num_frequencies], None where nothing is turned.
             queries, slots: None in a layer without attention.
             features: [num_rows, mixer.num_features], written too; None in a layer without a mixer.
+            index_features: [num_rows, num_features] of a sparse index, written too; None in a layer without one.
         """
         if not self._spec.mixes:
             return
         normed = _apply(self._attention_norm, hidden)
         if self._attend is not None and queries is not None and slots is not None:
-            self._attend.project(normed, cos_sin, queries, slots, adapters)
+            self._attend.project(normed, cos_sin, queries, slots, adapters, index_features)
         if self.mixer is not None and features is not None:
             features.copy_(self.mixer.project(normed))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, QueryGrowth, kv_size
+from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, LatentAttentionSpec, QueryGrowth, kv_size
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
@@ -34,6 +34,7 @@ from cloister.backends.torch.schedule import (
     token_slots,
     use_one_thread_per_operation,
 )
+from cloister.backends.torch.sparse_index import choose_positions
 from cloister.backends.torch.states import States, StateStep
 from cloister.backends.torch.streams import Streams, make_layer
 from cloister.backends.torch.trees import TreeNode, unfold
@@ -54,6 +55,7 @@ def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) 
 def _list_calls(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> Iterator[Watched]:
     yield Watched(program, "_embed", "embed")
     yield Watched(program, "_schedule", "schedule")
+    yield Watched(program, "_choose", "index")
     yield Watched(module, "attend", "attention")
     yield Watched(program, "_advance", "state")
     yield Watched(program, "_logits", "head")
@@ -188,14 +190,16 @@ class TorchProgram(Program):
             layer_inputs, hidden = self._streams.read_inputs(hidden, batch.token_ids), self._streams.widen(hidden)
         positions = self._positions(batch, num_rows)
         angles = {spec: rope.at(positions, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
-        units = self._schedule(*unfold(batch), num_rows)
+        unfolded, nodes = unfold(batch)
+        units, keys_of = self._schedule(unfolded, nodes, num_rows)
         slots_of = self._adapters.of_step(batch)
         adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
         written = self._written_slots(batch)
         state_step = None if self._states is None else self._states.schedule(batch)
         for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
             rope = None if layer.attention is None else layer.attention.rope
-            queries, new_slots, features = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
+            cos_sin = None if rope is None else angles[rope]
+            queries, new_slots, features, index_features = self._project(layer, hidden, cos_sin, adapters)
             mixed = state_mixed = None
             if layer.attention is not None and queries is not None and new_slots is not None:
                 if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
@@ -204,7 +208,11 @@ class TorchProgram(Program):
                     rows_written = written[self._cache.layout.group_of(number)]
                     slots.index_copy_(0, rows_written, new_slots[:num_tokens].to(slots.dtype))
                 slots = self._cache.layers[kv_layer(layer.attention, number)]
-                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)])
+                keys = keys_of[self._cache.layout.group_of(number)]
+                chosen = (
+                    None if index_features is None else self._choose(layer.attention, index_features, slots, unfolded, keys)
+                )
+                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)], chosen)
             if features is not None and state_step is not None:
                 state_mixed = self._advance(number, features, state_step)
             own = None if layer_inputs is None else layer_inputs[:, number]
@@ -246,7 +254,10 @@ class TorchProgram(Program):
             for group, layer in layers.items()
         }
 
-    def _schedule(self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int) -> dict[AttentionShape, list[UnitBatch]]:
+    def _schedule(
+        self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int
+    ) -> tuple[dict[AttentionShape, list[UnitBatch]], dict[int, KeySlots]]:
+        """Returns the order of work in attention, and the slots of keys of each group of layers."""
         layout = self._cache.layout
         keys_of: dict[int, KeySlots] = {}
         units: dict[AttentionShape, list[UnitBatch]] = {}
@@ -264,18 +275,20 @@ class TorchProgram(Program):
                 widths = split_widths(slot_layout(spec), self._device)
                 threads = self._team.num_threads
                 units[shape] = schedule_units(batch, keys, shape, tiles, widths, threads, num_rows, self._device)
-        return units
+        return units, keys_of
 
     def _project(
         self, layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor | None, adapters: Sequence[RowAdapters | None]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns queries [num_rows, num_heads, head_dim], slots of the cache [num_rows, size], and features of the mixer with
-        a state [num_rows, num_features]; None for what the layer has not."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Returns queries [num_rows, num_heads, head_dim], slots of the cache [num_rows, size], features of the mixer with a
+        state and of the sparse index [num_rows, num_features]; None for what the layer has not."""
         spec, num_rows = layer.attention, len(hidden)
-        queries = slots = features = None
+        queries = slots = features = index_features = None
         if spec is not None:
             queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
             slots = hidden.new_empty(num_rows, kv_size(spec))
+        if isinstance(spec, LatentAttentionSpec) and spec.index is not None:
+            index_features = hidden.new_empty(num_rows, spec.index.num_features)
         if layer.mixer is not None:
             features = hidden.new_empty(num_rows, layer.mixer.num_features)
         tasks = [
@@ -287,19 +300,34 @@ class TorchProgram(Program):
                 _rows(slots, rows),
                 chunk,
                 _rows(features, rows),
+                _rows(index_features, rows),
             )
             for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
         ]
         self._team.run(tasks, num_rows * layer.project_operations)
-        return queries, slots, features
+        return queries, slots, features, index_features
+
+    def _choose(
+        self, spec: AnyAttentionSpec, features: Tensor, slots: Tensor, batch: ForwardBatch, keys: KeySlots
+    ) -> Tensor | None:
+        """Returns the positions that tokens see, [num_rows, num_chosen]; None for all."""
+        assert isinstance(spec, LatentAttentionSpec)
+        assert spec.index is not None
+        return choose_positions(spec.index, features, slots[:, spec.head_dim :], batch, keys, self._team)
 
     def _attend(
-        self, queries: Tensor, slots: Tensor, layer: DecoderLayer, spec: AnyAttentionSpec, units: Sequence[UnitBatch]
+        self,
+        queries: Tensor,
+        slots: Tensor,
+        layer: DecoderLayer,
+        spec: AnyAttentionSpec,
+        units: Sequence[UnitBatch],
+        chosen: Tensor | None,
     ) -> Tensor:
         """Returns [num_rows, num_heads * value_dim]; a batch of units is a task for one thread."""
         layout, rows = slot_layout(spec), queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, layout.value_dim)
-        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks) for unit in units]
+        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks, chosen) for unit in units]
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * layout.value_dim)
 

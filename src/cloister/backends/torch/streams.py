@@ -100,12 +100,13 @@ class StreamLayer(DecoderLayer):
         slots: Tensor | None,
         adapters: RowAdapters | None = None,
         features: Tensor | None = None,
+        index_features: Tensor | None = None,
     ) -> None:
         """Predicts the streams [num_rows, num_streams, hidden], in place, and does what any block does with the active one."""
         num_streams, active = self._streams.num_streams, self._streams.active
         weights = self._predict(self._route(hidden[:, active].contiguous())).view(-1, num_streams, num_streams, 1)
         hidden += torch.stack([_sum(hidden * weights[:, number]) for number in range(num_streams)], dim=1)
-        super().project(hidden[:, active].contiguous(), cos_sin, queries, slots, adapters, features)
+        super().project(hidden[:, active].contiguous(), cos_sin, queries, slots, adapters, features, index_features)
 
     def finish(
         self,
@@ -166,4 +167,5 @@ def _scaled_to(size: Tensor, rows: Tensor) -> Tensor:
 
 
 def _mean_square(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1])
+    length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return length.square_().div_(rows.shape[-1])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from cloister.models.families.cohere2 import COHERE2
 from cloister.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from cloister.models.families.deepseek_v32 import DEEPSEEK_V32
 from cloister.models.families.encoders import (
     BERT,
     BERT_CLASSIFIER,
@@ -41,6 +42,6 @@ FAMILIES: Mapping[str, Family] = {
         GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS, SMOLVLM, IDEFICS3,
         BERT, BERT_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER, MODERN_BERT, MODERN_BERT_CLASSIFIER,
         MAMBA2, QWEN3_NEXT, LFM2, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE,
-        MINISTRAL, MINISTRAL3, LLAMA4, GEMMA3N,
+        MINISTRAL, MINISTRAL3, LLAMA4, GEMMA3N, DEEPSEEK_V32,
     )
 }  # fmt: skip
