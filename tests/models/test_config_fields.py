@@ -344,7 +344,8 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "norm_topk_prob": True, "rope_interleave": False, "scoring_func": "sigmoid"},
     "deepseek_v3": {**_LATENT, "scoring_func": "softmax"},
     "deepseek_v32": {
-        **_LATENT, "scoring_func": "softmax", "rope_interleave": False, "index_n_heads": 8, "index_head_dim": 10, "first_k_dense_replace": None,
+        **_LATENT, "scoring_func": "softmax", "rope_interleave": False, "index_n_heads": 8, "index_head_dim": 10,
+        "first_k_dense_replace": None,
         "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense", "dense", "sparse"],
     },
     "olmo3": {

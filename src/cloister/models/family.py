@@ -20,7 +20,7 @@ from cloister.backends.spec import (
     StateSpec,
     StreamsSpec,
 )
-from cloister.backends.vision import VisionSpec
+from cloister.backends.vision import AnyVisionSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -62,7 +62,7 @@ class VisionConfig:
     """
 
     text: Mapping[str, Any]
-    spec: VisionSpec | None
+    spec: AnyVisionSpec | None
     unknown: tuple[str, ...] = ()
 
 
