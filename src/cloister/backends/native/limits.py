@@ -12,6 +12,7 @@ from cloister.backends.spec import (
     GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
+    MoeSpec,
 )
 from cloister.types.errors import ConfigError
 
