@@ -8,6 +8,7 @@ hidden, hidden * merge ** 2]`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +52,17 @@ class VisionSpec:
     def image_bytes(self) -> int:
         """Bytes of an image, [image_size, image_size, 3]."""
         return 3 * self.image_size**2
+
+
+def tower_bytes(spec: VisionSpec) -> int:
+    """Returns what a thread takes at the widest place of the tower: all patches of one image, in float32."""
+    widest = max(8 * spec.hidden_size + 2 * spec.intermediate_size, 6 * 3 * spec.patch_size**2)
+    return 4 * spec.patches_per_side**2 * widest
+
+
+def tower_weights_bytes(spec: VisionSpec, decoder_hidden: int, itemsize: int) -> int:
+    """Returns what the weights of a tower take in numbers of `itemsize` bytes."""
+    return itemsize * sum(math.prod(shape) for _, shape in vision_shapes(spec, decoder_hidden))
 
 
 def vision_shapes(spec: VisionSpec, decoder_hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:

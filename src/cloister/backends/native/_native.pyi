@@ -162,6 +162,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -175,6 +177,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -188,6 +192,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -201,6 +207,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -215,6 +223,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -241,6 +251,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

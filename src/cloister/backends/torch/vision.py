@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cloister.backends.base import FloatArray
+from cloister.backends.base import FloatArray, Weights
 from cloister.backends.torch.layers import ACTIVATIONS
 from cloister.backends.torch.reading import WeightReader
 from cloister.backends.torch.schedule import Team, use_one_thread_per_operation
@@ -112,10 +112,17 @@ class VisionTower:
         return rows.permute(0, 2, 1, 3, 4).reshape(self._spec.num_tokens, -1)
 
 
-def tower_bytes(spec: VisionSpec) -> int:
-    """Returns what a thread takes at the widest place of the tower: all patches of one image, in float32."""
-    widest = max(8 * spec.hidden_size + 2 * spec.intermediate_size, 6 * 3 * spec.patch_size**2)
-    return 4 * spec.patches_per_side**2 * widest
+def load_tower(spec: VisionSpec, weights: Weights, *, num_threads: int, dtype: str) -> VisionTower:
+    """Loads a tower for a program of another back end.
+
+    Args:
+        weights: of the whole model.
+        num_threads: of its own, which compute while the program does not.
+        dtype: "float32" or "bfloat16".
+    """
+    team = Team(num_threads)
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return VisionTower(spec, WeightReader(weights, types[dtype], torch.device("cpu"), team), team)
 
 
 def _levels(spec: VisionSpec) -> npt.NDArray[np.float32]:
