@@ -95,7 +95,7 @@ def better(figure: Figure, ours: float, other: float) -> float:
 def find_limit(ledger: Ledger, shape: Shape, entrant: Entrant, figure: Figure) -> float | None:
     """Returns what the machine allows, in the figure's unit."""
     if figure.kind == "memory":
-        return _memory_limit(shape, weights_read(shape, entrant))
+        return _memory_limit(shape, weights_read(shape, entrant) / shape.active_share)
     roof = make_roof(ledger, shape, entrant)
     if roof is None:
         return None
@@ -118,9 +118,9 @@ def make_roof(ledger: Ledger, shape: Shape, entrant: Entrant) -> Roof | None:
 
 
 def weights_read(shape: Shape, entrant: Entrant) -> float:
-    """Bytes of weights that a decode step reads."""
+    """Bytes of weights that a decode step of one token reads."""
     if entrant.weights_bytes is not None:
-        return entrant.weights_bytes
+        return entrant.weights_bytes * shape.active_share
     return shape.weights_bytes(*_BITS_READ.get(entrant.number_format, (16.0, 16.0)))
 
 

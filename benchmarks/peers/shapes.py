@@ -37,8 +37,15 @@ KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
         "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
     },
+    "q30bl4": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
 }  # fmt: skip
-"""Qwen2.5-0.5B, Llama-3.2-1B, 8 of the 28 layers of Qwen2.5-1.5B and 8 of the 32 of Llama-3.1-8B, all with tied embeddings.
+"""Qwen2.5-0.5B, Llama-3.2-1B, 8 of the 28 layers of Qwen2.5-1.5B, 8 of the 32 of Llama-3.1-8B, and 4 of the 48 of the mixture
+Qwen3-30B-A3B, all with tied embeddings.
 
 q15l8 is held out: no kernel, tile or default may be chosen by it, so that it shows what the choices are worth elsewhere.
 """
@@ -50,7 +57,13 @@ _COMMON: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder as its config.json has it."""
+    """A decoder as its config.json has it.
+
+    Attributes:
+        intermediate: width of the feed-forward layer, or of one expert.
+        experts_per_token: experts that compute each token; 1 without a mixture.
+        num_experts: 1 without a mixture.
+    """
 
     name: str
     hidden: int
@@ -61,6 +74,8 @@ class Shape:
     head_dim: int
     vocab_size: int
     max_positions: int
+    experts_per_token: int = 1
+    num_experts: int = 1
 
     @classmethod
     def read(cls, name: str, folder: Path) -> Shape:
@@ -69,13 +84,15 @@ class Shape:
         return cls(
             name,
             config["hidden_size"],
-            config["intermediate_size"],
+            config.get("moe_intermediate_size") or config["intermediate_size"],
             config["num_hidden_layers"],
             heads,
             config.get("num_key_value_heads") or heads,
             config.get("head_dim") or config["hidden_size"] // heads,
             config["vocab_size"],
             config["max_position_embeddings"],
+            config.get("num_experts_per_tok", 1),
+            config.get("num_experts", 1),
         )
 
     @property
@@ -85,9 +102,23 @@ class Shape:
 
     @property
     def layer_params(self) -> int:
-        """Weights of all matrices inside the layers."""
+        """Weights of all matrices inside the layers that one token is multiplied by."""
         attention = self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
+        router = self.hidden * self.num_experts if self.num_experts > 1 else 0
+        return self.num_layers * (attention + router + 3 * self.hidden * self.intermediate * self.experts_per_token)
+
+    @property
+    def active_share(self) -> float:
+        """Share of the weights that one token is multiplied by; 1 without a mixture."""
+        idle = 3 * self.hidden * self.intermediate * (self.num_experts - self.experts_per_token) * self.num_layers
+        active = self.layer_params + self.head_params
+        return active / (active + idle)
+
+    def count_expert_params(self, num_tokens: int) -> float:
+        """Returns the weights of experts that a step reads beyond those of one token, in expectation over uniform routing."""
+        missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        read = self.num_experts * (1 - missed)
+        return self.num_layers * 3 * self.hidden * self.intermediate * (read - self.experts_per_token)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -131,9 +162,12 @@ class Roof:
         """New tokens per second: every prompt's arithmetic, then steps bound by memory or by arithmetic."""
         lengths = spread_lengths(num_prompts)
         prefill_s = sum(self.shape.prefill_flops(length) for length in lengths) / self.flops_per_s
-        kv_bytes = (sum(lengths) + num_prompts * num_new / 2) * self.shape.kv_token_bytes
-        flops = 2 * num_prompts * (self.shape.layer_params + self.shape.head_params)
-        step_s = max((self.weights_bytes + kv_bytes) / self.bytes_per_s, flops / self.flops_per_s)
+        shape = self.shape
+        kv_bytes = (sum(lengths) + num_prompts * num_new / 2) * shape.kv_token_bytes
+        bytes_per_weight = self.weights_bytes / (shape.layer_params + shape.head_params)
+        weights_bytes = self.weights_bytes + shape.count_expert_params(num_prompts) * bytes_per_weight
+        flops = 2 * num_prompts * (shape.layer_params + shape.head_params)
+        step_s = max((weights_bytes + kv_bytes) / self.bytes_per_s, flops / self.flops_per_s)
         return num_prompts * num_new / (prefill_s + (num_new - 1) * step_s)
 
 
@@ -178,11 +212,22 @@ def iter_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ..
             if config["model_type"] == "qwen2":
                 yield f"{layer}.self_attn.{part}_proj.bias", (size,)
         yield f"{layer}.self_attn.o_proj.weight", (hidden, query)
-        yield f"{layer}.mlp.gate_proj.weight", (intermediate, hidden)
-        yield f"{layer}.mlp.up_proj.weight", (intermediate, hidden)
-        yield f"{layer}.mlp.down_proj.weight", (hidden, intermediate)
+        if config["model_type"] == "qwen3_moe":
+            yield f"{layer}.self_attn.q_norm.weight", (head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (head_dim,)
+            yield f"{layer}.mlp.gate.weight", (config["num_experts"], hidden)
+            for expert in range(config["num_experts"]):
+                yield from _iter_feed_forward(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+        else:
+            yield from _iter_feed_forward(f"{layer}.mlp", hidden, intermediate)
         yield f"{layer}.input_layernorm.weight", (hidden,)
         yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+
+
+def _iter_feed_forward(prefix: str, hidden: int, intermediate: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield f"{prefix}.gate_proj.weight", (intermediate, hidden)
+    yield f"{prefix}.up_proj.weight", (intermediate, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, intermediate)
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,17 @@ class StreamingEngine:
 
     def close(self) -> None:
         pass
+
+
+def test_a_step_of_a_mixture_reads_only_the_experts_that_its_tokens_choose() -> None:
+    dense = Shape("dense", 64, 128, 2, 4, 2, 16, 256, 4096)
+    mixture = replace(dense, experts_per_token=2, num_experts=8)
+    expert = 2 * 3 * 64 * 128
+
+    assert dense.active_share == 1
+    assert mixture.layer_params == dense.layer_params + expert + 2 * 64 * 8  # a second expert, and the router
+    active = mixture.layer_params + mixture.head_params
+    assert mixture.active_share == active / (active + 6 * expert)
+    assert mixture.count_expert_params(1) == 0
+    assert mixture.count_expert_params(2) == pytest.approx(expert * (8 * (1 - 0.75**2) - 2))
+    assert mixture.count_expert_params(1000) == pytest.approx(6 * expert)

@@ -35,7 +35,6 @@ MAX_IMAGE_BYTES: Final = 20 * 2**20
 SIDE_BY_SIDE: Final = 2
 """Requests whose images are decoded at once, one image after the other."""
 _DATA_URL: Final = re.compile(r"data:image/[a-zA-Z0-9.+-]{1,40};base64,")
-_FAKE, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class CutImage:
     """An image as the model takes it.
 
     Attributes:
-        grid: (rows, columns) of tiles beside the one of the whole, (0, 0) for the latter alone.
+        grid: the rows and columns of it (`ImageProcessor.grid`).
         tiles: RGB bytes of each.
     """
 
@@ -58,7 +57,6 @@ class ImageReader:
     Attributes:
         processor: cuts them.
         token_id: of the placeholder, which the chat template writes once for each image.
-        num_tokens: positions of one tile.
         max_images: of one request.
         fetcher: fetches images from elsewhere; None where the settings do not let it.
         slots: of requests whose images are decoded. These wait here and not for the threads of texts, so that others need not.
@@ -66,7 +64,6 @@ class ImageReader:
 
     processor: ImageProcessor
     token_id: int
-    num_tokens: int
     tokenizer: Tokenizer
     policy: Policy
     max_images: int
@@ -150,32 +147,31 @@ class ImageReader:
                 continue
             image = next(rest)
             pixels = iter(image.tiles)
-            for piece in self._expand(image.grid):
+            for piece in self.tokenizer.encode(self.processor.marks(image.grid)):
                 if piece == self.token_id:
-                    tile = next(pixels)
-                    tiles.append(self._tile(tile, len(placed)))
-                    placed += [self.token_id] * self.num_tokens
+                    tiles.append(self._tile(next(pixels), len(placed), image.grid))
+                    placed += [self.token_id] * tiles[-1].num_tokens
                 else:
                     placed.append(piece)
         return placed, tuple(tiles)
 
-    def _tile(self, pixels: bytes, offset: int) -> ImageTile:
-        return ImageTile(offset=offset, num_tokens=self.num_tokens, digest=hashlib.sha256(pixels).digest(), pixels=pixels)
-
-    def _expand(self, grid: tuple[int, int]) -> list[int]:
-        """Returns the tokens around the tiles of an image, with one placeholder for each, as transformers writes them."""
-        rows, columns = grid
-        lines = [
-            "".join(f"{_FAKE}<row_{row}_col_{column}>{_IMAGE}" for column in range(1, columns + 1)) + "\n"
-            for row in range(1, rows + 1)
-        ]
-        before = "\n" if rows else ""
-        return self.tokenizer.encode(f"{''.join(lines)}{before}{_FAKE}{_GLOBAL}{_IMAGE}{_FAKE}")
+    def _tile(self, pixels: bytes, offset: int, image_grid: tuple[int, int]) -> ImageTile:
+        grid = self.processor.token_grid(image_grid)
+        shape = b"" if grid is None else b"%d %d " % grid
+        return ImageTile(
+            offset=offset,
+            num_tokens=self.processor.num_tokens(image_grid),
+            digest=hashlib.sha256(shape + pixels).digest(),
+            pixels=pixels,
+            grid=grid,
+        )
 
     async def _cut(self, source: str | bytes, number: int) -> CutImage:
         """Returns an image of a data URL, or of a file."""
 
         def cut(image: Image) -> CutImage:
+            if max(image.size) > self.processor.max_ratio * min(image.size):
+                raise refusal(number, f"has sides of a ratio of more than {self.processor.max_ratio:g}; crop it")
             return CutImage(self.processor.grid(*image.size), self.processor.cut(image))
 
         data = self._decode_url(source, number) if isinstance(source, str) else source

@@ -20,12 +20,14 @@ class ImageTile(msgspec.Struct, frozen=True, kw_only=True):
         offset, num_tokens: the positions [offset, offset + num_tokens).
         digest: SHA-256 of its pixels, by which prefix keys know it.
         pixels: RGB, one byte each, [height, width, 3] of the size that the model's tower takes.
+        grid: rows and columns in which its positions stand, for models whose images differ in size; `digest` covers them too.
     """
 
     offset: int
     num_tokens: int
     digest: bytes
     pixels: bytes
+    grid: tuple[int, int] | None = None
 
     @property
     def end(self) -> int:

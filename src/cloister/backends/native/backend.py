@@ -12,7 +12,7 @@ from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.torch import load_torch
-from cloister.backends.vision import VisionSpec, tower_bytes, tower_weights_bytes
+from cloister.backends.vision import AnyVisionSpec, tower_weights_bytes
 from cloister.types.errors import ConfigError
 
 NUMERICS = 5  # raise it when an answer may change in its last bit
@@ -68,8 +68,6 @@ class NativeBackend:
             ConfigError: the kernels do not compute such a decoder.
         """
         check_computable(spec, self._kv_dtype)
-        if spec.vision is not None:
-            load_torch("cpu")
         layer_bytes = tuple(
             kv_block_bytes(layer.attention, self._kv_dtype, block_size) if layer.attention else 0 for layer in spec.layers
         )
@@ -85,7 +83,7 @@ class NativeBackend:
                 kernels=self.kernels,
                 is_wide=self._dense is PackedKind.F32,
             )
-            + (0 if spec.vision is None else self._pool.num_threads * tower_bytes(spec.vision)),
+            + self._tower_buffer_bytes(spec.vision),
             logit_row_bytes=4 * spec.vocab_size,
         )
 
@@ -114,7 +112,15 @@ class NativeBackend:
         itemsize = 4 if self._dense is PackedKind.F32 else 2
         return 0 if spec.vision is None else tower_weights_bytes(spec.vision, spec.hidden_size, itemsize)
 
-    def _load_tower(self, vision: VisionSpec, weights: Weights) -> ImageEncoder:
+    def _tower_buffer_bytes(self, vision: AnyVisionSpec | None) -> int:
+        if vision is None:
+            return 0
+        load_torch("cpu")
+        from cloister.backends.torch.vision import tower_bytes
+
+        return self._pool.num_threads * tower_bytes(vision)
+
+    def _load_tower(self, vision: AnyVisionSpec, weights: Weights) -> ImageEncoder:
         from cloister.backends.torch.vision import load_tower  # a model without a tower needs no torch
 
         dtype = "float32" if self._dense is PackedKind.F32 else "bfloat16"

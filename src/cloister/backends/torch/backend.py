@@ -16,7 +16,7 @@ from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.schedule import Team
-from cloister.backends.vision import tower_bytes
+from cloister.backends.torch.vision import tower_bytes
 from cloister.types.errors import ConfigError
 
 NUMERICS = 1  # raise it when an answer may change in its last bit
