@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from cloister.backends import BACKENDS
 from cloister.backends.base import FloatArray, KVGroup, KVLayout
 from cloister.executor import ModelRunner
@@ -14,7 +16,7 @@ from cloister.models import load
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.images import ImageTile
-from cloister.types.request import Request, SamplingParams
+from cloister.types.request import Request, SamplingParams, TokenLogprobs
 from cloister.types.scope import LOCAL_SCOPE, Scope
 from tests.tree_history import Erratic, Prophet
 from tests.vision_factory import VOCAB
@@ -148,3 +150,16 @@ def make_request(
 def serve_one(served: Served, prompt: Sequence[int], images: tuple[ImageTile, ...], *, max_tokens: int = 12) -> list[int]:
     """Returns the greedy answer to one prompt."""
     return served.serve([make_request("one", prompt, images, max_tokens=max_tokens)])["one", 0]
+
+
+def score(served: Served, prompt: Sequence[int], images: tuple[ImageTile, ...]) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of every token of a prompt but the first, and the two most likely ones at its place."""
+    request = make_request("scored", prompt, images, max_tokens=1)
+    request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=2))
+    served.scheduler.add(request, 0.0)
+    found: list[TokenLogprobs] = []
+    while (plan := served.scheduler.plan(0.0)) is not None:
+        result = served.runner.run(plan)
+        found += [entry for entries in result.prompt_logprobs.values() for entry in entries]
+        served.scheduler.commit(result, {}, 0.0)
+    return found
