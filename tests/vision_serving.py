@@ -10,6 +10,7 @@ import msgspec
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import FloatArray, KVGroup, KVLayout
+from cloister.backends.spec import group_layers
 from cloister.executor import ModelRunner
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.models import load
@@ -31,12 +32,15 @@ def place_tiles(
     places: Sequence[int],
     num_tokens: int | None = None,
     grids: Sequence[tuple[int, int] | None] = (),
+    *,
+    bidirectional: bool = False,
 ) -> tuple[list[int], tuple[ImageTile, ...]]:
     """Returns a prompt with placeholders before the tokens of some numbers, and the tiles that stand there.
 
     Args:
         num_tokens: positions of each tile, unless it has a grid.
         grids: of the tiles, where they differ in size.
+        bidirectional: positions of a tile see each other.
     """
     prompt: list[int] = []
     images = []
@@ -46,7 +50,16 @@ def place_tiles(
             pixels, grid = starts[number]
             count = num_tokens or 0 if grid is None else grid[0] * grid[1]
             digest = hashlib.sha256(repr(grid).encode() + pixels).digest()
-            images.append(ImageTile(offset=len(prompt), num_tokens=count, digest=digest, pixels=pixels, grid=grid))
+            images.append(
+                ImageTile(
+                    offset=len(prompt),
+                    num_tokens=count,
+                    digest=digest,
+                    pixels=pixels,
+                    grid=grid,
+                    bidirectional=bidirectional,
+                )
+            )
             prompt += [PLACEHOLDER] * count
         prompt.append(token)
     return prompt, tuple(images)
@@ -60,6 +73,7 @@ class Served:
         encoded: how many pictures each step encoded that encoded some.
 
     Args:
+        target_s: what a step may take, as the scheduler predicts it.
         answers: prompts with their answers, which are drafted beside wrong tokens, in trees; nothing is drafted without them.
     """
 
@@ -74,15 +88,20 @@ class Served:
         num_seqs: int = 6,
         images_per_step: int = 16,
         answers: Sequence[Sequence[int]] = (),
+        target_s: float | None = None,
     ) -> None:
         model = load(path)
         backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype="float32")
-        program = backend.build(model.spec, model.weights, KVLayout(num_blocks, block_size))
-        self.pool = BlockPool([BlockGroup(num_blocks, None, None)], block_size)
+        groups = [KVGroup(num_blocks, group.layers, group.window) for group in group_layers(model.spec, MAX_MODEL_LEN)]
+        program = backend.build(model.spec, model.weights, KVLayout.of_groups(groups, block_size))
+        held = [None if group.window is None else -(-(group.window + chunk) // block_size) + 1 for group in groups]
+        self.pool = BlockPool(
+            [BlockGroup(num_blocks, group.window, most) for group, most in zip(groups, held, strict=True)], block_size
+        )
         config = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=num_seqs,
-            budget=BudgetConfig(max_tokens=chunk),
+            budget=BudgetConfig(max_tokens=chunk, target_s=target_s),
             max_images_per_step=images_per_step,
         )
         self.speculation = Erratic() if answers else None
@@ -93,7 +112,7 @@ class Served:
             max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
             drafters={"prophet": Prophet(answers, VOCAB)} if answers else {},
-            groups=(KVGroup(num_blocks),),
+            groups=groups,
             vision=model.spec.vision,
         )
         self.num_hit = self.num_preempted = 0

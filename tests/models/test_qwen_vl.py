@@ -20,6 +20,7 @@ from cloister.backends.vision import QwenVisionSpec
 from cloister.models import load
 from cloister.models.image_processing import open_image_processor
 from cloister.types.errors import ConfigError, ModelError
+from cloister.types.images import ImageTile
 from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, PATCH, TOKEN, UNTYPED, make_qwen_vl
 from tests.vision_factory import make_picture
 from tests.vision_serving import Served, make_request, place_tiles, score, serve_one
@@ -57,7 +58,8 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int], path: Path) -> 
     model = load(path)
     tower = build(path)._vision  # type: ignore[attr-defined]
     assert isinstance(model.spec.vision, QwenVisionSpec)
-    assert model.spec.vision.find_misfit(grid[0] * grid[1], grid, len(pixels)) is None
+    image = ImageTile(offset=0, num_tokens=grid[0] * grid[1], digest=b"", pixels=pixels, grid=grid)
+    assert model.spec.vision.find_misfit(image) is None
     assert np.array_equal(tower._cut_patches(pixels, *grid).numpy(), expected["pixel_values"])
 
 
