@@ -274,7 +274,7 @@ _MAMBA = {
 REFUSED_OF: dict[str, dict[str, Any]] = {
     "mamba2": {
         **_NO_ATTENTION, "head_dim": 8, "num_heads": 4, "n_groups": 4, "state_size": 16, "conv_kernel": 3, "expand": 1,
-        "use_bias": True, "use_conv_bias": False,
+        "use_bias": True, "use_conv_bias": False, "rescale_prenorm_residual": True,
     },
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2},
     "qwen3_5_text": _DELTA_NET,
@@ -373,13 +373,12 @@ def refused(family: str) -> dict[str, Any]:
 OTHER = {
     "summary_type": "mean", "summary_use_proj": False, "summary_proj_to_labels": False, "summary_activation": "tanh",
     "output_router_logits": True, "reorder_and_upcast_attn": True, "_sliding_window_pattern": 2, "max_window_layers": 1,
-    "attn_logit_softcapping": 9.0, "residual_in_fp32": False, "rescale_prenorm_residual": False, "time_step_rank": 3,
+    "attn_logit_softcapping": 9.0, "residual_in_fp32": False, "rescale_prenorm_residual": True, "time_step_rank": 3,
     "num_logits_to_keep": 3, "expand": 3, "time_step_limit": [0.5, 0.7], "mamba_ssm_cache_dtype": "bfloat16",
     "moe_shared_expert_overlap": False, "mtp_layers_block_type": ["mlp"], "num_nextn_predict_layers": 0,
     "use_mamba_kernels": False,
 }  # fmt: skip
-"""Values for fields that hold no number between 0 and 1; `rescale_prenorm_residual` stays, as transformers scales
-the weights that it loads where it is true."""
+"""Values for fields that hold no number between 0 and 1."""
 
 
 def change(path: Path, field: str, value: Any) -> None:

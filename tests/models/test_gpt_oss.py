@@ -114,6 +114,16 @@ def test_experts_in_mxfp4_compute_what_transformers_unpacks(tmp_path: Path) -> N
     assert agreement.num_equal == agreement.num_tokens
 
 
+def test_the_native_back_end_multiplies_them_in_four_bits_with_the_same_bits(tmp_path: Path) -> None:
+    found, expected = (
+        build_from(path, backend="native", dtype="bfloat16") for path in make_quantized(tmp_path, num_hidden_layers=3)
+    )
+    assert found.run("a", TOKENS).tobytes() == expected.run("a", TOKENS).tobytes()
+    tensor = load(tmp_path / "mxfp4").weights.read("layers.2.experts.1.up.weight")
+    assert isinstance(tensor, GroupedTensor)
+    assert tensor.is_mxfp4
+
+
 def test_they_stay_in_codes_of_a_byte(tmp_path: Path) -> None:
     weights = load(make_quantized(tmp_path)[0]).weights
     for name, shape in (("gate", (96, 64)), ("up", (96, 64)), ("down", (64, 96))):
