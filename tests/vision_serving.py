@@ -16,6 +16,7 @@ from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.images import ImageTile
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope
+from tests.tree_history import Erratic, Prophet
 from tests.vision_factory import VOCAB
 
 PLACEHOLDER = VOCAB - 1
@@ -23,18 +24,28 @@ MAX_MODEL_LEN = 400
 
 
 def place_tiles(
-    tokens: Sequence[int], tiles: Sequence[bytes], places: Sequence[int], num_tokens: int
+    tokens: Sequence[int],
+    tiles: Sequence[bytes],
+    places: Sequence[int],
+    num_tokens: int | None = None,
+    grids: Sequence[tuple[int, int] | None] = (),
 ) -> tuple[list[int], tuple[ImageTile, ...]]:
-    """Returns a prompt with placeholders before the tokens of some numbers, and the tiles that stand there."""
+    """Returns a prompt with placeholders before the tokens of some numbers, and the tiles that stand there.
+
+    Args:
+        num_tokens: positions of each tile, unless it has a grid.
+        grids: of the tiles, where they differ in size.
+    """
     prompt: list[int] = []
     images = []
-    starts = dict(zip(places, tiles, strict=True))
+    starts = dict(zip(places, zip(tiles, grids or [None] * len(tiles), strict=True), strict=True))
     for number, token in enumerate(tokens):
         if number in starts:
-            pixels = starts[number]
-            digest = hashlib.sha256(pixels).digest()
-            images.append(ImageTile(offset=len(prompt), num_tokens=num_tokens, digest=digest, pixels=pixels))
-            prompt += [PLACEHOLDER] * num_tokens
+            pixels, grid = starts[number]
+            count = num_tokens or 0 if grid is None else grid[0] * grid[1]
+            digest = hashlib.sha256(repr(grid).encode() + pixels).digest()
+            images.append(ImageTile(offset=len(prompt), num_tokens=count, digest=digest, pixels=pixels, grid=grid))
+            prompt += [PLACEHOLDER] * count
         prompt.append(token)
     return prompt, tuple(images)
 
@@ -45,6 +56,9 @@ class Served:
     Attributes:
         num_hit, num_preempted: prompt tokens found in the prefix cache, and preemptions, so far.
         encoded: how many pictures each step encoded that encoded some.
+
+    Args:
+        answers: prompts with their answers, which are drafted beside wrong tokens, in trees; nothing is drafted without them.
     """
 
     def __init__(
@@ -57,6 +71,7 @@ class Served:
         num_threads: int = 1,
         num_seqs: int = 6,
         images_per_step: int = 16,
+        answers: Sequence[Sequence[int]] = (),
     ) -> None:
         model = load(path)
         backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype="float32")
@@ -68,12 +83,14 @@ class Served:
             budget=BudgetConfig(max_tokens=chunk),
             max_images_per_step=images_per_step,
         )
-        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block_size))
+        self.speculation = Erratic() if answers else None
+        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block_size), self.speculation)
         self.runner = ModelRunner(
             program,
             vocab_size=VOCAB,
             max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
+            drafters={"prophet": Prophet(answers, VOCAB)} if answers else {},
             groups=(KVGroup(num_blocks),),
             vision=model.spec.vision,
         )
@@ -82,7 +99,7 @@ class Served:
         self.encoded: list[int] = []
         encode = program.encode_images
 
-        def count(images: Sequence[bytes]) -> list[FloatArray]:
+        def count(images: Sequence[ImageTile]) -> list[FloatArray]:
             self.encoded.append(len(images))
             return encode(images)
 

@@ -59,6 +59,17 @@ class Coded:
         return ((name, self.read(name)) for name in self.names())
 
 
+class InMXFP4(Coded):
+    """The same in MXFP4."""
+
+    def read(self, name: str) -> Tensor:
+        tensor = super().read(name)
+        if isinstance(tensor, np.ndarray):
+            return tensor
+        scales = np.full(tensor.shape, 0.25, np.float32)[:, ::32]
+        return GroupedTensor(np.full(tensor.shape, 140, np.uint8), scales, None, None, 8, 32, "bfloat16", is_mxfp4=True)
+
+
 EVERY = "q k v o gate up down"
 CASES: dict[str, Weights] = {
     "4 bits that meet bfloat16": Coded(WIDE, 4, 32, "bfloat16", ordered=False, only=EVERY),
@@ -67,6 +78,8 @@ CASES: dict[str, Weights] = {
     "8 bits that meet bfloat16": Coded(WIDE, 8, 64, "bfloat16", ordered=False, only=EVERY),
     "8 bits in groups": Coded(WIDE, 8, 64, "int8", ordered=False, only=EVERY),
     "numbers beside codes in one matrix": Coded(WIDE, 4, 32, "int8", ordered=False, only="q k gate o"),
+    "MXFP4": InMXFP4(WIDE, 8, 32, "bfloat16", ordered=False, only=EVERY),
+    "MXFP4 beside numbers in one matrix": InMXFP4(WIDE, 8, 32, "bfloat16", ordered=False, only="q gate o"),
     "numbers": RandomWeights(SPEC),
     **{name: QuantizedWeights(RandomWeights(WIDE), FORMATS.get(name)(FormatOptions())) for name in FORMATS.names()},
 }

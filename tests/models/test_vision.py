@@ -13,9 +13,10 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
+from cloister.backends.vision import VisionSpec
 from cloister.cli import main
 from cloister.models import load
-from cloister.models.image_processing import ImageProcessor, open_image_processor
+from cloister.models.image_processing import TileProcessor, open_image_processor
 from cloister.types.errors import ConfigError, ModelError
 from tests.vision_factory import NUM_TOKENS, TILE, UNTYPED, VOCAB, make_picture, make_vision_model
 from tests.vision_serving import Served, place_tiles, serve_one
@@ -87,14 +88,14 @@ def test_the_tower_and_the_logits_are_those_of_transformers(family: str, fields:
     model, theirs = load(path), open_theirs(path)
     tiles, pixels = our_tiles(path, pictures), their_pixels(path, pictures)
     vision = model.spec.vision
-    assert vision is not None
+    assert isinstance(vision, VisionSpec)
     program = BACKENDS.get("torch")(num_threads=2, device="cpu", dtype="float32").build(
         model.spec, model.weights, KVLayout(4, 16)
     )
     with torch.no_grad():
         expected = torch.cat(theirs.get_image_features(pixels, return_dict=True).pooler_output).numpy()
-    assert np.abs(np.concatenate(program.encode_images(tiles)) - expected).max() <= 1e-4
     prompt, images = place_tiles(list(range(5, 40)), tiles, [3, 4, 9, 17, 20, 21, 30, 34], vision.num_tokens)
+    assert np.abs(np.concatenate(program.encode_images(images)) - expected).max() <= 1e-4
     served = serve_one(Served(path), prompt, images, max_tokens=60)
     ids = torch.tensor([[*prompt, *served]])
     with torch.no_grad():
@@ -135,7 +136,7 @@ def test_a_processor_config_of_newer_versions_is_read(path: Path, tmp_path: Path
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     fields = json.loads((path / "preprocessor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": fields}))
-    assert open_image_processor(tmp_path) == (ImageProcessor(TILE, 2 * TILE), VOCAB - 1, NUM_TOKENS)
+    assert open_image_processor(tmp_path) == (TileProcessor(NUM_TOKENS, TILE, 2 * TILE), VOCAB - 1)
 
 
 @pytest.mark.parametrize(

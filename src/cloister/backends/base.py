@@ -48,6 +48,7 @@ from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.types.errors import EngineError
+from cloister.types.images import ImageTile
 from cloister.types.registry import Registry
 
 IntArray = npt.NDArray[np.int32]
@@ -107,8 +108,11 @@ class ForwardBatch:
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
         token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
         embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images), as the
-            first layer reads it.
+            first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0 of a
+            row is added behind layer i - 1.
         embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
+        rope_positions: None, or [3, num_tokens] int32: time, row and column that each token is turned by (`RopeSpec.axes`);
+            none is greater than the token's position. None: `positions` is all three.
         state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens
             [first, end) of one sequence go on from the state in the one block (zeros before position 0) and leave theirs in the
             other, often the same one. Spans of a sequence are in order, and cover its tokens. The block written is -1 for
@@ -127,6 +131,7 @@ class ForwardBatch:
     token_types: IntArray | None = None
     embeddings: FloatArray | None = None
     embedding_rows: IntArray | None = None
+    rope_positions: IntArray | None = None
     state_spans: IntArray | None = None
 
 
@@ -340,11 +345,12 @@ class Program(ABC):
         """
         raise self._lacks(Capability.SAMPLING)
 
-    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
-        """Returns the embeddings [num_tokens, hidden] of each image, alone as in company (IMAGES).
+    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
+        """Returns the embeddings of each image, alone as in company: what `ForwardBatch.embeddings` has at its positions
+        (IMAGES).
 
         Args:
-            images: RGB, one byte each, [image_size, image_size, 3] (`DecoderSpec.vision`).
+            images: of the sizes that the tower takes (`DecoderSpec.vision`).
         """
         raise self._lacks(Capability.IMAGES)
 

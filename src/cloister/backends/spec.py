@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from cloister.backends.vision import VisionSpec
+from cloister.backends.vision import AnyVisionSpec
 
 FOREIGN_FAMILY: Final = "transformers"
 """The family of a model without a spec: no layers are known of it."""
@@ -27,11 +27,14 @@ class RopeSpec:
         attention_scale: multiplies cos and sin (YaRN's mscale; 1.0 otherwise).
         interleaved: pair i is the values 2 i and 2 i + 1 of the turned part (GPT-J, Wang and Komatsuzaki 2021); otherwise the
             layout is half-split: value i of its first half pairs with value i of its second.
+        axes: which of a token's three positions (0 time, 1 row, 2 column) turns each frequency (M-RoPE, arXiv:2409.12191,
+            section 2.1); empty where a token has one position.
     """
 
     inv_freq: tuple[float, ...]
     attention_scale: float = 1.0
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +459,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
-    vision: VisionSpec | None = None
+    vision: AnyVisionSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,21 @@ Canonical weight names (L is the layer number from 0): `vision.patch.weight [hid
 `vision.positions.weight [num_patches, hidden]`, `vision.layers.L.attention_norm`, `.q`, `.k`, `.v`, `.o`, `.mlp_norm`, `.up
 [intermediate, hidden]`, `.down`, `vision.norm`, each with `.weight` and `.bias`, and `vision.projector.weight [decoder's
 hidden, hidden * merge ** 2]`.
+
+Qwen's towers differ: `vision.patch.weight [hidden, 3, temporal_patch, patch, patch]`, `vision.layers.L.gate` where there is a
+gate, and no `vision.norm` and projector, but mergers: `vision.merger.norm`, `vision.merger.up [inner, inner]` and
+`vision.merger.down [decoder's hidden, inner]`, where inner is hidden * merge ** 2, and the same of each `vision.deepstack.N`.
+Norms have a bias only if they are layer norms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, TypeAlias
+
+MAX_SIDE_RATIO: Final = 200
+"""Of the sides of an image that Qwen's processor takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +60,85 @@ class VisionSpec:
         """Bytes of an image, [image_size, image_size, 3]."""
         return 3 * self.image_size**2
 
+    def find_misfit(self, num_tokens: int, grid: tuple[int, int] | None, num_bytes: int) -> str | None:
+        """Returns why an image of so many positions and bytes is none that the tower takes, or None."""
+        if num_tokens != self.num_tokens or grid is not None:
+            return "the positions of the images do not fit the prompt"
+        return None if num_bytes == self.image_bytes else "an image is not of the size that the model takes"
 
-def vision_shapes(spec: VisionSpec, decoder_hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+
+@dataclass(frozen=True, slots=True)
+class QwenVisionSpec:
+    """The towers of Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL (arXiv:2511.21631).
+
+    Images are of any size in whole tokens. A token is a square of `merge` x `merge` patches; the first half of a head's
+    frequencies turns by the row of a patch, the second by its column.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        temporal_patch_size: frames of a patch; an image is so many equal frames.
+        merge: side of the square of patches that become one token.
+        gated: feed-forwards are down(act(gate(x)) * up(x)), else down(act(up(x))).
+        norm: of layers and of the merger.
+        patch_bias: the projection of patches carries a bias.
+        window: side, in tokens, of the squares in which layers but `full_layers` attend; None: all layers see the whole image.
+        grid_size: side of a square of learned positions, interpolated to an image's patches; None where there are none.
+        deepstack: layers whose outputs become embeddings too, added behind the decoder's first layers (arXiv:2406.04334).
+        max_pixels: of one image, as the image processor says.
+        rescale, mean, std: as in `VisionSpec`.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"] = "silu"
+    gated: bool = False
+    norm: Literal["rms", "layer"] = "layer"
+    patch_bias: bool = False
+    window: int | None = None
+    full_layers: frozenset[int] = frozenset()
+    grid_size: int | None = None
+    deepstack: tuple[int, ...] = ()
+    max_pixels: int = 28 * 28 * 1280
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rescale: float = 1 / 255
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+    @property
+    def most_pixels(self) -> int:
+        """Of one image: a thin one, of one token's height, may have more than `max_pixels`."""
+        return max(self.max_pixels, MAX_SIDE_RATIO * self.token_size**2)
+
+    @property
+    def token_size(self) -> int:
+        """Side of a token in pixels."""
+        return self.patch_size * self.merge
+
+    def find_misfit(self, num_tokens: int, grid: tuple[int, int] | None, num_bytes: int) -> str | None:
+        """Returns why an image of so many positions and bytes is none that the tower takes, or None."""
+        if grid is None or min(grid) < 1 or grid[0] * grid[1] != num_tokens:
+            return "the positions of the images do not fit the prompt"
+        num_pixels = num_tokens * self.token_size**2
+        is_fitting = num_bytes == 3 * num_pixels and num_pixels <= self.most_pixels
+        return None if is_fitting else "an image is not of the size that the model takes"
+
+
+AnyVisionSpec: TypeAlias = VisionSpec | QwenVisionSpec
+Shapes: TypeAlias = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def vision_shapes(spec: AnyVisionSpec, decoder_hidden: int) -> Shapes:
     """Yields (canonical name, shape) of every tensor of a tower."""
+    return _qwen_shapes(spec, decoder_hidden) if isinstance(spec, QwenVisionSpec) else _siglip_shapes(spec, decoder_hidden)
+
+
+def _siglip_shapes(spec: VisionSpec, decoder_hidden: int) -> Shapes:
     hidden, inner, side = spec.hidden_size, spec.intermediate_size, spec.patch_size
     yield "vision.patch.weight", (hidden, 3, side, side)
     yield "vision.patch.bias", (hidden,)
@@ -74,3 +158,33 @@ def vision_shapes(spec: VisionSpec, decoder_hidden: int) -> Iterator[tuple[str, 
     yield "vision.norm.weight", (hidden,)
     yield "vision.norm.bias", (hidden,)
     yield "vision.projector.weight", (decoder_hidden, hidden * spec.merge**2)
+
+
+def _qwen_shapes(spec: QwenVisionSpec, decoder_hidden: int) -> Shapes:
+    hidden, inner, merged = spec.hidden_size, spec.intermediate_size, spec.hidden_size * spec.merge**2
+    yield "vision.patch.weight", (hidden, 3, spec.temporal_patch_size, spec.patch_size, spec.patch_size)
+    if spec.patch_bias:
+        yield "vision.patch.bias", (hidden,)
+    if spec.grid_size is not None:
+        yield "vision.positions.weight", (spec.grid_size**2, hidden)
+    gate = (("gate", inner, hidden),) if spec.gated else ()
+    products = (*((name, hidden, hidden) for name in "qkvo"), *gate, ("up", inner, hidden), ("down", hidden, inner))
+    for number in range(spec.num_layers):
+        prefix = f"vision.layers.{number}"
+        for name in ("attention_norm", "mlp_norm"):
+            yield from _norm_shapes(f"{prefix}.{name}", hidden, spec.norm)
+        for name, num_outputs, num_inputs in products:
+            yield f"{prefix}.{name}.weight", (num_outputs, num_inputs)
+            yield f"{prefix}.{name}.bias", (num_outputs,)
+    mergers = [("merger", hidden), *((f"deepstack.{number}", merged) for number in range(len(spec.deepstack)))]
+    for name, normed in mergers:
+        yield from _norm_shapes(f"vision.{name}.norm", normed, spec.norm)
+        for product, num_outputs in (("up", merged), ("down", decoder_hidden)):
+            yield f"vision.{name}.{product}.weight", (num_outputs, merged)
+            yield f"vision.{name}.{product}.bias", (num_outputs,)
+
+
+def _norm_shapes(name: str, size: int, kind: Literal["rms", "layer"]) -> Shapes:
+    yield f"{name}.weight", (size,)
+    if kind == "layer":
+        yield f"{name}.bias", (size,)

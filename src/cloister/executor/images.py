@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cloister.backends.base import FloatArray, IntArray, Program
-from cloister.backends.vision import VisionSpec
+from cloister.backends.vision import AnyVisionSpec
 from cloister.types.images import ImageTile
 
 NOT_OFFERED = "this engine encodes no images; send text only"
@@ -20,7 +20,8 @@ class SequenceImages:
 
     Attributes:
         tiles: those whose positions are not computed yet, in the order of the prompt.
-        embeddings: number of a tile's first position -> [num_tokens, hidden], of those that a step has reached.
+        embeddings: number of a tile's first position -> what stands at its positions (`Program.encode_images`), of those that a
+            step has reached.
     """
 
     tiles: list[ImageTile]
@@ -47,6 +48,36 @@ class SequenceImages:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class GridPositions:
+    """What the tokens of a sequence turn by, where some stand in the rows and columns of an image (M-RoPE, arXiv:2409.12191).
+
+    An image's tokens share one time, the number after the text before it, and count rows and columns from there. Text behind
+    an image goes on after the greatest of all three, so it turns by less than its position.
+
+    Attributes:
+        spans: (first position, one past the last, columns, what later tokens turn less by) of each image, in order.
+    """
+
+    spans: tuple[tuple[int, int, int, int], ...]
+
+    @classmethod
+    def of(cls, tiles: Sequence[ImageTile]) -> GridPositions | None:
+        """Returns those of a prompt with these images; None where no image has rows and columns."""
+        spans = [(tile.offset, tile.end, tile.grid[1], tile.num_tokens - max(tile.grid)) for tile in tiles if tile.grid]
+        return cls(tuple(spans)) if spans else None
+
+    def turn(self, positions: IntArray) -> IntArray:
+        """Returns time, row and column, [3, num_tokens], of tokens at these positions [num_tokens]."""
+        turns = np.tile(positions, (3, 1))
+        for start, end, columns, saved in self.spans:
+            inside = (positions >= start) & (positions < end)
+            places = positions[inside] - start
+            turns[:, inside] += np.stack([-places, places // columns - places, places % columns - places])
+            turns[:, positions >= end] -= saved
+        return turns
+
+
 def encode_missing(program: Program, parts: Sequence[tuple[SequenceImages, int]]) -> None:
     """Encodes the images that a step reaches.
 
@@ -58,7 +89,7 @@ def encode_missing(program: Program, parts: Sequence[tuple[SequenceImages, int]]
         wanted += [(images, tile) for tile in images.missing(end)]
     if not wanted:
         return
-    for (images, tile), embeddings in zip(wanted, program.encode_images([tile.pixels for _, tile in wanted]), strict=True):
+    for (images, tile), embeddings in zip(wanted, program.encode_images([tile for _, tile in wanted]), strict=True):
         images.embeddings[tile.offset] = embeddings
 
 
@@ -76,15 +107,15 @@ def gather(parts: Sequence[tuple[SequenceImages, int, int, int]]) -> tuple[Float
     return (np.concatenate(pieces), np.concatenate(places)) if pieces else None
 
 
-def find_objection(vision: VisionSpec | None, tiles: Sequence[ImageTile], num_tokens: int) -> str | None:
+def find_objection(vision: AnyVisionSpec | None, tiles: Sequence[ImageTile], num_tokens: int) -> str | None:
     """Returns why a sequence of `num_tokens` known tokens cannot have these images, or None."""
     if vision is None:
         return NOT_OFFERED
     end = 0
     for tile in tiles:
-        if tile.offset < end or tile.end > num_tokens or tile.num_tokens != vision.num_tokens:
+        if tile.offset < end or tile.end > num_tokens:
             return "the positions of the images do not fit the prompt"
-        if len(tile.pixels) != vision.image_bytes:
-            return "an image is not of the size that the model takes"
+        if misfit := vision.find_misfit(tile.num_tokens, tile.grid, len(tile.pixels)):
+            return misfit
         end = tile.end
     return None

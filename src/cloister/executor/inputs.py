@@ -8,6 +8,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 import msgspec
+import numpy as np
 
 from cloister.backends.base import FloatArray, ForwardBatch, IntArray
 from cloister.executor.arrays import as_ints, block_tables
@@ -99,7 +100,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     # Growable C arrays: for the few numbers of a decode step a numpy call costs more than a loop.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = has_tree = has_images = False
+    has_adapter = has_tree = has_images = has_grids = False
     block_size, num_groups = tables.block_size, tables.num_groups
     block_positions = block_size if num_groups == 1 else block_size / num_groups  # positions for each number in a block table
     for part in parts:
@@ -114,6 +115,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
             query_starts.append(query_starts[-1] + 1)
             has_adapter = has_adapter or part.state.adapter >= 0
             has_images = has_images or part.state.images is not None
+            has_grids = has_grids or part.state.grids is not None
             continue
         _check(part, block_positions)
         token_ids += known[start:end]
@@ -134,6 +136,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
             logit_rows.extend(range(len(token_ids) - 1 - len(draft.token_ids), len(token_ids)))
         has_adapter = has_adapter or part.state.adapter >= 0
         has_images = has_images or part.state.images is not None
+        has_grids = has_grids or part.state.grids is not None
     embeddings, embedding_rows = _images(parts, query_starts) if has_images else (None, None)
     return ForwardBatch(
         token_ids=as_ints(token_ids),
@@ -146,6 +149,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
         embeddings=embeddings,
         embedding_rows=embedding_rows,
+        rope_positions=_rope_positions(parts, query_starts, as_ints(positions)) if has_grids else None,
         state_spans=None if tables.state_group is None else _state_spans(parts, tables),
     )
 
@@ -160,6 +164,16 @@ def _images(parts: Sequence[ScheduledSequence], query_starts: Sequence[int]) -> 
         ]
     )
     return (None, None) if found is None else found
+
+
+def _rope_positions(parts: Sequence[ScheduledSequence], query_starts: Sequence[int], positions: IntArray) -> IntArray:
+    """Returns what each token turns by (`ForwardBatch.rope_positions`)."""
+    turns = np.tile(positions, (3, 1))
+    for number, part in enumerate(parts):
+        if part.state.grids is not None:
+            own = slice(query_starts[number], query_starts[number + 1])
+            turns[:, own] = part.state.grids.turn(positions[own])
+    return turns
 
 
 def _state_spans(parts: Sequence[ScheduledSequence], tables: TableLayout) -> IntArray:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cloister.backends.base import Capability, KVGroup, Program, SamplingMetadata
-from cloister.backends.vision import VisionSpec
+from cloister.backends.vision import AnyVisionSpec
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
@@ -49,7 +49,7 @@ class ModelRunner:
         grammars: Grammars | None = None,
         drafters: Mapping[str, Drafter] | None = None,
         groups: Sequence[KVGroup] = (),
-        vision: VisionSpec | None = None,
+        vision: AnyVisionSpec | None = None,
     ) -> None:
         self._program = program
         self._num_groups = max(1, len(groups))

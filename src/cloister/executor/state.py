@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
-from cloister.backends.vision import VisionSpec
+from cloister.backends.vision import AnyVisionSpec
 from cloister.executor.arrays import overwrite
 from cloister.executor.grammar import Grammars, GrammarState
-from cloister.executor.images import SequenceImages, find_objection
+from cloister.executor.images import GridPositions, SequenceImages, find_objection
 from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
 from cloister.executor.pooling import Pool
 from cloister.types.errors import CloisterError, EngineError
@@ -39,6 +39,7 @@ class SequenceState:
         stops: tokens that end it.
         failure: why it cannot continue, as a message for the client; set once, after which the sequence computes nothing.
         images: images of its prompt; None once all their positions are computed.
+        grids: what its tokens turn by, where that is not their position; None where it is.
     """
 
     seq_id: int
@@ -59,6 +60,7 @@ class SequenceState:
     adapter: int = -1
     num_groups: int = 1
     images: SequenceImages | None = None
+    grids: GridPositions | None = None
 
     @property
     def first_group_blocks(self) -> array[int]:
@@ -122,7 +124,7 @@ class BatchState:
         adapters: Mapping[str, int] = {},
         grammars: Grammars | None = None,
         num_groups: int = 1,
-        vision: VisionSpec | None = None,
+        vision: AnyVisionSpec | None = None,
     ) -> None:
         self._num_groups = num_groups
         self._vision = vision
@@ -185,7 +187,7 @@ class BatchState:
         if state.failure is None:
             state.tokens.extend(new.token_ids)
             if new.images:
-                state.images = SequenceImages(list(new.images))
+                state.images, state.grids = SequenceImages(list(new.images)), GridPositions.of(new.images)
                 self.num_with_images += 1
             state.penalties = _penalties(sampling, new)
             state.bias = _bias(sampling)
@@ -219,6 +221,7 @@ class BatchState:
             stops=parent.stops,
             failure=parent.failure,
             adapter=parent.adapter,
+            grids=parent.grids,
         )
         self._file(child)
         self.num_guided += child.grammar is not None

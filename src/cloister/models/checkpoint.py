@@ -140,7 +140,7 @@ def _read_headers(path: Path, family: Family) -> dict[str, TensorEntry]:
             if name in found:
                 raise ModelError(f"tensor {name!r} is in two files of the checkpoint; download it again")
             found[name] = entry
-    found = keep_text_part(found)
+    found = keep_text_part(found, has_tower=family.vision is not None)
     if any(name.startswith(family.prefix) for name in found):
         return found
     head = family.tensors["head"].name

@@ -19,7 +19,7 @@ from cloister.backends.spec import (
     RopeSpec,
     StateSpec,
 )
-from cloister.backends.vision import VisionSpec
+from cloister.backends.vision import AnyVisionSpec
 from cloister.models.config import ConfigFields
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -61,7 +61,7 @@ class VisionConfig:
     """
 
     text: Mapping[str, Any]
-    spec: VisionSpec | None
+    spec: AnyVisionSpec | None
     unknown: tuple[str, ...] = ()
 
 

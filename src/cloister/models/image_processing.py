@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from cloister.backends.spec import DecoderSpec
+from cloister.backends.vision import QwenVisionSpec, VisionSpec
 from cloister.models.config import ConfigFields, read_json
 from cloister.models.decoder import choose_family
+from cloister.models.qwen_images import read_qwen_processor
 from cloister.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -25,13 +27,44 @@ PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _MOST_SIDE: Final = 4096
 """Longest side that transformers resizes to, whatever the config says."""
 _LANCZOS: Final = 1
+_FAKE, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+
+
+class ImageProcessor(Protocol):
+    """How one model takes images."""
+
+    @property
+    def max_ratio(self) -> float:
+        """What the longer side of an image may be of the shorter one."""
+        ...
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the rows and columns that an image of this size becomes; what they count, an implementation says."""
+        ...
+
+    def cut(self, image: Image) -> list[bytes]:
+        """Returns the tiles of an image of the mode RGB, in the order of the prompt: RGB bytes [height, width, 3] each."""
+        ...
+
+    def marks(self, grid: tuple[int, int]) -> str:
+        """Returns the text of an image in the prompt, in place of the template's placeholder; one placeholder for each tile."""
+        ...
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """Returns how many positions a tile takes."""
+        ...
+
+    def token_grid(self, grid: tuple[int, int]) -> tuple[int, int] | None:
+        """Returns the rows and columns of a tile's positions where tiles differ in size (`ImageTile.grid`), else None."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class ImageProcessor:
+class TileProcessor:
     """How images are cut into the tiles of one model (Idefics3, SmolVLM).
 
     Attributes:
+        tile_tokens: positions of a tile.
         tile_size: side of a tile in pixels: the size that the tower takes.
         longest_edge: what an image's longer side is resized to before it is cut.
         splits: an image becomes rows and columns of tiles, and one of the whole; else only the latter.
@@ -39,11 +72,13 @@ class ImageProcessor:
         resample: number of Pillow's filter.
     """
 
+    tile_tokens: int
     tile_size: int
     longest_edge: int
     splits: bool = True
     resizes: bool = True
     resample: int = _LANCZOS
+    max_ratio: float = math.inf
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Returns (rows, columns) of tiles beside the one of the whole image; (0, 0) where that is the only one."""
@@ -67,6 +102,23 @@ class ImageProcessor:
         corners = [(left, top) for top in range(0, image.height, side) for left in range(0, image.width, side)]
         tiles = [image.crop((left, top, left + side, top + side)).tobytes() for left, top in corners]
         return [*tiles, whole.tobytes()]
+
+    def marks(self, grid: tuple[int, int]) -> str:
+        """Returns the text around the tiles of an image, with one placeholder for each, as transformers writes it."""
+        rows, columns = grid
+        lines = [
+            "".join(f"{_FAKE}<row_{row}_col_{column}>{_IMAGE}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        ]
+        before = "\n" if rows else ""
+        return f"{''.join(lines)}{before}{_FAKE}{_GLOBAL}{_IMAGE}{_FAKE}"
+
+    def num_tokens(self, _grid: tuple[int, int]) -> int:
+        """Returns the positions of a tile: all have one size."""
+        return self.tile_tokens
+
+    def token_grid(self, _grid: tuple[int, int]) -> None:
+        """Returns None: all tiles have one size."""
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         """Returns the sizes (width, height) that an image is resized to, one after another."""
@@ -115,8 +167,8 @@ def has_pillow() -> bool:
     return find_spec("PIL") is not None
 
 
-def open_image_processor(path: Path) -> tuple[ImageProcessor, int, int] | None:
-    """Returns how a model's images are cut, the id of the token that stands for one, and how many positions a tile takes.
+def open_image_processor(path: Path) -> tuple[ImageProcessor, int] | None:
+    """Returns how a model takes images, and the id of the token that stands for one.
 
     None where it takes no images.
 
@@ -135,20 +187,27 @@ def open_image_processor(path: Path) -> tuple[ImageProcessor, int, int] | None:
     fields = read_processor(path)
     if fields.take_any("do_convert_rgb") is False or fields.take_any("do_rescale") is False:
         raise ModelError("the image processor's config switches off what the tower needs; restore its own", param="do_rescale")
+    outer = ConfigFields(config)
+    if isinstance(vision, QwenVisionSpec):
+        return read_qwen_processor(fields, vision), outer.take("image_token_id", int, 151655)
+    return _read_tile_processor(fields, vision), outer.take("image_token_id", int, 128257)
+
+
+def _read_tile_processor(fields: ConfigFields, vision: VisionSpec) -> TileProcessor:
     tile_size = _edge(fields, "max_image_size", 364)
     if tile_size != vision.image_size:
         raise ModelError(
             "max_image_size of the image processor must be image_size of vision_config: other tiles are not computed here",
             param="max_image_size",
         )
-    processor = ImageProcessor(
+    return TileProcessor(
+        tile_tokens=vision.num_tokens,
         tile_size=tile_size,
         longest_edge=_edge(fields, "size", 4 * 364),
         splits=fields.take("do_image_splitting", bool, True),
         resizes=fields.take("do_resize", bool, True),
         resample=fields.take("resample", int, _LANCZOS),
     )
-    return processor, ConfigFields(config).take("image_token_id", int, 128257), vision.num_tokens
 
 
 def read_processor(path: Path) -> ConfigFields:
@@ -173,10 +232,12 @@ def normalised_as_configured(spec: DecoderSpec, path: Path) -> DecoderSpec:
     fields = read_processor(path)
     vision = spec.vision
     if fields.take("do_normalize", bool, True):
-        mean, std = (_channels(fields, name) for name in ("image_mean", "image_std"))
+        mean, std = _channels(fields, "image_mean", vision.mean), _channels(fields, "image_std", vision.std)
     else:
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     rescale = fields.take("rescale_factor", float, 1 / 255)
+    if isinstance(vision, QwenVisionSpec):
+        vision = replace(vision, max_pixels=read_qwen_processor(fields, vision).max_pixels)
     return replace(spec, vision=replace(vision, rescale=rescale, mean=mean, std=std))
 
 
@@ -185,9 +246,9 @@ def processor_files(path: Path) -> Sequence[Path]:
     return [file for name in PROCESSOR_FILES if (file := path / name).exists()][:1]
 
 
-def _channels(fields: ConfigFields, name: str) -> tuple[float, float, float]:
+def _channels(fields: ConfigFields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
     given = fields.take_any(name)
-    values = [0.5, 0.5, 0.5] if given is None else given
+    values = list(default) if given is None else given
     if not isinstance(values, list) or len(values) != 3 or not all(isinstance(value, int | float) for value in values):
         raise ModelError(f"{name} in {fields.source} must be three numbers", param=name)
     if name == "image_std" and not all(values):

@@ -18,10 +18,8 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
 
 _DECODERS = {"model.language_model.": "model.", "language_model.": ""}
 """What begins the names of a decoder's tensors, and what stands there in a model of text alone."""
-_OTHERS = (
-    "vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_tower.", "model.vision_model.",
-    "model.multi_modal_projector.", "model.visual.",
-)  # fmt: skip
+_TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
+_OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_model.", *_TOWERS)
 
 
 def take_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,10 +41,16 @@ def take_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, **above, "architectures": [parts[kind]]}
 
 
-def keep_text_part(found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Returns the tensors of a checkpoint's decoder by the names of a model of text alone; all where it is one."""
+def keep_text_part(found: dict[str, TensorEntry], *, has_tower: bool = False) -> dict[str, TensorEntry]:
+    """Returns the tensors of a checkpoint's decoder by the names of a model of text alone; all where it is one.
+
+    Args:
+        has_tower: the tower is read too; its tensors lose a "model." that they begin with.
+    """
+    if has_tower:
+        found = {name.removeprefix("model.") if name.startswith(_TOWERS) else name: entry for name, entry in found.items()}
     prefix = next((prefix for prefix in _DECODERS if any(name.startswith(prefix) for name in found)), None)
     if prefix is None:
         return found
-    kept = {name: entry for name, entry in found.items() if not name.startswith(_OTHERS)}
+    kept = found if has_tower else {name: entry for name, entry in found.items() if not name.startswith(_OTHERS)}
     return {_DECODERS[prefix] + name[len(prefix) :] if name.startswith(prefix) else name: kept[name] for name in kept}

@@ -8,6 +8,7 @@ import msgspec
 
 MAX_REQUEST_PIXELS_BYTES: Final = 128 * 2**20
 """Pixels of all images of one request, as the model takes them: one message between front and engine."""
+TOO_MANY_PIXELS: Final = f"the images of a request may take {MAX_REQUEST_PIXELS_BYTES >> 20} MiB of pixels; send fewer"
 MAX_PIXELS_BYTES: Final = 2 * MAX_REQUEST_PIXELS_BYTES
 """Pixels of all requests that an engine has at once."""
 
@@ -19,12 +20,14 @@ class ImageTile(msgspec.Struct, frozen=True, kw_only=True):
         offset, num_tokens: the positions [offset, offset + num_tokens).
         digest: SHA-256 of its pixels, by which prefix keys know it.
         pixels: RGB, one byte each, [height, width, 3] of the size that the model's tower takes.
+        grid: rows and columns in which its positions stand, for models whose images differ in size; `digest` covers them too.
     """
 
     offset: int
     num_tokens: int
     digest: bytes
     pixels: bytes
+    grid: tuple[int, int] | None = None
 
     @property
     def end(self) -> int:

@@ -75,17 +75,24 @@ class RopeTable:
         self._scale = spec.attention_scale
         self._inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
         self._table = torch.empty(2, 0, len(spec.inv_freq), device=device)
+        self._axes = torch.tensor(spec.axes, device=device) if spec.axes else None
 
     def at(self, positions: Tensor, num_positions: int) -> Tensor:
         """Returns [2, num_rows, 1, num_frequencies], cosines then sines.
 
         Args:
+            positions: [num_rows], or [3, num_rows] where tokens have three (`RopeSpec.axes`).
             num_positions: greater than every position.
         """
         missing = range(self._table.shape[1], num_positions, _CHUNK)
         if missing:
             self._table = torch.cat([self._table, *(self._chunk(start) for start in missing)], dim=1)
-        return self._table.index_select(1, positions).unsqueeze(2)
+        if positions.dim() == 1:
+            return self._table.index_select(1, positions).unsqueeze(2)
+        if self._axes is None:
+            raise ValueError("tokens with three positions need a rotation that says which of them turns each frequency")
+        chosen = positions.index_select(0, self._axes)  # [num_frequencies, num_rows]
+        return self._table.gather(1, chosen.T.expand(2, -1, -1)).unsqueeze(2)
 
     def _chunk(self, start: int) -> Tensor:
         positions = torch.arange(start, start + _CHUNK, dtype=torch.float32, device=self._inv_freq.device)

@@ -36,7 +36,8 @@ from cloister.backends.torch.schedule import (
 )
 from cloister.backends.torch.states import States, StateStep
 from cloister.backends.torch.trees import TreeNode, unfold
-from cloister.backends.torch.vision import VisionTower
+from cloister.backends.torch.vision import open_tower
+from cloister.types.images import ImageTile
 
 # Operator spans: methods are wrapped only while they are recorded.
 
@@ -101,7 +102,7 @@ class TorchProgram(Program):
         self._mixers = {number: layer.mixer for number, layer in enumerate(self._layers) if layer.mixer is not None}
         self._states = States(kv, specs, team, device) if specs else None
         self._adapters = TorchAdapters(spec, team, dtype, device)
-        self._vision = None if spec.vision is None else VisionTower(spec.vision, reader, team)
+        self._vision = None if spec.vision is None else open_tower(spec.vision, reader, team)
         if self._vision is not None:
             self.capabilities |= Capability.IMAGES
 
@@ -130,7 +131,7 @@ class TorchProgram(Program):
         logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
         return logits
 
-    def encode_images(self, images: Sequence[bytes]) -> list[FloatArray]:
+    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
         """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
         return super().encode_images(images) if self._vision is None else self._vision.encode(images)
 
@@ -179,8 +180,10 @@ class TorchProgram(Program):
         num_tokens = len(batch.token_ids)
         num_rows = pad_rows(num_tokens, self._tiles)
         hidden = self._embed(batch, num_rows)
-        positions = self._positions(batch, num_rows)
-        angles = {spec: rope.at(positions, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
+        positions = self._pad(batch.positions, num_rows)
+        turns = positions if batch.rope_positions is None else self._pad(batch.rope_positions, num_rows)
+        angles = {spec: rope.at(turns, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
+        deepstack = self._deepstack(batch)
         units = self._schedule(*unfold(batch), num_rows)
         slots_of = self._adapters.of_step(batch)
         adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
@@ -202,6 +205,8 @@ class TorchProgram(Program):
                 for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
             ]
             self._team.run(tasks, num_rows * layer.finish_operations)
+            if number < len(deepstack):
+                hidden.index_add_(0, *deepstack[number])
         return hidden
 
     def _advance(self, number: int, features: Tensor, step: StateStep) -> Tensor:
@@ -216,15 +221,24 @@ class TorchProgram(Program):
         if self._spec.embedding_scale != 1.0:
             found.mul_(self._spec.embedding_scale)
         if batch.embeddings is not None and batch.embedding_rows is not None:
-            found[torch.from_numpy(batch.embedding_rows).long()] = torch.from_numpy(batch.embeddings)
+            embeddings = batch.embeddings[:, : self._spec.hidden_size]
+            found[torch.from_numpy(batch.embedding_rows).long()] = torch.from_numpy(embeddings)
         if self._learned is not None:
             found.add_(to_torch(self._learned[batch.positions]).to(self._device))
         return hidden
 
-    def _positions(self, batch: ForwardBatch, num_rows: int) -> Tensor:
-        positions = np.zeros(num_rows, np.int64)
-        positions[: len(batch.positions)] = batch.positions
-        return torch.from_numpy(positions).to(self._device)
+    def _deepstack(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
+        """Returns (rows, what is added to them) for each of the first layers; rows of images are all different."""
+        if batch.embeddings is None or batch.embedding_rows is None:
+            return []
+        rows, parts = torch.from_numpy(batch.embedding_rows).long(), torch.from_numpy(batch.embeddings)
+        return [(rows, part) for part in parts.split(self._spec.hidden_size, dim=1)[1:]]
+
+    def _pad(self, positions: IntArray, num_rows: int) -> Tensor:
+        """Returns positions [..., num_tokens] as [..., num_rows], followed by zeros."""
+        padded = np.zeros((*positions.shape[:-1], num_rows), np.int64)
+        padded[..., : positions.shape[-1]] = positions
+        return torch.from_numpy(padded).to(self._device)
 
     def _written_slots(self, batch: ForwardBatch) -> dict[int, Tensor]:
         """Returns the slots that the tokens of a step are written to, for each group of layers with attention."""

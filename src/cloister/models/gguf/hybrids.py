@@ -297,7 +297,7 @@ def _delta_net(layer: LayerSpec) -> GatedDeltaNetSpec:
 def _place_heads(spec: GatedDeltaNetSpec, size: int) -> npt.NDArray[np.int32]:
     """Returns where each of `size` numbers of each value head lies, [num_value_heads * size]."""
     heads = np.arange(spec.num_value_heads, dtype=np.int32).reshape(-1, spec.num_key_heads).T.reshape(-1, 1)
-    return (heads * size + np.arange(size, dtype=np.int32)).ravel()
+    return np.asarray(heads * size + np.arange(size, dtype=np.int32), np.int32).ravel()
 
 
 def _place_values(layer: LayerSpec) -> npt.NDArray[np.int32]:

@@ -85,6 +85,8 @@ def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "partly turned heads"
     elif attention.rope.interleaved:
         yield "interleaved rotation"
+    elif attention.rope.axes:
+        yield "rotation by time, row and column"
     if attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0):
         yield "gated or scaled attention"
     if attention.softcap is not None:

@@ -1,0 +1,213 @@
+"""Qwen2.5-VL against transformers: processor, tower, positions, logits and greedy tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from cloister.backends import BACKENDS
+from cloister.backends.base import KVLayout
+from cloister.backends.native import limits as native_limits
+from cloister.backends.torch.cuda import limits as cuda_limits
+from cloister.backends.vision import QwenVisionSpec
+from cloister.models import load
+from cloister.models.image_processing import open_image_processor
+from cloister.types.errors import ConfigError, ModelError
+from tests.qwen_vl_factory import IMAGE_TOKEN, PATCH, TOKEN, UNTYPED, make_qwen_vl
+from tests.vision_factory import make_picture
+from tests.vision_serving import Served, place_tiles, serve_one
+
+FAMILIES = ["qwen2_5_vl"]
+SIZES = [(48, 48), (100, 30), (30, 100), (7, 3), (33, 90), (500, 499), (2, 300), (TOKEN, TOKEN), (61, 47)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen_vl(tmp_path_factory.mktemp("model"), request.param)
+
+
+def open_theirs(path: Path) -> Any:
+    return UNTYPED.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+def prepare(path: Path, pictures: list[Any]) -> tuple[list[bytes], list[tuple[int, int] | None]]:
+    """Returns pixels and grids of pictures."""
+    opened = open_image_processor(path)
+    assert opened is not None
+    processor, token_id = opened
+    assert token_id == IMAGE_TOKEN
+    grids = [processor.token_grid(processor.grid(*picture.size)) for picture in pictures]
+    return [processor.cut(picture)[0] for picture in pictures], grids
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pixels_are_those_of_transformers(size: tuple[int, int], path: Path) -> None:
+    picture = make_picture(*size)
+    expected = Qwen2VLImageProcessorPil.from_pretrained(path)(picture, return_tensors="np")
+    (pixels,), (grid,) = prepare(path, [picture])
+    assert grid is not None
+    assert [1, 2 * grid[0], 2 * grid[1]] == expected["image_grid_thw"][0].tolist()
+    model = load(path)
+    tower = build(path)._vision  # type: ignore[attr-defined]
+    assert isinstance(model.spec.vision, QwenVisionSpec)
+    assert model.spec.vision.find_misfit(grid[0] * grid[1], grid, len(pixels)) is None
+    assert np.array_equal(tower._cut_patches(pixels, *grid).numpy(), expected["pixel_values"])
+
+
+def build(path: Path) -> Any:
+    model = load(path)
+    return BACKENDS.get("torch")(num_threads=2, device="cpu", dtype="float32").build(model.spec, model.weights, KVLayout(4, 16))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"vision": {"hidden_act": "gelu_pytorch_tanh"}},
+        {"vision": {"spatial_merge_size": 1}, "processor": {"merge_size": 1, "max_pixels": 40 * PATCH**2}},
+        {"vision": {"temporal_patch_size": 1}, "processor": {"temporal_patch_size": 1}},
+        {"vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}},
+        {"processor": {"image_mean": [0.1, 0.9, 0.4], "rescale_factor": 0.002}},
+        {"processor": {"do_normalize": False}},
+        {"text": {"rms_norm_eps": 0.1}},
+    ],
+    ids=lambda fields: "-".join(fields) or "plain",
+)
+def test_the_tower_and_the_logits_are_those_of_transformers(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    path = make_qwen_vl(tmp_path, family, **fields)
+    compare(path)
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [{"window_size": 4 * TOKEN}, {"window_size": TOKEN + 5}, {"fullatt_block_indexes": [0, 2]}, {"fullatt_block_indexes": []}],
+    ids=str,
+)
+def test_windows_are_those_of_transformers(vision: dict[str, Any], tmp_path: Path) -> None:
+    compare(make_qwen_vl(tmp_path, "qwen2_5_vl", vision=vision), num_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "mrope_section": [5, 2, 1]}},
+    ],
+    ids=["windows", "yarn"],
+)
+def test_the_decoder_is_that_of_qwen2(text: dict[str, Any], tmp_path: Path) -> None:
+    compare(make_qwen_vl(tmp_path, "qwen2_5_vl", text=text), num_tokens=20)
+
+
+def test_a_config_whose_decoder_is_not_apart_is_read(tmp_path: Path) -> None:
+    """As the hub has Qwen2.5-VL."""
+    path = make_qwen_vl(tmp_path, "qwen2_5_vl")
+    before = load(path).spec
+    config = json.loads((path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    config |= {name: value for name, value in text.items() if name not in ("model_type", "layer_types")}
+    config |= {"eos_token_id": 1, "bos_token_id": 0}
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    (path / "config.json").write_text(json.dumps(config))
+    assert load(path, strict=True).spec == before
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value", "word"),
+    [
+        ("vision_config", "hidden_act", "tanh", "hidden_act"),
+        ("vision_config", "num_heads", 5, "heads"),
+        ("vision_config", "in_channels", 1, "in_channels"),
+        ("vision_config", "out_hidden_size", 32, "out_hidden_size"),
+        ("vision_config", "fullatt_block_indexes", [3], "fullatt_block_indexes"),
+        ("vision_config", "window_size", 5, "window_size"),
+        ("vision_config", "rope_parameters", {"rope_type": "yarn"}, "rope_type"),
+        ("text_config", "rope_parameters", {"mrope_section": [1, 2, 3]}, "mrope_section"),
+        (None, "vision_config", None, "vision_config"),
+        (None, "text_config", "qwen2", "vision_config"),
+    ],
+)
+def test_a_config_that_is_not_computed_is_refused(
+    place: str | None, field: str, value: object, word: str, tmp_path: Path
+) -> None:
+    path = make_qwen_vl(tmp_path, "qwen2_5_vl")
+    config = json.loads((path / "config.json").read_text())
+    (config if place is None else config[place])[field] = value
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=word):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"patch_size": PATCH + 1}, "patch_size"),
+        ({"merge_size": 1}, "merge_size"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size"),
+        ({"do_resize": False}, "do_resize"),
+        ({"min_pixels": 0}, "min_pixels"),
+        ({"max_pixels": 5}, "max_pixels"),
+        ({"size": 5}, "size"),
+    ],
+)
+def test_a_processor_that_asks_for_something_else_is_refused(
+    fields: dict[str, object], word: str, path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    processor = json.loads((path / "preprocessor_config.json").read_text()) | fields
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    with pytest.raises(ModelError, match=word):
+        open_image_processor(tmp_path)
+
+
+def test_newer_processor_configs_have_their_bounds_in_size(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    fields = json.loads((path / "preprocessor_config.json").read_text())
+    size = {"shortest_edge": fields.pop("min_pixels"), "longest_edge": fields.pop("max_pixels")}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**fields, "size": size}))
+    assert open_image_processor(tmp_path) == open_image_processor(path)
+
+
+def test_other_back_ends_say_what_they_lack(path: Path) -> None:
+    spec = load(path).spec
+    for check in (partial(native_limits.check_computable, kv_dtype="float32"), cuda_limits.check_computable):
+        with pytest.raises(ConfigError, match=r"a vision tower.*rotation by time, row and column|rotation by .*a vision tower"):
+            check(spec)
+
+
+def compare(path: Path, num_tokens: int = 40) -> None:
+    pictures = [make_picture(70, 40, 1), make_picture(24, 60, 2)]
+    theirs = open_theirs(path)
+    pixels, grids = prepare(path, pictures)
+    batch = Qwen2VLImageProcessorPil.from_pretrained(path)(pictures, return_tensors="pt")
+    prompt, images = place_tiles(list(range(5, 40)), pixels, [3, 17], grids=grids)
+    with torch.no_grad():
+        found = theirs.model.get_image_features(batch["pixel_values"], batch["image_grid_thw"], return_dict=True)
+    deepstack = getattr(found, "deepstack_features", None) or []
+    features = [torch.cat(list(parts)) for parts in (found.pooler_output, *deepstack)]
+    expected = torch.cat(features, dim=1).numpy()
+    assert np.abs(np.concatenate(build(path).encode_images(images)) - expected).max() <= 1e-4
+    served = serve_one(Served(path), prompt, images, max_tokens=num_tokens)
+    ids = torch.tensor([[*prompt, *served]])
+    with torch.no_grad():
+        logits = theirs(
+            input_ids=ids[:, :-1],
+            pixel_values=batch["pixel_values"],
+            image_grid_thw=batch["image_grid_thw"],
+            mm_token_type_ids=(ids[:, :-1] == IMAGE_TOKEN).int(),
+        ).logits[0, len(prompt) - 1 :]
+    logits[:, IMAGE_TOKEN] -= 100
+    best = logits.topk(2).values
+    equal = (logits.argmax(-1) == ids[0, len(prompt) :]) | (best[:, 0] - best[:, 1] < 1e-4)
+    assert int(equal.sum()) == num_tokens
+    assert len(set(served)) > 3

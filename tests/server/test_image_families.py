@@ -1,0 +1,107 @@
+"""Models whose images differ in size, over HTTP: what stands in the prompt, what is counted, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from cloister.engine import EngineClient, ThreadTransport
+from cloister.launch.engine import build_engine
+from cloister.policy import Policy
+from cloister.server.images import ImageReader
+from cloister.text import Tokenizer
+from cloister.types.config import EngineConfig, ServerConfig
+from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, make_qwen_vl
+from tests.server.running_server import RunningServer, serving
+from tests.vision_factory import encode_picture, make_picture
+
+
+def url_of(width: int, height: int, seed: int = 0) -> str:
+    data = base64.b64encode(encode_picture(make_picture(width, height, seed))).decode()
+    return f"data:image/png;base64,{data}"
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen_vl(tmp_path_factory.mktemp("model"), request.param)
+
+
+async def start(path: Path) -> EngineClient:
+    config = EngineConfig(
+        model=str(path), backend="torch", dtype="float32", num_threads=1, max_model_len=256, kv_memory_mb=8, block_size=8,
+        max_num_seqs=4, profile="open", speculate="none", prefix_cache=True, weights_cache="",
+    )  # fmt: skip
+    engine = EngineClient(ThreadTransport(build_engine(config)), config)
+    await engine.start()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[RunningServer]:
+    with serving(path, lambda: start(path), config=ServerConfig(port=0, drain_timeout_s=1.0, max_images=3)) as server:
+        yield server
+
+
+def complete(server: RunningServer, *content: dict[str, Any], **fields: Any) -> Any:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        return client.chat.completions.create(
+            model=server.engine.model.name,
+            messages=[{"role": "user", "content": list(content)}],  # type: ignore[misc,list-item]
+            max_tokens=8,
+            temperature=0,
+            **fields,
+        )
+
+
+def image(width: int, height: int, seed: int = 0) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(width, height, seed)}}
+
+
+TEXT = {"type": "text", "text": "what is that?"}
+
+
+def test_the_prompt_is_that_of_transformers(path: Path) -> None:
+    reader = ImageReader.open(path, Tokenizer(path), Policy("open"), 3)
+    assert reader is not None
+    sizes = [(70, 40), (30, 90)]
+    text = "<|endoftext|>a<|vision_start|><|image_pad|><|vision_end|>b<|vision_start|><|image_pad|><|vision_end|>c<|end|>"
+    found, tiles = reader.place(Tokenizer(path).encode(text), asyncio.run(reader.load([url_of(*size) for size in sizes])))
+    processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+    theirs = SimpleNamespace(
+        image_processor=processor, image_token="<|placeholder|>"
+    )  # the whole needs torchvision, for videos
+    inputs = processor([make_picture(*size) for size in sizes], return_tensors="np")
+    for number in range(2):
+        text = text.replace("<|image_pad|>", Qwen2_5_VLProcessor.replace_image_token(theirs, inputs, number), 1)
+    assert found == Tokenizer(path).encode(text.replace("<|placeholder|>", "<|image_pad|>"))
+    assert [place for place, token in enumerate(found) if token == IMAGE_TOKEN] == [
+        place for tile in tiles for place in range(tile.offset, tile.end)
+    ]
+    assert [[1, *(2 * side for side in tile.grid or ())] for tile in tiles] == inputs["image_grid_thw"].tolist()
+
+
+def test_usage_counts_the_tokens_of_each_image(server: RunningServer) -> None:
+    one = complete(server, image(48, 48), TEXT).usage.prompt_tokens
+    two = complete(server, image(48, 48), image(48, 36), TEXT).usage.prompt_tokens
+    assert two - one == 4 * 3 + 2
+    assert complete(server, image(48, 48), TEXT).usage.prompt_tokens == one
+
+
+def test_an_image_changes_the_answer(server: RunningServer) -> None:
+    answers = {complete(server, image(60, 40, seed), TEXT).choices[0].message.content for seed in (1, 2, 3)}
+    assert len(answers) > 1
+
+
+def test_a_very_thin_image_is_refused(server: RunningServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="Image 2 of `messages` has sides of a ratio of more than 200"):
+        complete(server, image(48, 48), image(201, 1), TEXT)
+    assert complete(server, image(200, 1), TEXT).usage.completion_tokens
