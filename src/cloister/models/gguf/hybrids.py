@@ -27,7 +27,7 @@ from cloister.models.gguf.layout import (
     Array,
     Names,
     Order,
-    Recipe,
+    TensorRecipe,
     has_tensor,
     take_by_layer,
 )
@@ -51,11 +51,11 @@ def _as_it_is(_layer: LayerSpec, parts: Sequence[Array]) -> Array:
     return parts[0]
 
 
-_DECAY: Mapping[str, Recipe] = {"mixer.A_log": Recipe(("blk.{}.ssm_a",), _undo_exponential)}
-_MAMBA_RECIPES: Mapping[str, Recipe] = {
+_DECAY: Mapping[str, TensorRecipe] = {"mixer.A_log": TensorRecipe(("blk.{}.ssm_a",), _undo_exponential)}
+_MAMBA_RECIPES: Mapping[str, TensorRecipe] = {
     **_DECAY,
-    "mixer.D": Recipe(("blk.{}.ssm_d",), _as_it_is),
-    "mixer.norm": Recipe(("blk.{}.ssm_norm.weight",), _as_it_is),
+    "mixer.D": TensorRecipe(("blk.{}.ssm_d",), _as_it_is),
+    "mixer.norm": TensorRecipe(("blk.{}.ssm_norm.weight",), _as_it_is),
 }
 _MIXER_SOURCES: Mapping[str, Source] = {
     "mixer.A_log": Source("blk.{}.ssm_a", is_tensor=True),

@@ -66,7 +66,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TensorRecipe:
     """How a tensor is computed from others of its layer.
 
     Attributes:
@@ -147,7 +147,7 @@ class Architecture:
     translate: Callable[[GGUFFile, ConfigFields], Mapping[str, Any]] = _says_all
     sources: Mapping[str, Source] = field(default_factory=dict)
     other_sources: Mapping[str, Source] = field(default_factory=dict)
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    recipes: Mapping[str, TensorRecipe] = field(default_factory=dict)
     orders: Mapping[str, Order] = field(default_factory=dict)
     head_size: Callable[[ConfigFields], int] | None = check_heads
     local_base: float | None = None
