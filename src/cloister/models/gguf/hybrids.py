@@ -107,7 +107,7 @@ MAMBA2_FILES = Architecture(
 def _list_kinds(fields: ConfigFields) -> dict[str, Any]:
     """Returns the kind of each layer and the KV heads of those with attention: others have none."""
     counts = take_by_layer(fields, "num_key_value_heads")
-    return {"layer_types": [FULL if count else LINEAR for count in counts], "num_key_value_heads": max(1, *counts, 1)}
+    return {"layer_types": [FULL if count else LINEAR for count in counts], "num_key_value_heads": max([1, *counts])}
 
 
 # Granite 4: each layer has a feed-forward or a mixture; rotation where the file says that it was trained so.
@@ -195,8 +195,8 @@ def _translate_nemotron(file: GGUFFile, fields: ConfigFields) -> Mapping[str, An
     return {
         **said, **routing, **unused,
         "layer_types": kinds,
-        "intermediate_size": max((*dense, *sizes, 1)),
-        "num_key_value_heads": max(1, *take_by_layer(fields, "num_key_value_heads"), 1),
+        "intermediate_size": max([1, *dense, *sizes]),
+        "num_key_value_heads": max([1, *take_by_layer(fields, "num_key_value_heads")]),
         "mamba_d_head": inner // num_heads,
     }  # fmt: skip
 

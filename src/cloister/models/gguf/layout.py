@@ -33,6 +33,8 @@ SOURCES: Mapping[str, Source] = {
 }
 QKV = {module: Source("blk.{}.attn_qkv", ("q", "k", "v")) for module in "qkv"}
 GATE_UP = {module: Source("blk.{}.ffn_up", ("gate", "up")) for module in ("gate", "up")}
+FUSED_EXPERTS = {module: Source("blk.{}.ffn_gate_up_exps", ("gate", "up")) for module in ("experts.gate", "experts.up")}
+"""Where a converter was asked to join the two."""
 
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 NAMES: Names = {

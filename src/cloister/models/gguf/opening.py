@@ -147,8 +147,8 @@ def _predicts_further(file: GGUFFile, name: str, num_layers: int) -> bool:
 
 
 def _count_parts(file: GGUFFile, shape: tuple[int, ...]) -> int:
-    """Returns how many tensors one of a file can be at most: as many as experts, or three where it is fused."""
-    return min(shape[0], file.size_bytes) if len(shape) == 3 else 3
+    """Returns how many tensors one of a file can be at most: two for each expert, or three where it is fused."""
+    return min(2 * shape[0], file.size_bytes) if len(shape) == 3 else 3
 
 
 def _num_paired_heads(spec: DecoderSpec, name: str) -> int | None:
