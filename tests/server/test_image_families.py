@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +73,7 @@ def test_the_prompt_is_that_of_transformers(path: Path) -> None:
     assert reader is not None
     sizes = [(70, 40), (30, 90)]
     text = "<|endoftext|>a<|vision_start|><|image_pad|><|vision_end|>b<|vision_start|><|image_pad|><|vision_end|>c<|end|>"
-    found, tiles = reader.place(Tokenizer(path).encode(text), asyncio.run(reader.load([url_of(*size) for size in sizes])))
+    found, tiles = reader.place(Tokenizer(path).encode(text), reader.read([url_of(*size) for size in sizes]))
     processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     theirs = SimpleNamespace(
         image_processor=processor, image_token="<|placeholder|>"

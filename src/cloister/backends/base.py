@@ -434,6 +434,8 @@ class MemoryNeed:
         logit_row_bytes: of the logits of one position, where `activations_bytes` does not count them.
         available_bytes: free memory of the device that it is taken from; None is the memory of this machine.
         state_bytes: of a block that holds the state of every layer that has one.
+        draft_bytes: of what layers with a state keep of one draft until it is accepted or forgotten.
+        draft_state_bytes: of the copies of states that one node of the largest token tree of a step reads.
     """
 
     weights_bytes: int
@@ -443,6 +445,8 @@ class MemoryNeed:
     logit_row_bytes: int = 0
     kv_layer_bytes: tuple[int, ...] = ()
     state_bytes: int = 0
+    draft_bytes: int = 0
+    draft_state_bytes: int = 0
 
 
 class Backend(Protocol):

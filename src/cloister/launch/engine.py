@@ -104,6 +104,8 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
         drafters_bytes=drafters.fixed_bytes,
         num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
+        num_drafts=drafters.num_drafts(config.max_num_seqs, max_batched_tokens(config)),
+        most_drafts=drafters.most_drafts,
         overhead_bytes=OVERHEAD_BYTES + (0 if model.spec.vision is None else MAX_PIXELS_BYTES),
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"

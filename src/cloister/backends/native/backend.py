@@ -9,11 +9,12 @@ from cloister.backends.native.model import PackedModel, pack_model, packed_model
 from cloister.backends.native.packing import LAYOUT, PackedKind, Packer, buffer_bytes
 from cloister.backends.native.program import KV_KINDS, NativeProgram, kv_block_bytes
 from cloister.backends.native.rotation import describe_orders
+from cloister.backends.native.states import draft_bytes, draft_state_bytes
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec
 from cloister.types.errors import ConfigError
 
-NUMERICS = 5  # raise it when an answer may change in its last bit
+NUMERICS = 6  # raise it when an answer may change in its last bit
 
 
 class NativeBackend:
@@ -82,6 +83,8 @@ class NativeBackend:
                 is_wide=self._dense is PackedKind.F32,
             ),
             logit_row_bytes=4 * spec.vocab_size,
+            draft_bytes=draft_bytes(spec),
+            draft_state_bytes=self._pool.num_threads * draft_state_bytes(spec),
         )
 
     def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> NativeProgram:

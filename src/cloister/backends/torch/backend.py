@@ -63,6 +63,7 @@ class TorchBackend:
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
         mapped = {"positions.weight", "layer_inputs.embed.weight", *(() if spec.tied_embeddings else ("embed.weight",))}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
+        states = [layer.state for layer in spec.layers if layer.state is not None]
         layer_bytes = tuple(
             (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
         )
@@ -70,8 +71,10 @@ class TorchBackend:
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
-            state_bytes=sum(4 * layer.state.state_size for layer in spec.layers if layer.state is not None),
+            state_bytes=4 * sum(state.state_size for state in states),
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * self._thread_bytes(spec),
+            draft_bytes=4 * sum(state.step_size for state in states),
+            draft_state_bytes=4 * self._team.num_threads * max((state.state_size for state in states), default=0),
         )
 
     @staticmethod
