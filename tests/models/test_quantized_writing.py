@@ -47,6 +47,17 @@ def test_a_format_comes_back_as_it_was_written(name: str, activations: str | Non
     assert build(found.spec, found.weights).run("a", tokens).tobytes() == build(source.spec, weights).run("a", tokens).tobytes()
 
 
+@pytest.mark.parametrize("family", ["gemma3n_text", "deepseek_v32"])
+def test_families_of_the_torch_back_end_come_back_as_they_were_written(family: str, tmp_path: Path) -> None:
+    source = load(make_model(tmp_path / "in", family))
+    write(source, tmp_path / "out", "int4")
+    found = load(tmp_path / "out")
+    assert found.spec == source.spec
+    weights = quantize_on_read(source.spec, source.weights, FORMATS.get("int4")(FormatOptions()))
+    tokens = list(range(40))
+    assert build(found.spec, found.weights).run("a", tokens).tobytes() == build(source.spec, weights).run("a", tokens).tobytes()
+
+
 def test_everything_else_is_copied(tmp_path: Path) -> None:
     source = load(make_model(tmp_path / "in", "llama", **SIZES))
     write_model(

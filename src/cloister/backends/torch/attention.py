@@ -78,7 +78,8 @@ def _hide_unchosen(chosen: Tensor, run: Run) -> Tensor:
     places = chosen - run.first_split * SPLIT
     hidden = torch.ones(*chosen.shape[:2], num_keys + 1, dtype=torch.bool, device=chosen.device)
     hidden.scatter_(-1, places.masked_fill((places < 0) | (places > num_keys), num_keys), False)
-    hidden = hidden[..., :num_keys].unflatten(-1, (run.num_splits, run.width)).permute(2, 0, 1, 3).flatten(0, 1)
+    num_units, num_rows, _ = chosen.shape
+    hidden = hidden[..., :num_keys].reshape(num_units, num_rows, run.num_splits, run.width).permute(2, 0, 1, 3).flatten(0, 1)
     return hidden if run.hidden is None else hidden | run.hidden
 
 

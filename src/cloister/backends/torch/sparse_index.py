@@ -11,12 +11,11 @@ from functools import cache, partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cloister.backends.base import ForwardBatch
 from cloister.backends.spec import IndexSpec
-from cloister.backends.torch.layers import rotate
+from cloister.backends.torch.layers import Norm, rotate
 from cloister.backends.torch.linear import cut_rows, measure_tiles, pad_rows
 from cloister.backends.torch.reading import AnyLinear, WeightReader
 from cloister.backends.torch.schedule import SPLIT, KeySlots, Team
@@ -37,7 +36,8 @@ class IndexProjections:
         self._queries = reader.linear(f"{prefix}.index_q", bias=False)
         self._keys = reader.linear(f"{prefix}.index_k", bias=False)
         self._weights = reader.linear(f"{prefix}.index_weights", bias=False, wide=True)
-        self._norm = [reader.vector(f"{prefix}.index_k_norm.{name}") for name in ("weight", "bias")]
+        weight, bias = (reader.vector(f"{prefix}.index_k_norm.{name}") for name in ("weight", "bias"))
+        self._norm = Norm("layer", weight, bias, spec.norm_eps)
         self.linears: tuple[AnyLinear, ...] = (self._queries, self._keys, self._weights)
         self.num_operations = sum(linear.num_operations for linear in self.linears)
 
@@ -56,8 +56,7 @@ class IndexProjections:
         rotate(self._queries(latents).view(heads), cos_sin, turned)
         features[:, :size] = turned.flatten(1)
         features[:, size:] = self._weights(normed).mul_((spec.num_heads * spec.head_dim) ** -0.5)
-        found = F.layer_norm(self._keys(normed), (spec.head_dim,), *self._norm, spec.norm_eps)
-        rotate(found.unsqueeze(1), cos_sin, keys.unsqueeze(1))
+        rotate(self._norm(self._keys(normed)).unsqueeze(1), cos_sin, keys.unsqueeze(1))
 
 
 def choose_positions(

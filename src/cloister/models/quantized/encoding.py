@@ -190,7 +190,7 @@ def write_model(source: Path, out: Path, tensors: Iterable[tuple[str, Tensor]], 
 
 
 def _is_writable(place: Source) -> bool:
-    return place == Source(place.name, added=place.added)
+    return place == Source(place.name, added=place.added, is_tensor=place.is_tensor)
 
 
 def _as_stored(tensor: Tensor, added: float) -> Tensor:
