@@ -146,6 +146,22 @@ WIDE: list[tuple[str, str, dict[str, Any]]] = [
         "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
         "vocab_size": 16000, "sliding_window": 300, "num_hidden_layers": 4, "logit_scale": 0.25,
         "rope_parameters": {"rope_theta": 50000.0}}),
+    ("gpt_oss", "gpt-oss 20B, third of its width, beyond the window", {
+        "hidden_size": 960, "intermediate_size": 960, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 64,
+        "vocab_size": 16000, "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "sliding_window": 128,
+        "rope_parameters": {**YARN, "factor": 32.0, "truncate": False}}),
+    ("llama4_text", "Llama 4 Scout, quarter width, 4 layers, beyond the chunk", {
+        "hidden_size": 1280, "intermediate_size": 2048, "intermediate_size_mlp": 4096, "num_attention_heads": 10,
+        "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 16000, "num_local_experts": 16, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1, "attention_chunk_size": 256, "floor_scale": 64, "num_hidden_layers": 4}),
+    ("ministral", "Ministral 8B, quarter width, 4 layers, beyond the window", {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+        "vocab_size": 16000, "sliding_window": 300, "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]}),
+    ("ministral3", "Ministral 3 8B, quarter width, beyond the original context", {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+        "vocab_size": 16000, "rope_parameters": {
+            **YARN, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}),
     ("mamba2", "Mamba 2 130M, 6 layers", {
         "hidden_size": 768, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1, "vocab_size": 16000,
         "num_hidden_layers": 6}),

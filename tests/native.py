@@ -14,12 +14,14 @@ import pytest
 from cloister.backends import native
 from cloister.backends.base import FloatArray
 from cloister.backends.spec import (
+    ClippedSwiGLU,
     DecoderSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
     MlpSpec,
     MoeSpec,
+    QueryGrowth,
     RopeSpec,
     ShortConvSpec,
 )
@@ -100,7 +102,49 @@ CONVOLUTION = LayerSpec(None, MlpSpec(116), state=ShortConvSpec(SMALL.hidden_siz
 SHORT_CONVOLUTIONS = replace(SMALL, layers=(CONVOLUTION, SMALL.layers[0], CONVOLUTION))
 MAMBA = LayerSpec(None, MlpSpec(116), state=Mamba2Spec(num_heads=6, head_dim=20, num_groups=2, d_state=24, kernel_size=4))
 MAMBA_LAYERS = replace(SMALL, layers=(MAMBA, SMALL.layers[0], MAMBA))
+HEADS = SMALL.layers[0].grouped_attention
+CLIPPED = MlpSpec(44, bias=True, clipped=ClippedSwiGLU(1.7, 0.8))
 PARTS: Mapping[str, DecoderSpec] = {
+    "sinks, experts and router with biases, clipped SwiGLU, a window in one layer": replace(
+        SMALL,
+        layers=tuple(
+            LayerSpec(replace(HEADS, sinks=True, window=window, **BIASES), MoeSpec(7, 3, CLIPPED, router_bias=True))
+            for window in (50, None)
+        ),
+    ),
+    "sinks and softcap; clipped SwiGLU that all tokens pass": changed(
+        SMALL, attention={"sinks": True, "softcap": 4.0}, layer={"mlp": CLIPPED}
+    ),
+    "chunks and norms without weights; growing queries; experts with weighted inputs": replace(
+        SMALL,
+        layers=tuple(
+            LayerSpec(
+                attention,
+                MoeSpec(7, 3, MlpSpec(50), False, MlpSpec(60), scoring="sigmoid", router_bias=True, weigh_inputs=True),
+            )
+            for attention in (
+                replace(
+                    HEADS,
+                    window=90,
+                    chunked=True,
+                    qk_norm=True,
+                    qk_norm_weighted=False,
+                    rope=with_rope(SMALL, 24, interleaved=True),
+                ),
+                replace(HEADS, rope=None, query_growth=QueryGrowth(0.4, 32, first=1)),
+            )
+        ),
+    ),
+    "a window as long as the chunks of another layer; norms of projections without weights": replace(
+        SMALL,
+        layers=tuple(
+            LayerSpec(
+                replace(HEADS, window=60, chunked=chunked, qk_norm=True, qk_norm_over="projection", qk_norm_weighted=False),
+                replace(MIXTURE, shared=MlpSpec(70), shared_gate=True, router_bias=True),
+            )
+            for chunked in (True, False)
+        ),
+    ),
     "latent attention": replace(SMALL, layers=(LayerSpec(LATENT, MlpSpec(116)),) * 2),
     "latent attention, one projection of queries, biases, sizes of no vector": replace(
         SMALL,

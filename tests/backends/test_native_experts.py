@@ -18,7 +18,7 @@ from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import MlpSpec, MoeSpec
-from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor
+from cloister.backends.tensors import E2M1_CODES, Activations, GroupedTensor, QuantizedTensor, Tensor
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ModelError
 from tests.batch_invariance import differing_arrangements
@@ -29,7 +29,7 @@ MIXTURE = MoeSpec(num_experts=6, num_chosen=2, expert=MlpSpec(96), shared=MlpSpe
 SPEC = changed(make_spec(hidden=128, intermediate=96, heads=(4, 2), head_dim=32), layer={"mlp": MIXTURE})
 EVERY = changed(SPEC, layer={"mlp": replace(MIXTURE, num_chosen=6)})
 """Every expert is chosen, so that rounding does not change who computes."""
-FORMS = ("none", "int8", "int4", "qoq", "w4a16", "int8, shared one not")
+FORMS = ("none", "int8", "int4", "qoq", "w4a16", "int8, shared one not", "MXFP4", "MXFP4 that meets int8")
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(0, SPEC.vocab_size, 150)]
 
 
@@ -44,6 +44,23 @@ def four_bits_that_meet_bfloat16(plain: Weights) -> Weights:
         scales = np.abs(groups).max(2) / 7
         codes = np.rint(groups / scales[:, :, None] + 8).clip(0, 15).astype(np.uint8)
         return GroupedTensor(codes.reshape(weight.shape), scales.astype(np.float32), None, None, 4, 32, "bfloat16")
+
+    return GivenWeights({name: coded(name) for name in plain.names()})
+
+
+def in_mxfp4(plain: Weights, activations: Activations) -> Weights:
+    """Experts in MXFP4, as gpt-oss has them; the nearest numbers, with the power of two below a group's peak as its scale."""
+
+    def coded(name: str) -> Tensor:
+        weight = plain.read(name)
+        if "experts" not in name:
+            return weight
+        groups = np.asarray(weight, np.float32).reshape(len(weight), -1, 32)  # type: ignore[arg-type]
+        scales = np.ldexp(np.float32(1), np.frexp(np.abs(groups).max(2) / 12)[1])
+        numbers = np.array(sorted({int(code) - 128 for code in E2M1_CODES}), np.float32)
+        nearest = np.abs((groups / scales[:, :, None])[..., None] - numbers).argmin(-1)
+        codes = (numbers[nearest] + 128).astype(np.uint8).reshape(weight.shape)
+        return GroupedTensor(codes, scales, None, None, 8, 32, activations, is_mxfp4=True)
 
     return GivenWeights({name: coded(name) for name in plain.names()})
 
@@ -74,6 +91,8 @@ def weights_in(form: str) -> Weights:
     plain = RandomWeights(SPEC)
     if form == "int8, shared one not":
         return Partly(plain, "int8", "experts")
+    if form.startswith("MXFP4"):
+        return in_mxfp4(plain, "bfloat16" if form == "MXFP4" else "int8_group")
     if form == "w4a16":
         return four_bits_that_meet_bfloat16(plain)
     return plain if form == "none" else QuantizedWeights(plain, FORMATS.get(form)(FormatOptions()))
@@ -85,7 +104,7 @@ def test_experts_in_a_format_stay_near_the_oracle_on_the_same_codes(form: str) -
     exact = build(EVERY, weights).run("a", TOKENS)
     for kernels in KERNELS:
         found = build_native(EVERY, weights, kernels=kernels, dtype="bfloat16").run("a", TOKENS)
-        bound = 0.01 if form in ("none", "w4a16") else 0.03  # measured 0.0048, 0.0156
+        bound = 0.01 if form in ("none", "w4a16", "MXFP4") else 0.03  # measured 0.0048, 0.0156
         assert 1e-4 < relative_error(found, exact) < bound
 
 

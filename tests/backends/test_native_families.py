@@ -9,15 +9,31 @@ import pytest
 
 from tests.driving import build_from
 from tests.model_factory import make_model
-from tests.models import test_cohere2, test_deepseek, test_families, test_glm, test_minimax
+from tests.models import (
+    test_cohere2,
+    test_deepseek,
+    test_families,
+    test_glm,
+    test_gpt_oss,
+    test_llama4,
+    test_minimax,
+    test_ministral,
+)
 from tests.models.test_config_fields import BASES, HONOURED, TOKENS, change
 from tests.native import KERNELS
 from tests.reference import compare
 
-OF_ONE_FAMILY = {"cohere2": test_cohere2, "glm4_moe": test_glm, "minimax_m2": test_minimax}
+OF_ONE_FAMILY = {
+    "cohere2": test_cohere2,
+    "glm4_moe": test_glm,
+    "minimax_m2": test_minimax,
+    "gpt_oss": test_gpt_oss,
+    "llama4_text": test_llama4,
+}
 VARIANTS = {
     **test_families.VARIANTS,
     **test_deepseek.VARIANTS,
+    **test_ministral.VARIANTS,
     **{
         f"{family}, {name}": (family, config)
         for family, tests in OF_ONE_FAMILY.items()
@@ -37,7 +53,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
         assert agreement.num_equal == agreement.num_tokens
 
 
-FAMILIES = (*OF_ONE_FAMILY, "deepseek_v2", "deepseek_v3")
+FAMILIES = (*OF_ONE_FAMILY, "deepseek_v2", "deepseek_v3", "ministral", "ministral3")
 
 
 @pytest.mark.parametrize(("family", "field"), [(family, field) for family in FAMILIES for field in HONOURED[family]])

@@ -16,7 +16,7 @@ import pytest
 from cloister.backends.base import GREEDY, LOGITS, FloatArray
 from cloister.backends.native import _native
 from cloister.backends.native.packing import PackedKind, Packer
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, Tensor
+from cloister.backends.tensors import E2M1_CODES, Activations, GroupedTensor, ProgressiveTensor, Tensor
 from tests.native import KERNELS, GivenWeights, build_native, exact_product, multiply, relative_error, without_layers
 
 VOCAB = 50
@@ -63,7 +63,16 @@ def progressive(hidden: int, group_size: int) -> ProgressiveTensor:
     return ProgressiveTensor(codes, channel_scales, group_scales, rng.integers(0, 16, shape).astype(np.uint8), group_size)
 
 
+def mxfp4(hidden: int, *, vocab: int = VOCAB) -> GroupedTensor:
+    rng = np.random.default_rng(4)
+    codes = E2M1_CODES[rng.integers(0, 16, (vocab, hidden))]
+    scales = np.ldexp(np.float32(1), rng.integers(-4, 3, (vocab, hidden // 32)))
+    return GroupedTensor(codes, scales, None, None, 8, 32, "int8", is_mxfp4=True)
+
+
 INTEGERS: dict[str, Tensor] = {
+    "MXFP4": mxfp4(256),
+    "MXFP4 of no whole chunk, many outputs": mxfp4(160, vocab=331),
     "8 bits by row": grouped(256, 256, 8),
     "8 bits by row of no whole chunk": grouped(100, 100, 8),
     "8 bits by row with zeros": grouped(256, 256, 8, zeros=True),
@@ -98,6 +107,7 @@ def test_an_integer_product_is_exact_but_for_the_order_of_sums(name: str, kernel
 
 
 ROUNDED: dict[str, Tensor] = {
+    "MXFP4, as its inputs": replace(mxfp4(352), activations="int8_group"),
     "8 bits in groups of 32, as their inputs": replace(grouped(352, 32, 8), activations="int8_group"),
     "4 bits in groups of 32 with offsets, as their inputs": replace(
         grouped(576, 32, 4, offsets=True), activations="int8_group"
@@ -178,6 +188,8 @@ def test_codes_without_a_kernel_are_dequantised_to_bfloat16(name: str, kernels: 
 WIDE: dict[str, GroupedTensor] = {
     name: replace(tensor, activations="bfloat16")
     for name, tensor in {
+        "MXFP4": mxfp4(256),
+        "MXFP4 of no whole panel": mxfp4(160, vocab=331),
         "groups of 32": grouped(256, 32, 4),
         "groups of 32 with zeros": grouped(160, 32, 4, zeros=True),
         "groups of 64 of no whole panel": grouped(192, 64, 4, zeros=True, vocab=331),
@@ -204,6 +216,31 @@ def test_four_bits_that_meet_bfloat16_stay_four_bits() -> None:
     tensor = replace(grouped(512, 128, 4, zeros=True, vocab=64), activations="bfloat16")
     packed = Packer(_native.Pool(1), PackedKind.BF16).join([tensor], [None])
     assert packed.num_bytes < tensor.codes.size * 4.5 / 8
+
+
+@pytest.mark.parametrize("activations", ["bfloat16", "int8", "int8_group"])
+def test_mxfp4_stays_four_bits_with_a_byte_for_32_of_them(activations: Activations) -> None:
+    tensor = replace(mxfp4(512, vocab=64), activations=activations)
+    packed = Packer(_native.Pool(1), PackedKind.BF16).join([tensor], [None])
+    assert packed.num_bytes == tensor.codes.size * 17 / 32
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("activations", ["bfloat16", "int8_group"])
+def test_the_greatest_and_smallest_scales_of_mxfp4_are_exact(activations: Activations, kernels: str) -> None:
+    exponents = np.array([-128, -127, -126, -100, 0, 100, 120])
+    num_groups = len(exponents)
+    codes = np.full((num_groups, 32 * num_groups), 128, np.uint8)
+    codes[:, ::32] = 128 + 12
+    scales = np.ldexp(np.float32(1), exponents).astype(np.float32)[None].repeat(num_groups, 0)
+    head = GroupedTensor(codes, scales, None, None, 8, 32, activations, is_mxfp4=True)
+    rows = np.zeros(codes.shape, np.float32)
+    rows[np.arange(num_groups), 32 * np.arange(num_groups)] = 1  # each row meets one group
+    found = multiply(
+        head, rows, np.full(codes.shape[1], codes.shape[1] ** -0.5), num_rows=num_groups, dtype="bfloat16", kernels=kernels
+    )
+    assert np.allclose(np.log2(found[:, 0]), np.log2(12) + exponents, atol=0.02)
+    assert (found == found[:, :1]).all()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -273,8 +310,8 @@ def test_a_row_that_is_not_finite_does_not_become_so_by_rounding(hidden: int, wr
 GIVEN: dict[str, Any] = {
     "kind": 2, "outputs": 40, "inputs": 96, "group": 32, "zero_point": 128,
     "group_inputs": False, "rotation": 0, "codes": np.zeros(2 * 2 * 2048, np.uint8),
-    "channel_scales": None, "scales": np.zeros(64 * 3 * 2, np.uint8), "wide_scales": False, "zeros": np.zeros(64 * 3, np.uint8),
-    "offsets": None, "group_scales": None, "bias": np.zeros(64, np.float32),
+    "channel_scales": None, "scales": np.zeros(64 * 3 * 2, np.uint8), "scale_bytes": 2, "zeros": np.zeros(64 * 3, np.uint8),
+    "e2m1": False, "offsets": None, "group_scales": None, "bias": np.zeros(64, np.float32),
 }  # fmt: skip
 
 
@@ -286,7 +323,9 @@ GIVEN: dict[str, Any] = {
         ({"bias": np.zeros(64)}, "shorter"),  # the kernels would point into a copy that is gone
         ({"bias": np.zeros(128, np.float32)[::2]}, "shorter"),
         ({"scales": np.zeros(64 * 3, np.uint8)}, "shorter"),
-        ({"wide_scales": True}, "shorter"),
+        ({"scale_bytes": 4}, "shorter"),
+        ({"scale_bytes": 3}, "no such scales"),
+        ({"e2m1": True}, "no such floats"),
         ({"zeros": np.zeros(64, np.uint8)}, "shorter"),
         ({"scales": None}, "without their scales"),
         ({"kind": 4}, "without their scales"),

@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 
 from cloister import LLM, SamplingParams
-from cloister.launch import resolve_settings
+from cloister.backends.native import limits
+from cloister.launch import backend, resolve_settings
 from cloister.types.errors import CloisterError
 from tests.model_factory import make_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "block_size": 8, "max_model_len": 256}
 PROMPTS = ["the cat sat on the mat", "what is that"]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture
+def _lacks_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native back end says that it lacks something, whatever the model: any family may become native."""
+    for module in (limits, backend):
+        monkeypatch.setattr(module, "list_missing", lambda _spec: ["attention sinks", "biases of experts"])
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +35,7 @@ def answer(path: Path, **settings: Any) -> tuple[str, list[Any]]:
         return llm.model.backend, [completion.outputs[0].token_ids for completion in llm.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.usefixtures("_lacks_sinks")
 def test_torch_computes_what_the_native_kernels_do_not_and_a_line_says_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert answer(path) == answer(path, backend="torch")
     (line,) = [record.message for record in caplog.records if "back end" in record.message]
@@ -34,20 +43,29 @@ def test_torch_computes_what_the_native_kernels_do_not_and_a_line_says_so(path: 
     assert "torch computes it" in line
 
 
+@pytest.mark.usefixtures("_lacks_sinks")
 def test_a_number_format_of_weights_needs_no_setting_of_kv(path: Path) -> None:
     assert answer(path, quant="int8") == answer(path, quant="int8", backend="torch")
 
 
-def test_a_model_that_the_native_kernels_compute_is_theirs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert answer(make_model(tmp_path, "llama"))[0] == "native"
-    assert not caplog.records
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "llama4_text", "ministral3"])
+def test_a_model_that_the_native_kernels_compute_is_theirs(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_model(tmp_path, family)
+    name, tokens = answer(path, dtype="float32")
+    assert name == "native"
+    assert tokens == answer(path, dtype="float32", backend="torch")[1]
+    assert not [record for record in caplog.records if record.name.startswith("cloister")]
 
 
+@pytest.mark.usefixtures("_lacks_sinks")
 def test_a_back_end_that_is_named_is_taken_or_refuses(path: Path) -> None:
     with pytest.raises(CloisterError, match=r"attention sinks.*--backend torch"):
         LLM(str(path), **SETTINGS, backend="native")
 
 
+@pytest.mark.usefixtures("_lacks_sinks")
 def test_without_torch_the_native_back_end_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloister.launch.backend.find_spec", lambda _name: None)
     with pytest.raises(CloisterError, match=r"attention sinks.*--backend torch"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
+import os
 import struct
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +26,9 @@ from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_stri
 from cloister.engine import EngineClient, ThreadTransport
 from cloister.launch.engine import build_engine
 from cloister.policy import Policy
-from cloister.server import images
+from cloister.server import image_decoding, images
 from cloister.server.image_child import Fault, decode
-from cloister.server.images import ImageReader, decode_image
+from cloister.server.images import ImageReader
 from cloister.server.responses.keeping import ResponseStore
 from cloister.text import Tokenizer
 from cloister.types.config import EngineConfig, ServerConfig
@@ -88,7 +92,7 @@ def test_the_prompt_is_that_of_transformers(reader: ImageReader, path: Path) -> 
     tokenizer, pictures = Tokenizer(path), [make_picture(70, 40, 1), make_picture(48, 20, 2)]
     urls = [url_of(encode_picture(picture)) for picture in pictures]
     text = "<|endoftext|><|user|>look<image>and<image>what is that?<|end|>\n<|assistant|>"
-    token_ids, tiles = reader.place(tokenizer.encode(text), reader.read(urls))
+    token_ids, tiles = reader.place(tokenizer.encode(text), asyncio.run(reader.load(urls)))
     found = SmolVLMImageProcessorPil.from_pretrained(path)([pictures], return_row_col_info=True, return_tensors="np")
     strings = [
         get_image_prompt_string(rows, cols, NUM_TOKENS, "<fake_token_around_image>", "<image>", "<global-img>")
@@ -183,6 +187,7 @@ def test_a_bad_image_is_refused_in_one_line(name: str, server: RunningServer, ca
         reply = httpx.post(
             f"{server.url}/v1/chat/completions",
             json={"messages": asks(part(PNG), {"type": "image_url", "image_url": {"url": url}}), "max_tokens": 2},
+            timeout=60,
         )
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_image", "messages")
@@ -258,6 +263,10 @@ def opened(data: bytes) -> np.ndarray:
     return np.asarray(decode(data))
 
 
+def decode_apart(data: bytes) -> Image.Image:
+    return asyncio.run(image_decoding.decode_image(data, 1, lambda image: image))
+
+
 def test_the_confined_process_says_the_same_of_a_file() -> None:
     for data in (
         PNG,
@@ -265,21 +274,85 @@ def test_the_confined_process_says_the_same_of_a_file() -> None:
         encode_picture(make_picture(31, 17, 4, "RGBA"), "WEBP"),
         encode_picture(make_picture(9, 5), "GIF"),
     ):
-        assert np.array_equal(np.asarray(decode_image(data, 1)), opened(data))
+        assert np.array_equal(np.asarray(decode_apart(data)), opened(data))
     exif = Image.Exif()
     exif[0x0112] = 8
     turned = encode_picture(make_picture(31, 17), "JPEG", exif=exif)
-    assert decode_image(turned, 1).size == (17, 31)
+    assert decode_apart(turned).size == (17, 31)
 
 
 def test_a_process_that_dies_or_hangs_is_an_image_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images.sys, "executable", "/bin/false")
+    monkeypatch.setattr(image_decoding.sys, "executable", "/bin/false")
     with pytest.raises(InvalidRequestError, match="too much time or memory"):
-        decode_image(PNG, 1)
+        decode_apart(PNG)
     monkeypatch.undo()
-    monkeypatch.setattr(images, "DEADLINE_S", 0.001)
+    monkeypatch.setattr(image_decoding, "DEADLINE_S", 0.001)
     with pytest.raises(InvalidRequestError, match="too long"):
-        decode_image(PNG, 1)
+        decode_apart(PNG)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def slow_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Has no image decoded for a minute; returns what lists the processes that were started for it."""
+    script, log = tmp_path / "decoder", tmp_path / "pids"
+    script.write_text(f"#!/bin/sh\necho $$ >> {log}\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(image_decoding.sys, "executable", str(script))
+    return lambda: [int(pid) for pid in log.read_text().split()] if log.exists() else []
+
+
+def test_texts_are_answered_while_images_are_decoded_and_who_leaves_ends_that(
+    server: RunningServer, slow_decoder: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/chat/completions", json={"messages": asks(part(PNG)), "max_tokens": 2}, timeout=6.0)
+
+    with ThreadPoolExecutor(6) as threads:
+        looking = [threads.submit(look) for _ in range(6)]
+        wait_for(lambda: len(slow_decoder()) == images.SIDE_BY_SIDE)
+        began_s = time.monotonic()
+        assert complete(server, asks()).usage.prompt_tokens
+        assert time.monotonic() - began_s < 5
+        assert not any(each.done() for each in looking)
+        for each in looking:
+            each.result()
+    wait_for(lambda: not any(map(is_running, slow_decoder())))
+    assert len(slow_decoder()) <= 6
+    monkeypatch.undo()
+    assert complete(server, asks(part(PNG))).usage.prompt_tokens
+
+
+def test_the_pixels_of_a_request_are_counted_while_it_is_read(reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = [url_of(PNG)] * 3
+    pixels = sum(len(tile) for image in asyncio.run(reader.load(urls)) for tile in image.tiles)
+    monkeypatch.setattr(images, "MAX_REQUEST_PIXELS_BYTES", pixels)
+    asyncio.run(reader.load(urls))
+    monkeypatch.setattr(images, "MAX_REQUEST_PIXELS_BYTES", pixels - 1)
+    with pytest.raises(InvalidRequestError, match="MiB of pixels"):
+        asyncio.run(reader.load(urls))
+
+
+def test_an_error_about_an_image_names_the_field_of_its_api(server: RunningServer) -> None:
+    content = [{"type": "input_image", "image_url": url_of(b"x")}]
+    reply = httpx.post(f"{server.url}/v1/responses", json={"input": [{"role": "user", "content": content}]}, timeout=60)
+    assert reply.json()["error"]["param"] == "input"
+    assert "`input`" in reply.json()["error"]["message"]
 
 
 def test_files_become_what_people_see_of_them() -> None:
@@ -315,7 +388,7 @@ def test_random_damage_is_refused_or_read() -> None:
 
 
 def test_a_template_without_a_place_for_images_is_told(reader: ImageReader) -> None:
-    image = reader.read([url_of(PNG)])
+    image = asyncio.run(reader.load([url_of(PNG)]))
     with pytest.raises(InvalidRequestError, match="no place"):
         reader.place([5, 6, 7], image)
     with pytest.raises(InvalidRequestError, match="no place"):

@@ -19,6 +19,8 @@ token, or one for each token and group of the weights.
 Rounding inputs x that share a scale: `scale = max(|x|) / 127`, `q = round_half_to_even(x * (127 / max(|x|)))`, all in float32;
 where all are zero the scale is 0 and so are the codes.
 """
+E2M1_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16).astype(np.uint8) + np.uint8(128)
+"""[16] uint8: 128 and twice each E2M1 number, by its bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
 ROTATIONS = (128, 64, 16)
 """Blocks that inputs of products are rotated in."""
 _NUMBERS_AT_ONCE = 1 << 16  # so that they stay in a core's own cache
@@ -53,6 +55,8 @@ class GroupedTensor:
         activations: what meets the codes.
         order: [in] int32 or None. Column k of `codes` multiplies input order[k] (GPTQ's act-order).
         rotation: the formula gives the weight with its blocks of that many inputs rotated (`rotate_blocks`); 0 for as it is.
+        is_mxfp4: every code is one of `E2M1_CODES` and every scale a power of two, so that 4 bits hold a code and 8 a scale.
+            `bits` is 8 all the same, and there are neither zeros nor offsets.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -64,6 +68,7 @@ class GroupedTensor:
     activations: Activations
     order: npt.NDArray[np.int32] | None = None
     rotation: int = 0
+    is_mxfp4: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -220,6 +225,8 @@ def stored_bits(tensor: GroupedTensor | ProgressiveTensor) -> float:
     """Returns the bits that a quantised tensor takes per weight once packed, scales and zero points included."""
     if isinstance(tensor, ProgressiveTensor):
         return 4 + 16 / tensor.group_size + 32 / tensor.shape[1]
+    if tensor.is_mxfp4:
+        return 4 + 8 / tensor.group_size
     whole_row = tensor.group_size == tensor.shape[1]
     halves = np.array_equal(tensor.scales.astype(np.float16).astype(np.float32), tensor.scales)
     per_group = 16 if halves and not whole_row else 32

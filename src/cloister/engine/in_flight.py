@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import Arrived, Ended, Event, Outputs, Preempted, Progressed, Scheduled, Stepped, end_output
-from cloister.types.images import MAX_PIXELS_BYTES, MAX_REQUEST_PIXELS_BYTES
+from cloister.types.images import MAX_PIXELS_BYTES, MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
@@ -193,8 +193,7 @@ class InFlightRequests:
 
     def _check_pixels(self, num_bytes: int) -> None:
         if num_bytes > MAX_REQUEST_PIXELS_BYTES:
-            most = MAX_REQUEST_PIXELS_BYTES >> 20
-            raise InvalidRequestError(f"the images of a request may take {most} MiB of pixels; send fewer", param="messages")
+            raise InvalidRequestError(TOO_MANY_PIXELS, param="messages")
         if num_bytes + sum(found.request.pixels_bytes for found in self._by_id.values()) > MAX_PIXELS_BYTES:
             raise QueueFullError(
                 "requests with too many images wait already; try again later", retry_after_s=self._estimate_retry_s()

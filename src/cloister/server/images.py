@@ -8,24 +8,23 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import os
 import re
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import anyio
+
 from cloister.models.image_processing import ImageProcessor, has_pillow, open_image_processor
 from cloister.policy.policy import Policy, Use
 from cloister.server.errors import invalid
-from cloister.server.image_child import FORMATS, HEAD, MAX_IMAGE_PIXELS, NO_FAULT, TOO_LARGE, UNKNOWN_FORMAT
-from cloister.server.pdf.reading import INHERITED
+from cloister.server.image_decoding import decode_image, refusal
 from cloister.text import Tokenizer
 from cloister.types.errors import InvalidRequestError
-from cloister.types.images import ImageTile
+from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS, ImageTile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,11 +32,8 @@ if TYPE_CHECKING:
 MAX_IMAGE_BYTES: Final = 20 * 2**20
 """Longest file of one image."""
 SIDE_BY_SIDE: Final = 2
-"""Images that are decoded at once."""
-DEADLINE_S: Final = 25.0
-"""Time until an image is decoded."""
+"""Requests whose images are decoded at once, one image after the other."""
 _DATA_URL: Final = re.compile(r"data:image/[a-zA-Z0-9.+-]{1,40};base64,")
-_decoding = threading.BoundedSemaphore(SIDE_BY_SIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +57,7 @@ class ImageReader:
         processor: cuts them.
         token_id: of the placeholder, which the chat template writes once for each image.
         max_images: of one request.
+        slots: of requests whose images are decoded. These wait here and not for the threads of texts, so that others need not.
     """
 
     processor: ImageProcessor
@@ -68,6 +65,7 @@ class ImageReader:
     tokenizer: Tokenizer
     policy: Policy
     max_images: int
+    slots: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(SIDE_BY_SIDE), compare=False)
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer, policy: Policy, max_images: int) -> ImageReader | None:
@@ -85,7 +83,7 @@ class ImageReader:
         return self.max_images > 0 and self.policy.allows("image-inputs")
 
     def read(self, urls: Sequence[str]) -> list[CutImage]:
-        """Decodes and cuts the images of one request, in its order.
+        """Returns the images of one request, in its order, as `ImagesPending.loaded` gives them.
 
         Args:
             urls: data URLs, as the client sent them.
@@ -93,6 +91,7 @@ class ImageReader:
         Raises:
             PolicyError: the profile refuses images.
             InvalidRequestError: there are too many, or one cannot be used; the message says why.
+            ImagesPending: they are not decoded yet.
         """
         self.policy.check({"image-inputs": Use(bool(urls), "the request")})
         if len(urls) > self.max_images:
@@ -102,7 +101,27 @@ class ImageReader:
             raise invalid(
                 "This server decodes no images: its operator can install 'cloister[vision]'.", "messages", "no_image_decoder"
             )
-        return [self._cut(url, number) for number, url in enumerate(urls, 1)]
+        match _loaded.get():
+            case None:
+                raise ImagesPending(self, urls)
+            case InvalidRequestError() as error:
+                raise error
+            case images:
+                return images
+
+    async def load(self, urls: Sequence[str]) -> list[CutImage]:
+        """Decodes and cuts the images of one request.
+
+        Raises:
+            InvalidRequestError: one cannot be used; the message says why.
+        """
+        images: list[CutImage] = []
+        async with self.slots:
+            for number, url in enumerate(urls, 1):
+                images.append(await self._cut(url, number))
+                if sum(len(tile) for image in images for tile in image.tiles) > MAX_REQUEST_PIXELS_BYTES:
+                    raise invalid(TOO_MANY_PIXELS, "messages")
+        return images
 
     def place(self, token_ids: Sequence[int], images: Sequence[CutImage]) -> tuple[list[int], tuple[ImageTile, ...]]:
         """Puts the tokens of each image where the template wrote its placeholder, and says where its tiles are.
@@ -141,61 +160,54 @@ class ImageReader:
             grid=grid,
         )
 
-    def _cut(self, url: str, number: int) -> CutImage:
-        data = _decode_url(url, number)
-        with _decoding:
-            image = decode_image(data, number)
+    async def _cut(self, url: str, number: int) -> CutImage:
+        def cut(image: Image) -> CutImage:
             if max(image.size) > self.processor.max_ratio * min(image.size):
-                raise _refusal(number, f"has sides of a ratio of more than {self.processor.max_ratio:g}; crop it")
+                raise refusal(number, f"has sides of a ratio of more than {self.processor.max_ratio:g}; crop it")
             return CutImage(self.processor.grid(*image.size), self.processor.cut(image))
+
+        return await decode_image(_decode_url(url, number), number, cut)
+
+
+class ImagesPending(Exception):
+    """A prompt cannot be prepared before its images are decoded, which takes seconds and no thread for texts.
+
+    The preparation ends here; the images are decoded, and it begins anew inside `loaded`.
+    """
+
+    def __init__(self, reader: ImageReader, urls: Sequence[str]) -> None:
+        super().__init__()  # nothing that a user sent is shown
+        self._reader, self._urls = reader, urls
+
+    async def load(self) -> LoadedImages:
+        """Decodes the images, or returns why one cannot be used: for the preparation to raise, which names its fields."""
+        try:
+            return await self._reader.load(self._urls)
+        except InvalidRequestError as error:
+            return error
+
+    @staticmethod
+    @contextmanager
+    def loaded(images: LoadedImages) -> Iterator[None]:
+        """Gives images to preparations inside the context, in other threads too."""
+        token = _loaded.set(images)
+        try:
+            yield
+        finally:
+            _loaded.reset(token)
+
+
+LoadedImages = list[CutImage] | InvalidRequestError
+_loaded: ContextVar[LoadedImages | None] = ContextVar("images of this request", default=None)
 
 
 def _decode_url(url: str, number: int) -> bytes:
     found = _DATA_URL.match(url)
     if found is None:
-        raise _refusal(number, "is no data URL of an image in base64; this server fetches no images from elsewhere")
+        raise refusal(number, "is no data URL of an image in base64; this server fetches no images from elsewhere")
     if (len(url) - found.end()) * 3 // 4 > MAX_IMAGE_BYTES:
-        raise _refusal(number, f"has more than {MAX_IMAGE_BYTES >> 20} MiB; send a smaller one")
+        raise refusal(number, f"has more than {MAX_IMAGE_BYTES >> 20} MiB; send a smaller one")
     try:
         return base64.b64decode(url[found.end() :], validate=True)
     except (binascii.Error, ValueError):
-        raise _refusal(number, "is not valid base64") from None
-
-
-def decode_image(data: bytes, number: int) -> Image:
-    """Decodes each image file in a separate process: the decoder never handles untrusted bytes in the server.
-
-    Args:
-        number: of the image among those of the request, from 1, for errors.
-
-    Raises:
-        InvalidRequestError: it is of another format, too large by its header, or damaged.
-    """
-    from PIL import Image  # of an extra
-
-    try:
-        answer = subprocess.run(
-            (sys.executable, "-P", "-m", "cloister.server.image_child", str(os.getpid())),
-            input=data,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in INHERITED if name in os.environ},
-            timeout=DEADLINE_S,
-        ).stdout
-    except subprocess.TimeoutExpired:
-        raise _refusal(number, "takes too long to decode; send a smaller one") from None
-    if len(answer) < HEAD.size:  # a limit ended the process
-        raise _refusal(number, "takes too much time or memory to decode; send a smaller one")
-    fault, width, height = HEAD.unpack_from(answer)
-    if fault == TOO_LARGE:
-        raise _refusal(number, f"has more than {MAX_IMAGE_PIXELS / 1e6:.1f} million pixels; send a smaller one")
-    if fault == UNKNOWN_FORMAT:
-        raise _refusal(number, f"is none of {', '.join(FORMATS)}, or its header is damaged")
-    is_whole = 0 < width * height <= MAX_IMAGE_PIXELS and len(answer) == HEAD.size + 3 * width * height
-    if fault != NO_FAULT or not is_whole:
-        raise _refusal(number, "is damaged or cut off")
-    return Image.frombytes("RGB", (width, height), answer[HEAD.size :])
-
-
-def _refusal(number: int, why: str) -> InvalidRequestError:
-    return invalid(f"Image {number} of `messages` {why}.", "messages", "invalid_image")
+        raise refusal(number, "is not valid base64") from None

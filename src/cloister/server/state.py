@@ -18,6 +18,7 @@ from cloister.policy.gate import Admission
 from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService
+from cloister.server.images import ImagesPending
 from cloister.server.metrics import Exposition
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
@@ -64,15 +65,21 @@ class ServerState:
         return self.calls.generate(self.engine, self.call, request)
 
     async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs text work in a thread, with a deadline.
+        """Runs text work in a thread, with a deadline; twice where it needs images, which are decoded in between.
 
         Raises:
             OverloadedError: it took too long.
         """
         call = partial(work, *args)
+        run = partial(anyio.to_thread.run_sync, call, abandon_on_cancel=True, limiter=self.threads)
         try:
             with anyio.fail_after(self.prepare_timeout_s):
-                return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self.threads)
+                try:
+                    return await run()
+                except ImagesPending as pending:
+                    images = await pending.load()
+                with ImagesPending.loaded(images):
+                    return await run()
         except TimeoutError:
             raise OverloadedError("The server is too busy to read the prompt; try again in a moment.") from None
 

@@ -8,6 +8,7 @@ import msgspec
 
 MAX_REQUEST_PIXELS_BYTES: Final = 128 * 2**20
 """Pixels of all images of one request, as the model takes them: one message between front and engine."""
+TOO_MANY_PIXELS: Final = f"the images of a request may take {MAX_REQUEST_PIXELS_BYTES >> 20} MiB of pixels; send fewer"
 MAX_PIXELS_BYTES: Final = 2 * MAX_REQUEST_PIXELS_BYTES
 """Pixels of all requests that an engine has at once."""
 

@@ -38,10 +38,11 @@ class Matrix:
         zero_point: int,
         group_inputs: bool,
         rotation: int,
+        e2m1: bool,
         codes: _Bytes,
         channel_scales: _Floats | None,
         scales: _Bytes | None,
-        wide_scales: bool,
+        scale_bytes: int,
         zeros: _Bytes | None,
         offsets: _Floats | None,
         group_scales: _Bytes | None,
@@ -52,7 +53,9 @@ class Norm:
     def __init__(self, *, weight: _Floats, bias: _Floats | None) -> None: ...
 
 class FeedForward:
-    def __init__(self, *, up: Matrix, down: Matrix, activation: int, gated: bool) -> None: ...
+    def __init__(
+        self, *, up: Matrix, down: Matrix, activation: int, gated: bool, clipping: tuple[float, float] = ...
+    ) -> None: ...
 
 class Routing:
     def __init__(
@@ -76,6 +79,7 @@ class Mixture:
         routing: Routing,
         shared: FeedForward | None,
         shared_gate: bool,
+        weighs_inputs: bool,
     ) -> None: ...
 
 class Latent:
@@ -144,6 +148,9 @@ class Program:
         q_norm: _Floats | None,
         k_norm: _Floats | None,
         norms_projection: bool,
+        sinks: _Floats | None,
+        chunked: bool,
+        growth: tuple[float, int, int],
         parallel: bool,
         residual_scale: float,
         cache: _Bytes,

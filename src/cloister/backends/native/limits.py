@@ -65,27 +65,8 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)
     ):
         yield "gated or scaled attention"
-    if isinstance(attention, AttentionSpec):
-        yield from _missing_of_heads(attention)
-    if isinstance(mlp, MoeSpec) and (mlp.router_bias or mlp.expert.bias):
-        yield "biases of experts"
-    if isinstance(mlp, MoeSpec) and mlp.weigh_inputs:
-        yield "experts with weighted inputs"
     feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
-    if feed_forward is not None and feed_forward.clipped is not None:
-        yield "clipped SwiGLU"
     if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
         yield "scaled feed-forwards or squared ReLU"
-
-
-def _missing_of_heads(attention: AttentionSpec) -> Iterator[str]:
-    if attention.sinks:
-        yield "attention sinks"
-    if attention.chunked:
-        yield "attention in chunks"
-    if attention.rope is not None and attention.rope.axes:
+    if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
         yield "rotation by time, row and column"
-    if attention.query_growth is not None:
-        yield "queries that grow with their position"
-    if attention.qk_norm and not attention.qk_norm_weighted:
-        yield "norms of q and k without weights"

@@ -96,7 +96,13 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
         yield from _mlp_matrices(mlp, prefix)
         return
     routers = ("router", "shared_router") if mlp.shared_gate else ("router",)
-    yield MatrixParts(f"{prefix}router", tuple(prefix + name for name in routers), exact=True)
+    yield MatrixParts(
+        f"{prefix}router",
+        tuple(prefix + name for name in routers),
+        biased=mlp.router_bias,
+        unbiased=f"{prefix}shared_router",
+        exact=True,
+    )
     for expert in range(mlp.num_experts):
         yield from _mlp_matrices(mlp.expert, f"{prefix}experts.{expert}.")
     if mlp.shared is not None:
@@ -138,6 +144,8 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
     if spec.head_bias and spec.tied_embeddings:
         yield "head.bias", _padded(spec.vocab_size, PANEL)
     for number, layer in enumerate(spec.layers):
+        if isinstance(layer.attention, AttentionSpec) and layer.attention.sinks:
+            yield f"layers.{number}.attention.sinks", layer.attention.num_heads
         if isinstance(layer.mlp, MoeSpec) and layer.mlp.correction_bias:
             yield f"layers.{number}.router.e_score_correction_bias", _padded(layer.mlp.num_experts, _LANES)
         if isinstance(layer.state, ShortConvSpec):
@@ -167,12 +175,13 @@ def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
         yield "kv_a_norm", attention.kv_lora_rank
         if attention.q_lora_rank is not None:
             yield "q_a_norm", attention.q_lora_rank
-    elif attention is not None and attention.qk_norm:
-        yield from (("q_norm", _qk_length(attention, attention.num_heads)),)
-        yield from (("k_norm", _qk_length(attention, attention.num_kv_heads)),)
+    elif attention is not None and attention.qk_norm and attention.qk_norm_weighted:
+        yield from (("q_norm", qk_norm_length(attention, attention.num_heads)),)
+        yield from (("k_norm", qk_norm_length(attention, attention.num_kv_heads)),)
 
 
-def _qk_length(attention: AttentionSpec, num_heads: int) -> int:
+def qk_norm_length(attention: AttentionSpec, num_heads: int) -> int:
+    """Returns how many numbers of q or k, which has so many heads, are normed together."""
     return attention.head_dim * (num_heads if attention.qk_norm_over == "projection" else 1)
 
 
@@ -219,7 +228,7 @@ def _pack_matrix(parts: MatrixParts, read: Callable[[str], Tensor], packer: Pack
         return packer.stack_heads(_take_half(parts, parts.latent, _row(tensors[0])))
     biases = [_row(read(f"{name}.bias")) if parts.biased and name != parts.unbiased else None for name in parts.sources]
     if parts.exact:
-        return packer.join_exactly([_row(tensor) for tensor in tensors])
+        return packer.join_exactly([_row(tensor) for tensor in tensors], biases)
     if parts.interleaved:
         return packer.interleave(tensors[0], tensors[1], biases)
     return packer.join(tensors, biases)

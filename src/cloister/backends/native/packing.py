@@ -24,6 +24,7 @@ from cloister.backends.spec import (
     ShortConvSpec,
 )
 from cloister.backends.tensors import (
+    E2M1_CODES,
     GroupedTensor,
     InputRounding,
     ProgressiveTensor,
@@ -37,6 +38,9 @@ LAYOUT = 3  # raise it when packed bytes change their meaning
 PANEL = 32
 _CHUNK = 1 << 18  # numbers that are dequantised at once: they stay in a core's own cache
 _SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length and its multiples
+_E2M1_ZERO = 12  # the codes of E2M1 that kernels multiply are so much more than twice its numbers
+_E2M1_BITS = np.zeros(256, np.uint8)
+_E2M1_BITS[E2M1_CODES[::-1]] = np.arange(16, dtype=np.uint8)[::-1]  # minus zero is zero
 IntArray = npt.NDArray[np.int32]
 
 
@@ -68,6 +72,7 @@ class PackedMatrix:
         zero_point: what is taken off every code where there are no `zeros`.
         group_inputs: inputs have a scale for each group, not for each token.
         rotation: of the inputs (`backends.tensors.rotate_blocks`).
+        e2m1: codes are floats of 4 bits, and scales exponents of one byte (`backends.tensors.GroupedTensor.is_mxfp4`).
         parts: flat arrays by name: codes, channel_scales, scales, zeros, offsets, group_scales, bias.
     """
 
@@ -78,6 +83,7 @@ class PackedMatrix:
     zero_point: int
     group_inputs: bool
     rotation: int
+    e2m1: bool
     parts: Mapping[str, npt.NDArray[Any]] = field(repr=False)
 
     def bind(self) -> _native.Matrix:
@@ -92,10 +98,11 @@ class PackedMatrix:
             zero_point=self.zero_point,
             group_inputs=self.group_inputs,
             rotation=self.rotation,
+            e2m1=self.e2m1,
             codes=self.parts["codes"],
             channel_scales=part("channel_scales"),
             scales=None if scales is None else scales.view(np.uint8),
-            wide_scales=scales is not None and scales.dtype == np.float32,
+            scale_bytes=2 if scales is None else scales.itemsize,
             zeros=part("zeros"),
             offsets=part("offsets"),
             group_scales=part("group_scales"),
@@ -123,9 +130,9 @@ class Packer:
         starts = np.cumsum([0, *heights])
         return self._pack(tensors, [_places(start, start + rows) for start, rows in zip(starts, heights, strict=False)], biases)
 
-    def join_exactly(self, tensors: Sequence[npt.NDArray[Any]]) -> PackedMatrix:
+    def join_exactly(self, tensors: Sequence[npt.NDArray[Any]], biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
         """`join` in float32, whatever the others are."""
-        return Packer(self._pool, PackedKind.F32).join(tensors, [None] * len(tensors))
+        return Packer(self._pool, PackedKind.F32).join(tensors, biases)
 
     def stack_heads(self, heads: npt.NDArray[np.float32]) -> PackedMatrix:
         """Packs matrices [num_heads, outputs, inputs] one below the other, each from a whole panel on."""
@@ -161,11 +168,21 @@ class Packer:
         group = tensors[0].group_size if grouped and not isinstance(tensors[0], np.ndarray) else 0
         rounding = rounding_of(tensors[0]) or InputRounding()
         return PackedMatrix(
-            kind, outputs, inputs, group, _zero_point(kind, tensors), rounding.group_size > 0, rounding.rotation, parts
+            kind,
+            outputs,
+            inputs,
+            group,
+            _zero_point(kind, tensors),
+            rounding.group_size > 0,
+            rounding.rotation,
+            _is_mxfp4(tensors[0]),
+            parts,
         )
 
     def _pack_codes(self, kind: PackedKind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
         data = tensor if isinstance(tensor, np.ndarray) else tensor.codes
+        if _is_mxfp4(tensor):
+            data = _E2M1_BITS[data]
         if data.dtype not in _SOURCES:
             data = data.astype(np.float32)
         data = np.ascontiguousarray(data)
@@ -175,6 +192,8 @@ class Packer:
 
 def _zero_point(kind: PackedKind, tensors: Sequence[Tensor]) -> int:
     """Returns what is taken off every code, where that is one number for all."""
+    if _is_mxfp4(tensors[0]):
+        return _E2M1_ZERO
     middle = {PackedKind.INT8: 128, PackedKind.INT4: 8, PackedKind.QOQ: 128, PackedKind.W4A16: 8}.get(kind, 0)
     common = _common_zero([t for t in tensors if isinstance(t, GroupedTensor)])
     return middle if common is None else common
@@ -228,7 +247,7 @@ def _as_numbers(tensor: QuantizedTensor) -> npt.NDArray[Any]:
 
 def _has_kernel(tensor: GroupedTensor | ProgressiveTensor) -> bool:
     whole_groups = tensor.group_size % _SUM_LENGTH == 0
-    if isinstance(tensor, ProgressiveTensor):
+    if isinstance(tensor, ProgressiveTensor) or tensor.is_mxfp4:
         return whole_groups
     if tensor.order is not None:
         return False
@@ -248,7 +267,9 @@ def _scaled_by_row(tensor: Tensor) -> bool:
 
 def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns tensors that can stand in one matrix: themselves, or all as numbers."""
-    kinds = {(type(t),) if isinstance(t, np.ndarray) else (_kind_of(t), t.group_size, rounding_of(t)) for t in tensors}
+    kinds = {
+        (type(t),) if isinstance(t, np.ndarray) else (_kind_of(t), _is_mxfp4(t), t.group_size, rounding_of(t)) for t in tensors
+    }
     if len(kinds) == 1:
         return tensors
     return [t if isinstance(t, np.ndarray) else _as_numbers(t) for t in tensors]
@@ -257,9 +278,13 @@ def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> PackedKind:
     if isinstance(tensor, ProgressiveTensor):
         return PackedKind.QOQ
-    if tensor.bits == 8:
+    if tensor.bits == 8 and not tensor.is_mxfp4:
         return PackedKind.INT8
     return PackedKind.W4A16 if tensor.activations == "bfloat16" else PackedKind.INT4
+
+
+def _is_mxfp4(tensor: Tensor) -> bool:
+    return isinstance(tensor, GroupedTensor) and tensor.is_mxfp4
 
 
 def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
@@ -276,6 +301,8 @@ def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
         return {}
     if all(_scaled_by_row(t) and t.activations == "int8" for t in grouped):
         return {"channel_scales": [t.scales for t in grouped]}
+    if grouped[0].is_mxfp4:  # so are all: a scale of 2 ** (e - 128) is the byte e
+        return {"scales": [(np.frexp(t.scales)[1] + 127).astype(np.uint8) for t in grouped]}
     exact = all(np.array_equal(t.scales.astype(np.float16).astype(np.float32), t.scales) for t in grouped)
     found: dict[str, list[npt.NDArray[Any]]] = {
         "scales": [t.scales.astype(np.float16 if exact else np.float32) for t in grouped]

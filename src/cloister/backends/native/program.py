@@ -26,7 +26,7 @@ from cloister.backends.base import (
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.native.model import PackedModel
+from cloister.backends.native.model import PackedModel, qk_norm_length
 from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.native.rotation import row_orders
 from cloister.backends.native.states import StateStore
@@ -143,6 +143,11 @@ def _shape(attention: AnyAttentionSpec) -> tuple[int, int, int, int, int]:
     return *heads, _value_dim(attention), attention.window or 0
 
 
+def _growth(attention: AnyAttentionSpec | None) -> tuple[float, int, int]:
+    growth = attention.query_growth if isinstance(attention, AttentionSpec) else None
+    return (0.0, 0, 0) if growth is None else (growth.beta, growth.period, growth.first)
+
+
 def _value_dim(attention: AnyAttentionSpec) -> int:
     """Returns how many first numbers of a key are its value; 0 where keys and values are apart."""
     return attention.kv_lora_rank if isinstance(attention, LatentAttentionSpec) else 0
@@ -180,6 +185,7 @@ class NativeProgram(Program):
         self._heads = DraftHeadStore(self._program, packer)
         self._set_ends(spec)
         self._caches: list[ByteArray] = []
+        self._ones: list[FloatArray] = []  # weights of norms that have none
         self._states = StateStore(kv)
         self._has_states = any(layer.state is not None for layer in spec.layers)
         self._blocks = [
@@ -238,9 +244,12 @@ class NativeProgram(Program):
             mlp_norm=self._norm(f"{prefix}mlp_norm"),
             attention_post_norm=self._norm(f"{prefix}attention_post_norm"),
             mlp_post_norm=self._norm(f"{prefix}mlp_post_norm"),
-            q_norm=vectors.get(f"{prefix}q_norm.weight"),
-            k_norm=vectors.get(f"{prefix}k_norm.weight"),
+            q_norm=self._qk_norm(attention, f"{prefix}q_norm", attention.num_heads if attention else 0),
+            k_norm=self._qk_norm(attention, f"{prefix}k_norm", attention.num_kv_heads if attention else 0),
             norms_projection=isinstance(attention, AttentionSpec) and attention.qk_norm_over == "projection",
+            sinks=vectors.get(f"{prefix}attention.sinks"),
+            chunked=isinstance(attention, AttentionSpec) and attention.chunked,
+            growth=_growth(attention),
             parallel=layer.parallel,
             residual_scale=layer.residual_scale,
             cache=self._caches[-1].reshape(-1),
@@ -277,6 +286,12 @@ class NativeProgram(Program):
             norms_before_gate=mamba.norm == "before_gate",
         )
 
+    def _qk_norm(self, attention: AnyAttentionSpec | None, name: str, num_heads: int) -> FloatArray | None:
+        if isinstance(attention, AttentionSpec) and attention.qk_norm and not attention.qk_norm_weighted:
+            self._ones.append(np.ones(qk_norm_length(attention, num_heads), np.float32))
+            return self._ones[-1]
+        return self._model.vectors.get(f"{name}.weight")
+
     def _norm(self, name: str) -> _native.Norm | None:
         weight = self._model.vectors.get(f"{name}.weight")
         return None if weight is None else _native.Norm(weight=weight, bias=self._model.vectors.get(f"{name}.bias"))
@@ -306,6 +321,7 @@ class NativeProgram(Program):
             down=matrices[f"{prefix}down"].bind(),
             activation=_ACTIVATIONS[mlp.activation],
             gated=mlp.gated,
+            clipping=(0.0, 0.0) if mlp.clipped is None else (mlp.clipped.alpha, mlp.clipped.limit),
         )
 
     def _mixture(self, mlp: MoeSpec, prefix: str) -> _native.Mixture:
@@ -329,6 +345,7 @@ class NativeProgram(Program):
             ),
             shared=self._feed_forward(mlp.shared, f"{prefix}shared.") if mlp.shared else None,
             shared_gate=mlp.shared_gate,
+            weighs_inputs=mlp.weigh_inputs,
         )
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:

@@ -28,9 +28,9 @@ from cloister.backends.native.model import PackedModel
 from cloister.backends.native.packing import LAYOUT, PackedKind, PackedMatrix
 
 _logger = logging.getLogger(__name__)
-READER: Final = 3
+READER: Final = 4
 """Raise it when reading a checkpoint, or packing it, comes to other bytes: files of the old number are then not used."""
-_SHAPE: Final = ("outputs", "inputs", "group", "zero_point", "group_inputs", "rotation")  # of a matrix, after its kind
+_SHAPE: Final = ("outputs", "inputs", "group", "zero_point", "group_inputs", "rotation", "e2m1")  # of a matrix, after its kind
 MOST_BYTES: Final = 64 << 30
 _OURS: Final = re.compile(r"[0-9a-f]{32}\.(packed|[0-9]+)")
 _MAGIC: Final = b"cloister packed\n"
@@ -215,8 +215,8 @@ def _assemble(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> PackedM
         parts[name][part] = array
 
     def matrix(name: str, described: list[int]) -> PackedMatrix:
-        kind, outputs, inputs, group, zero_point, group_inputs, rotation = described
-        packed = PackedMatrix(PackedKind(kind), outputs, inputs, group, zero_point, bool(group_inputs), rotation, parts[name])
+        kind, *sizes, group_inputs, rotation, e2m1 = described
+        packed = PackedMatrix(PackedKind(kind), *sizes, bool(group_inputs), rotation, bool(e2m1), parts[name])
         packed.bind()  # refuses parts that are shorter than the shape asks for
         return packed
 

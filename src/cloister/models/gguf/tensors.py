@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import GroupedTensor, QuantizedTensor, Tensor
-from cloister.models.quantized.mxfp4 import CODES, half_scales
+from cloister.backends.tensors import E2M1_CODES, GroupedTensor, QuantizedTensor, Tensor
+from cloister.models.quantized.mxfp4 import half_scales
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
@@ -54,6 +54,7 @@ class BlockType:
         bits: of a code as it leaves `unpack`: 4 or 8.
         zero: the code that stands for 0 before the offset.
         unpack: blocks [num_blocks, block_bytes] to their parts.
+        is_mxfp4: as in `backends.tensors.GroupedTensor`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class BlockType:
     group_size: int
     zero: int
     unpack: Callable[[Bytes], Parts]
+    is_mxfp4: bool = False
 
 
 def _unpack_q4_0(blocks: Bytes) -> Parts:
@@ -105,7 +107,7 @@ def _unpack_q6_k(blocks: Bytes) -> Parts:
 def _unpack_mxfp4(blocks: Bytes) -> Parts:
     """E2M1 numbers with an E8M0 scale; 255 is no number, and is found out as others are."""
     scales = np.where(blocks[:, :1] == 255, np.float32(np.nan), half_scales(blocks[:, :1]))
-    return CODES[_halves(blocks[:, 1:])], scales, None
+    return E2M1_CODES[_halves(blocks[:, 1:])], scales, None
 
 
 def _float(blocks: Bytes, start: int) -> Floats:
@@ -153,7 +155,7 @@ TYPES: Mapping[int, PlainType | BlockType] = {
     12: BlockType("Q4_K", 256, 144, 4, 32, 0, _unpack_q4_k),
     13: BlockType("Q5_K", 256, 176, 8, 32, 128, _unpack_q5_k),
     14: BlockType("Q6_K", 256, 210, 8, 16, 128, _unpack_q6_k),
-    39: BlockType("MXFP4", 32, 17, 8, 32, 128, _unpack_mxfp4),
+    39: BlockType("MXFP4", 32, 17, 8, 32, 128, _unpack_mxfp4, is_mxfp4=True),
 }
 """By the format's number for the type."""
 
@@ -234,6 +236,7 @@ class GGUFEntry:
             bits=kind.bits,
             group_size=kind.group_size,
             activations="int8_group",
+            is_mxfp4=kind.is_mxfp4,
         )
 
     def _check_finite(self, *arrays: npt.NDArray[np.float32]) -> None:

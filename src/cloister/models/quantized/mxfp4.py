@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import GroupedTensor
+from cloister.backends.tensors import E2M1_CODES, GroupedTensor
 from cloister.models.config import ConfigFields
 from cloister.models.quantized.base import Stored, StoredMatrix
 from cloister.models.safetensors import TensorEntry
@@ -22,9 +22,6 @@ GROUP = 32
 _ZERO = 128
 _BYTES = ("U8",)
 _NOT_A_NUMBER = 255
-
-CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16).astype(np.uint8) + np.uint8(_ZERO)
-"""[16] uint8: 128 and twice each E2M1 number, by its bits."""
 
 
 def half_scales(exponents: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -56,7 +53,7 @@ class StackedMatrices:
         if np.any(exponents == _NOT_A_NUMBER):
             raise ModelError(f"the checkpoint's tensor '{self.name}_scales' has a scale that is no number; download it again")
         halves = np.stack([blocks & 15, blocks >> 4], axis=-1)
-        return _grouped(CODES[halves].reshape(len(blocks), -1), half_scales(exponents))
+        return _grouped(E2M1_CODES[halves].reshape(len(blocks), -1), half_scales(exponents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +94,8 @@ def read_mxfp4(fields: ConfigFields) -> MXFP4Scheme:
 
 
 def _form(num_in: int) -> GroupedTensor:
-    """Scales of any exponent fit no float16, so they count as wide (`Stored.form`)."""
-    return _grouped(np.full((1, num_in), _ZERO, np.uint8), np.full((1, num_in // GROUP), 1 / 3, np.float32))
+    return _grouped(np.full((1, num_in), _ZERO, np.uint8), np.ones((1, num_in // GROUP), np.float32))
 
 
 def _grouped(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> GroupedTensor:
-    return GroupedTensor(codes, scales, None, None, bits=8, group_size=GROUP, activations="bfloat16")
+    return GroupedTensor(codes, scales, None, None, bits=8, group_size=GROUP, activations="bfloat16", is_mxfp4=True)

@@ -577,7 +577,7 @@ struct View {
 
 INLINE View view_of(const AttentionShape& shape, const Sequence& sequence, int row, int start) {
     int position = sequence.position(row / shape.group());
-    int low = shape.window && position - shape.window + 1 > start ? position - shape.window + 1 - start : 0;
+    int low = std::max(0, shape.first_seen(position) - start);
     int high = position + 1 - start;
     return {low < split_keys ? low : split_keys, high < 0 ? 0 : high < split_keys ? high : split_keys};
 }
@@ -638,6 +638,15 @@ INLINE void join_split(float* state, const float* values, float maximum, float t
 INLINE void clear_state(float* state, int padded) {
     memset(state, 0, size_t(padded + 16) * 4);
     state[padded] = nothing_yet;
+}
+
+// The state of a row before its first split: a sink is the first score, so it is joined in the same order whatever follows.
+INLINE void begin_state(float* state, const AttentionShape& shape, int kv_head, int row) {
+    int padded = shape.padded_values();
+    clear_state(state, padded);
+    if (!shape.sinks) return;
+    state[padded] = shape.sinks[kv_head * shape.group() + row % shape.group()];
+    state[padded + 1] = 1.0f;
 }
 
 INLINE void write_out(const float* state, const AttentionShape& shape, KVKind kind, const Sequence& sequence, int kv_head, int row, float* out, size_t stride) {
@@ -797,7 +806,7 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
             for (int d = 0; d < padded; d += 16)
                 store(at.scratch.queries + (size_t(r) * padded + d) * 4, from_bf16(load<u16x16>(queries + head * query_bytes + size_t(d) * 2)));
         }
-        if (!task.partial) clear_state(at.state(r), shape.padded_values());
+        if (!task.partial) begin_state(at.state(r), shape, task.kv_head, row);
     }
     bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16, few = num_rows <= most_rows_in_place || shape.value_dim;
     bool in_place = reads_in_place && plain && few && cache.block_size % run_keys == 0;
@@ -842,7 +851,7 @@ static void join(const AttentionTask& task, const Sequence& sequence, const Atte
     size_t length = partial_row(shape);
     float* state = AttendScratch(scratch, shape).states;
     for (int r = 0; r < num_rows; r++) {
-        clear_state(state, padded);
+        begin_state(state, shape, task.kv_head, task.begin + r);
         for (int split = 0; split < num_splits; split++) {
             const float* from = partial + (size_t(split) * num_rows + r) * length;
             join_split(state, from, from[padded], from[padded + 1], padded, padded);

@@ -36,12 +36,12 @@ INLINE const uint8_t* byte_tiles(const Matrix& w, int panel, int first, int coun
     if (w.kind == Kind::int8) return codes + size_t(first) * 2048;
     for (int i = 0; i < count; i++) {
         uint8_t* tiles = out + size_t(i) * 2048;
-        if (w.kind == Kind::qoq) {
+        const uint8_t* packed = codes + size_t(first + i) * 1024;
+        prefetch_ahead(packed + page, 1024);
+        if (w.kind == Kind::qoq || w.e2m1) {
             integer_tiles(w, panel, codes, first + i, tiles);
             continue;
         }
-        const uint8_t* packed = codes + size_t(first + i) * 1024;
-        prefetch_ahead(packed + page, 1024);
         for (int half = 0; half < 2; half++) {
             for (int at = 0; at < 512; at += piece_bytes) {
                 u32p both = load<u32p>(packed + 512 * half + at);
@@ -449,7 +449,7 @@ static void multiply_blocked(const Matrix& w, const Rows& x, int begin, int end,
     if (w.kind == Kind::f32) return multiply_channel_blocks<Floats>(w, x, begin, end, panel, sink, scratch);
     if (input_of(w.kind) == Input::bf16) return multiply_channel_blocks<Halves>(w, x, begin, end, panel, sink, scratch);
     if (w.channel_scales) return multiply_channel_blocks<Integers>(w, x, begin, end, panel, sink, scratch);
-    if (w.kind == Kind::int4 && Integers::steps == 32) return multiply_group_blocks<Nibbles>(w, x, begin, end, panel, sink, scratch);
+    if (w.kind == Kind::int4 && !w.e2m1 && Integers::steps == 32) return multiply_group_blocks<Nibbles>(w, x, begin, end, panel, sink, scratch);
     multiply_group_blocks<Integers>(w, x, begin, end, panel, sink, scratch);
 }
 

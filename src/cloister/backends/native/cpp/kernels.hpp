@@ -26,6 +26,8 @@ struct AttentionShape {
     int window = 0;  // 0: none
     float softcap = 0;  // scores become softcap * tanh(scores / softcap); 0: none
     int value_dim = 0;  // not 0: one KV head, whose value is that many first numbers of its key (latent attention)
+    bool chunked = false;  // the window is a chunk: it begins at a multiple of its length, not behind the query
+    const float* sinks = nullptr;  // [num_heads] logits that take part in the softmax and have no values, or null
 
     // Keys and values of few bits have a scale for each group of dimensions, and are rotated in blocks of no more before they are
     // rounded (rows.hpp); queries are rotated too, and outputs back.
@@ -35,6 +37,11 @@ struct AttentionShape {
         return head_dim % 64 == 0 ? 64 : head_dim % 16 == 0 ? 16 : 0;
     }
     int group() const { return num_heads / num_kv_heads; }
+    // The first position that a query sees.
+    int first_seen(int position) const {
+        if (!window) return 0;
+        return chunked ? position - position % window : std::max(0, position - window + 1);
+    }
     int values() const { return value_dim ? value_dim : head_dim; }
     int padded_values() const { return value_dim ? (value_dim + 31) / 32 * 32 : padded_dim; }
 };

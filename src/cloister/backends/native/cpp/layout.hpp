@@ -47,8 +47,8 @@ struct Matrix {
     int group = 0, groups = 0;              // inputs that share a scale, and how many such; 0 without groups
     const uint8_t* codes = nullptr;         // [panels][chunks][2][tile]
     const float* channel_scales = nullptr;  // [panels][32]: int8 without groups, and qoq
-    const void* scales = nullptr;           // [panels][groups][32] float16 or float32
-    bool wide_scales = false;               // float32
+    const void* scales = nullptr;           // [panels][groups][32] float16, float32, or one byte: e is half of 2^(e - 127)
+    int scale_bytes = 2;
     const uint8_t* zeros = nullptr;         // [panels][groups][32], or null for zero_point everywhere
     const float* offsets = nullptr;         // [panels][groups][32], or null
     const uint8_t* group_scales = nullptr;  // [panels][groups][32]: qoq
@@ -56,6 +56,7 @@ struct Matrix {
     int zero_point = 0;
     bool group_inputs = false;              // inputs have a scale for each group too
     int rotation = 0;                       // of the inputs
+    bool e2m1 = false;                      // codes of int4 and w4a16 are floats of 4 bits, whose values here are twice theirs
 
     InputForm form() const { return {input_of(kind), group_inputs ? group : 0, rotation}; }
     size_t panel_bytes() const { return size_t(chunks) * 2 * tile_bytes(kind); }
@@ -90,6 +91,11 @@ struct Rows {
 enum class Finish : int { store = 0, add = 1, glu = 2, activate = 3 };
 enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
 
+// gpt-oss gates so, in place of an activation: g * sigmoid(alpha g) * (u + 1), g at most `limit`, u in [-limit, limit]; limit 0: no.
+struct Clipping {
+    float alpha = 0, limit = 0;
+};
+
 // What becomes of a finished tile of a product.
 struct Sink {
     Finish finish = Finish::store;
@@ -99,6 +105,7 @@ struct Sink {
     Rows* next = nullptr;       // glu, activate: inputs of the next product, where they need no scale
     Input next_input = Input::bf16;
     uint16_t* wide = nullptr;   // glu, activate: bfloat16 [num_rows][stride], where they do
+    Clipping clipping = {};     // glu
 };
 
 }  // namespace cloister

@@ -1,6 +1,7 @@
 // A mixture of experts inside a step (Shazeer et al. 2017): tokens are routed, their rows gathered by expert, and only the experts
 // that somebody chose are read. A row of a product does not depend on the rows beside it, so an answer does not depend on who else
 // chose the same expert.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -17,13 +18,13 @@ void Program::mixture(const Layer& layer, const Normed& inputs) {
         shared = (float*)branch_.reserve(size_t(num_tokens) * stride_ * 4);
         feed_forward(*mixture.shared, inputs.shared, {Finish::store, shared, stride_});
     }
-    const float* outputs = run_experts(mixture, inputs.rows, routes);
+    const float* outputs = run_experts(mixture, inputs, routes);
     float* sums = normed_.get<float>();
     each_row("combine", num_tokens, [&](int row, int thread) {
         float* sum = sums + size_t(thread) * stride_;
         memset(sum, 0, stride_ * 4);
         for (int pair = row * each; pair < (row + 1) * each; pair++)  // in the order of their weights, whatever the company
-            kernels_.add_scaled(outputs + size_t(routes.places[pair]) * stride_, routes.weights[pair], hidden_size_, sum);
+            kernels_.add_scaled(outputs + size_t(routes.places[pair]) * stride_, mixture.weighs_inputs ? 1.0f : routes.weights[pair], hidden_size_, sum);
         if (shared) kernels_.add_scaled(shared + size_t(row) * stride_, routes.shares[row], hidden_size_, sum);
         add_branch(layer, layer.mlp_post_norm, sum, row);
     });
@@ -69,12 +70,12 @@ void Program::sort_pairs(const Mixture& mixture, const Routes& routes) {
 }
 
 // Returns the outputs of all pairs, gathered: [num_pairs][stride].
-float* Program::run_experts(const Mixture& mixture, const Rows& inputs, const Routes& routes) {
+float* Program::run_experts(const Mixture& mixture, const Normed& inputs, const Routes& routes) {
     size_t num_experts = mixture.experts.size();
     const FeedForward& alike = mixture.experts[0];
     int inner = alike.down.inputs;
-    bool alone = inputs.num_rows == 1;  // then every expert reads the one row where it is
-    Rows gathered = alone ? inputs : gather(mixture, inputs, routes);
+    bool alone = inputs.rows.num_rows == 1 && !mixture.weighs_inputs;  // then every expert reads the one row where it is
+    Rows gathered = alone ? inputs.rows : mixture.weighs_inputs ? gather_weighted(mixture, inputs.exact, routes) : gather(mixture, inputs.rows, routes);
     Rows next = shape_rows(next_inputs_, alike.down.form(), routes.num_pairs, inner);
     nexts_.resize(num_experts);
     size_t wide_stride = up_sink(alike, next, nullptr).stride;
@@ -85,7 +86,7 @@ float* Program::run_experts(const Mixture& mixture, const Rows& inputs, const Ro
         int first = routes.starts[e], count = routes.count(e);
         if (count == 0) continue;
         nexts_[e] = next.slice(first, count);
-        Rows rows = alone ? inputs : gathered.slice(first, count);
+        Rows rows = alone ? inputs.rows : gathered.slice(first, count);
         products_.push_back({&mixture.experts[e].up, rows, up_sink(mixture.experts[e], nexts_[e], wide ? wide + size_t(first) * wide_stride : nullptr)});
     }
     run_products("gate_up");
@@ -121,6 +122,21 @@ Rows Program::gather(const Mixture& mixture, const Rows& inputs, const Routes& r
         memcpy(rows.scales + size_t(to) * groups, inputs.scales + size_t(from) * groups, groups * 4);
         rows.totals[to] = inputs.totals[from];
         memcpy(rows.sums_of(to), inputs.sums_of(from), size_t(rows.chunks) * 8);
+    });
+    return all;
+}
+
+// The same of rows that are multiplied by their weights before they are rounded.
+Rows Program::gather_weighted(const Mixture& mixture, const Rows& exact, const Routes& routes) {
+    Rows all = shape_rows(gathered_, mixture.experts[0].up.form(), routes.num_pairs, hidden_size_);
+    each_row("gather", routes.num_pairs, [&](int pair, int thread) {
+        size_t e = size_t(routes.chosen[pair]);
+        float* row = normed_.get<float>() + size_t(thread) * stride_;
+        for (int i = 0; i < hidden_size_; i += 16)
+            memcpy(row + i, exact.at(pair / mixture.routing.num_chosen, i / 16), size_t(std::min(16, hidden_size_ - i)) * 4);
+        kernels_.bend(row, hidden_size_, routes.weights[pair], 0);
+        Rows rows = all.slice(routes.starts[e], routes.count(e));
+        kernels_.put_row(row, hidden_size_, rows, routes.places[pair] - routes.starts[e]);
     });
     return all;
 }

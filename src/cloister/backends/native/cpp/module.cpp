@@ -37,8 +37,8 @@ template <class T> const T* kept(const nb::object& o, size_t size, const char* o
 }
 
 // A matrix as Python describes it; the arrays must outlive the program.
-Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, const Array1<const uint8_t>& codes, nb::object channel_scales,
-                   nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, const Array1<const uint8_t>& codes, nb::object channel_scales,
+                   nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
     const char* too_short = "a packed matrix is shorter than its shape asks for";
     require(kind >= int(Kind::f32) && kind <= int(Kind::w4a16) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
     require(group == 0 || (group > 0 && group % sum_length == 0 && inputs % group == 0), "a packed matrix has groups that no kernel has");
@@ -53,14 +53,17 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     m.zero_point = zero_point;
     m.group_inputs = group_inputs;
     m.rotation = rotation;
+    m.e2m1 = e2m1;
+    require(!e2m1 || ((m.kind == Kind::int4 || m.kind == Kind::w4a16) && zero_point == 12 && zeros.is_none() && offsets.is_none()), "a packed matrix has no such floats");
     bool turns = input_of(m.kind) == Input::int8 && !group_inputs && (rotation == 16 || rotation == 64 || rotation == 128) && inputs % rotation == 0;
     require(rotation == 0 || turns, "a packed matrix has inputs that cannot be rotated");
     require(!group_inputs || (group && input_of(m.kind) == Input::int8), "a packed matrix has no groups that its inputs could share");
     size_t rows = size_t(m.panels) * panel_width, pairs = rows * size_t(m.groups);
     m.codes = codes.data();
     m.channel_scales = kept<float>(channel_scales, rows, too_short);
-    m.scales = kept<uint8_t>(scales, pairs * (wide_scales ? 4 : 2), too_short);
-    m.wide_scales = wide_scales;
+    require(scale_bytes == 1 || scale_bytes == 2 || scale_bytes == 4, "a packed matrix has no such scales");
+    m.scales = kept<uint8_t>(scales, pairs * size_t(scale_bytes), too_short);
+    m.scale_bytes = scale_bytes;
     m.zeros = kept<uint8_t>(zeros, pairs, too_short);
     m.offsets = kept<float>(offsets, pairs, too_short);
     m.group_scales = kept<uint8_t>(group_scales, pairs, too_short);
@@ -327,20 +330,22 @@ NB_MODULE(_native, m) {
         pack(pool, Kind(kind), Source(source), data.data(), num_rows, inputs, places.data(), codes.data());
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
 
-    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, Array1<const uint8_t> codes,
-            nb::object channel_scales, nb::object scales, bool wide_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
-        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, codes, channel_scales, scales, wide_scales, zeros, offsets, group_scales, bias));
-    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("group_inputs"), nb::arg("rotation"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
-       nb::arg("scales").none(), nb::arg("wide_scales"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
+    nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, Array1<const uint8_t> codes,
+            nb::object channel_scales, nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, e2m1, codes, channel_scales, scales, scale_bytes, zeros, offsets, group_scales, bias));
+    }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("group_inputs"), nb::arg("rotation"), nb::arg("e2m1"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
+       nb::arg("scales").none(), nb::arg("scale_bytes"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
 
     nb::class_<GivenNorm>(m, "Norm").def("__init__", [](GivenNorm* self, Array1<const float> weight, nb::object bias) {
         new (self) GivenNorm{{weight.data(), kept<float>(bias, weight.size(), "a norm's bias is shorter than its weight")}, weight.size()};
     }, nb::arg("weight").noconvert(), nb::arg("bias").none());
 
-    nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated) {
+    nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated, std::tuple<float, float> clipping) {
         require(activation >= int(Activation::silu) && activation <= int(Activation::relu), "there is no such activation");
-        new (self) FeedForward{up, down, Activation(activation), gated};
-    }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"));
+        auto [alpha, limit] = clipping;
+        require(limit >= 0, "a feed-forward has no such clipping");
+        new (self) FeedForward{up, down, Activation(activation), gated, {alpha, limit}};
+    }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"), nb::arg("clipping") = std::tuple(0.0f, 0.0f));
 
     nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_experts, int num_chosen, bool renormalize, bool sigmoid, nb::object correction,
                                                          std::tuple<int, int, int> groups, float scale) {
@@ -350,10 +355,10 @@ NB_MODULE(_native, m) {
     }, nb::arg("num_experts"), nb::arg("num_chosen"), nb::arg("renormalize"), nb::arg("sigmoid"), nb::arg("correction").none(), nb::arg("groups"), nb::arg("scale"));
 
     nb::class_<Mixture>(m, "Mixture").def("__init__", [](Mixture* self, const Matrix& router, const std::vector<FeedForward>& experts, const Routing& routing,
-                                                         const FeedForward* shared, bool shared_gate) {
+                                                         const FeedForward* shared, bool shared_gate, bool weighs_inputs) {
         require(int(experts.size()) == routing.num_experts, "a mixture has other experts than it routes to");
-        new (self) Mixture{router, experts, routing, shared_gate, shared ? std::optional(*shared) : std::nullopt};
-    }, nb::arg("router"), nb::arg("experts"), nb::arg("routing"), nb::arg("shared").none(), nb::arg("shared_gate"));
+        new (self) Mixture{router, experts, routing, shared_gate, shared ? std::optional(*shared) : std::nullopt, weighs_inputs};
+    }, nb::arg("router"), nb::arg("experts"), nb::arg("routing"), nb::arg("shared").none(), nb::arg("shared_gate"), nb::arg("weighs_inputs"));
 
     nb::class_<Latent>(m, "Latent").def("__init__", [](Latent* self, const Matrix* queries, const Matrix& absorb, const Matrix& expand, nb::object query_norm,
                                                        Array1<const float> key_norm, float eps, std::tuple<int, int, int, int, int> sizes) {
@@ -433,7 +438,7 @@ NB_MODULE(_native, m) {
         .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const Matrix& output,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
-                             bool norms_projection, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
+                             bool norms_projection, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
             Layer layer;
             auto [heads, kv_heads, dim, value_dim, window] = shape;
             layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap, value_dim};
@@ -465,6 +470,10 @@ NB_MODULE(_native, m) {
             layer.q_norm = kept<float>(q_norm, size_t(norms_projection ? heads * dim : dim), "a norm is shorter than its rows");
             layer.k_norm = kept<float>(k_norm, size_t(norms_projection ? kv_heads * dim : dim), "a norm is shorter than its rows");
             layer.norms_projection = norms_projection;
+            layer.shape.sinks = kept<float>(sinks, size_t(heads), "a layer has fewer sinks than heads");
+            layer.shape.chunked = chunked;
+            std::tie(layer.growth.beta, layer.growth.period, layer.growth.first) = growth;
+            require(layer.growth.period >= 0 && layer.growth.first >= 0, "a layer's queries cannot grow so");
             layer.parallel = parallel;
             layer.residual_scale = residual_scale;
             layer.cache = {cache.data(), short_conv ? 0 : kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
@@ -474,7 +483,7 @@ NB_MODULE(_native, m) {
             self.layers.push_back(layer);
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");

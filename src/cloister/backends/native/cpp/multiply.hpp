@@ -56,6 +56,11 @@ static __attribute__((noinline)) void store_activated(int row, int panel, const 
     }
 }
 
+INLINE f32x16 gated(f32x16 gate, f32x16 up, const Sink& sink) {
+    if (sink.clipping.limit != 0) return clipped_swiglu(gate, up, sink.clipping.alpha, sink.clipping.limit);
+    return (sink.activation == Activation::silu ? silu(gate) : activate(gate, int(sink.activation))) * up;
+}
+
 // What `finish_rows` makes of outputs that were stored.
 static void bend_outputs(const Matrix& w, const float* outputs, int row, const Sink& sink) {
     for (int panel = 0; panel < w.panels; panel++, outputs += 32) {
@@ -64,8 +69,7 @@ static void bend_outputs(const Matrix& w, const float* outputs, int row, const S
             continue;
         }
         f32x16 low = load<f32x16>(outputs), high = load<f32x16>(outputs + 16);
-        f32x16 gate = sink.activation == Activation::silu ? silu(low) : activate(low, int(sink.activation));
-        store_gated(w, row, panel, gate * high, sink);
+        store_gated(w, row, panel, gated(low, high, sink), sink);
     }
 }
 
@@ -88,7 +92,7 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
         return y;
     };
     if (sink.finish == Finish::glu) {
-        if (sink.activation == Activation::silu) {
+        if (sink.activation == Activation::silu && sink.clipping.limit == 0) {
             for (int i = 0; i < count; i++) {
                 Outputs y = outputs(i);
                 store_gated(w, first + i, panel, silu(y.low) * y.high, sink);
@@ -96,7 +100,7 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
         } else {
             for (int i = 0; i < count; i++) {
                 Outputs y = outputs(i);
-                store_gated(w, first + i, panel, activate(y.low, int(sink.activation)) * y.high, sink);
+                store_gated(w, first + i, panel, gated(y.low, y.high, sink), sink);
             }
         }
         return;
@@ -142,7 +146,11 @@ struct Channels {
 };
 
 INLINE f32x16 group_scale(const Matrix& w, size_t at) {
-    return w.wide_scales ? load<f32x16>((const float*)w.scales + at) : from_f16(load<u16x16>((const uint16_t*)w.scales + at));
+    if (w.scale_bytes == 1) {  // the bits of a power of two, whose exponent may be that of no normal number
+        i32x16 exponents = widen(load<u8x16>((const uint8_t*)w.scales + at));
+        return as<float>(max(exponents << 23, set(0x400000))) * 0.5f;
+    }
+    return w.scale_bytes == 4 ? load<f32x16>((const float*)w.scales + at) : from_f16(load<u16x16>((const uint16_t*)w.scales + at));
 }
 
 // How the zero points of groups come off: not at all (they are off), the same everywhere, or for each output and group. Offsets
@@ -204,11 +212,24 @@ INLINE bool is_plain(const Matrix& w) { return !w.zeros && !w.offsets; }
 
 // ---- unpacking ------------------------------------------------------------------------------------------------------------
 
+// What bytes of E2M1 codes become before a zero point of 12 comes off, so that they are not negative.
+constexpr uint8_t e2m1_zero = 12;
+alignas(16) constexpr uint8_t e2m1_bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // Integer tiles of a chunk as bytes; `group` is that of the first half. Rows 0-7 are the chunk's first 32 inputs. `middle` is
 // taken off the codes of int4: with 8 they are signed.
 INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, int next_group, uint8_t middle, uint8_t* tile) {
 #if defined(__AVX512BW__)
     __m512i mask = _mm512_set1_epi8(15);
+    if (w.e2m1) {
+        __m512i table = _mm512_sub_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)e2m1_bytes)), _mm512_set1_epi8(char(middle)));
+        for (int r = 0; r < 8; r++) {
+            __m512i v = _mm512_loadu_si512(packed + 64 * r);
+            _mm512_storeu_si512(tile + 64 * r, _mm512_shuffle_epi8(table, _mm512_and_si512(v, mask)));
+            _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), mask)));
+        }
+        return;
+    }
     if (w.kind == Kind::int4) {
         for (int r = 0; r < 8; r++) {
             __m512i v = _mm512_loadu_si512(packed + 64 * r);
@@ -242,8 +263,17 @@ INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* pac
         _mm512_storeu_si512(tile + 64 * (r + 8), _mm512_add_epi8(b, offset[1]));
     }
 #elif defined(__AVX2__)
-    (void)middle;  // QoQ only: int4 is multiplied as it is packed
+    (void)middle;  // QoQ and E2M1 only: int4 is multiplied as it is packed
     const __m256i mask = _mm256_set1_epi8(15);
+    if (w.e2m1) {
+        __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)e2m1_bytes));
+        for (int i = 0; i < 512; i += 32) {
+            __m256i v = _mm256_loadu_si256((const __m256i*)(packed + i));
+            _mm256_storeu_si256((__m256i*)(tile + i), _mm256_shuffle_epi8(table, _mm256_and_si256(v, mask)));
+            _mm256_storeu_si256((__m256i*)(tile + i + 512), _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), mask)));
+        }
+        return;
+    }
     int groups[2] = {group, next_group};
     for (int p = 0; p < pieces; p++) {
         __m256i scale[2], offset[2];
@@ -266,6 +296,13 @@ INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* pac
         }
     }
 #else
+    if (w.e2m1) {
+        for (int i = 0; i < 512; i++) {
+            tile[i] = uint8_t(e2m1_bytes[packed[i] & 15] - middle);
+            tile[i + 512] = uint8_t(e2m1_bytes[packed[i] >> 4] - middle);
+        }
+        return;
+    }
     typedef uint8_t u8x16 __attribute__((vector_size(16), may_alias));
     u8x16 scale[2][4], offset[2][4];
     int groups[2] = {group, next_group};
@@ -308,7 +345,14 @@ INLINE void widen_tile(const Matrix& w, int panel, int half, const uint8_t* pack
     size_t at = (size_t(panel) * w.groups + group) * 32 + 16 * half;
     f32x16 scales = group_scale(w, at), zeros = w.zeros ? to_f32(widen(load<u8x16>(w.zeros + at))) : set(float(w.zero_point));
     f32x16 low_scales = twice(scales, 0), high_scales = twice(scales, 1), low_zeros = twice(zeros, 0), high_zeros = twice(zeros, 1);
-    if (!w.wide_scales && !w.offsets) {
+    if (w.e2m1) {
+        UNROLL for (int r = 0; r < 16; r++) {
+            i32x16 bytes = widen(load<u8x16>(packed + 16 * r));
+            store_pair(tile + 64 * r, e2m1_code(bytes) * low_scales, e2m1_code(bytes >> 4) * high_scales);
+        }
+        return;
+    }
+    if (w.scale_bytes < 4 && !w.offsets) {
         f32x16 low_shift = -low_zeros * low_scales, high_shift = -high_zeros * high_scales;
         UNROLL for (int r = 0; r < 16; r++) {
             i32x16 bytes = widen(load<u8x16>(packed + 16 * r));
@@ -461,7 +505,7 @@ INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first
         }
         for (int end = half + halves; half < end; half++) {
             if (half % 2 == 0) prefetch_ahead(codes + size_t(half / 2) * step + page, step);
-            if (takes_nibbles && w.kind == Kind::int4) {
+            if (takes_nibbles && w.kind == Kind::int4 && !w.e2m1) {
                 const uint8_t *packed = codes + size_t(half / 2) * step, *inputs = a + size_t(half / 2) * height * 64;
                 if (half % 2) add_nibbles<R>(acc, packed, inputs, 1);
                 else add_nibbles<R>(acc, packed, inputs, 0);

@@ -32,10 +32,14 @@ int first_entry(const KVGroup& group, int position, int block_size) {
 // Whether attention of two layers has the same list of tasks.
 bool same_tasks(const Layer& one, const Layer& other) {
     const AttentionShape &a = one.shape, &b = other.shape;
-    return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.padded_dim == b.padded_dim && a.value_dim == b.value_dim && a.window == b.window;
+    return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.padded_dim == b.padded_dim && a.value_dim == b.value_dim && a.window == b.window && a.chunked == b.chunked;
 }
 
 }  // namespace
+
+float QueryGrowth::operator()(int position) const {
+    return period ? float(1 + double(beta) * std::log1p(double((int64_t(position) + first) / period))) : 1.0f;
+}
 
 Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps)
     : kernels_(kernels), pool_(std::move(pool)), vocab_size_(vocab_size), hidden_size_(hidden_size), norm_eps_(norm_eps),
@@ -249,7 +253,7 @@ void Program::list_tasks(const Layer& layer) {
                 task.begin = begin;
                 task.end = std::min(rows, begin + most);
                 auto [lowest, end] = sequence.range(begin / shape.group(), (task.end - 1) / shape.group() + 1);
-                task.first_split = shape.window ? std::max(0, lowest - shape.window + 1) / split_keys : 0;
+                task.first_split = shape.first_seen(lowest) / split_keys;
                 task.last_split = (end - 1) / split_keys;
                 task.cost = double(task.last_split - task.first_split + 1) * (task.end - begin + 16);
                 if (sequence.nodes) task.cost += task.end - begin;  // its last split is computed node by node
@@ -393,7 +397,7 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
             kernels_.rotate(q, shape.num_heads, dim, half, cos, cos + half);
             kernels_.rotate(k, shape.num_kv_heads, dim, half, cos, cos + half);
         }
-        kernels_.put_queries(q, shape, layer.scale, layer.cache.kind, queries + size_t(row) * query_bytes);
+        kernels_.put_queries(q, shape, layer.scale * layer.growth(batch.positions[row]), layer.cache.kind, queries + size_t(row) * query_bytes);
         int slot = slot_of_[size_t(row)], size = layer.cache.block_size;
         kernels_.put_keys(k, v, shape, layer.cache, sequences_[size_t(sequence_of_[size_t(row)])].block(slot / size), slot % size);
     });
@@ -436,7 +440,7 @@ void Program::add_branch(const Layer& layer, const Norm& post, float* branch, in
 
 Sink Program::up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const {
     size_t stride = size_t(mlp.up.panels) * (mlp.gated ? 16 : 32);
-    return {mlp.gated ? Finish::glu : Finish::activate, nullptr, stride, mlp.activation, &next, input_of(mlp.down.kind), wide};
+    return {mlp.gated ? Finish::glu : Finish::activate, nullptr, stride, mlp.activation, &next, input_of(mlp.down.kind), wide, mlp.clipping};
 }
 
 void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted) {

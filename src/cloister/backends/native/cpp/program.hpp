@@ -24,6 +24,7 @@ struct FeedForward {
     Matrix up, down;  // up: where gated, gate and up in one, 16 outputs of each in turn
     Activation activation = Activation::silu;
     bool gated = true;
+    Clipping clipping = {};
 };
 
 // A mixture of experts, all of one shape and number format. The router is float32; with `shared_gate` it has one output more,
@@ -34,6 +35,7 @@ struct Mixture {
     Routing routing;
     bool shared_gate = false;
     std::optional<FeedForward> shared;
+    bool weighs_inputs = false;  // a weight multiplies what its expert reads, not what it returns
 };
 
 // What latent attention multiplies with beside `Layer::qkv`, whose outputs are queries, or their latent, and then the latent of keys
@@ -71,9 +73,17 @@ struct Mamba2 {
     size_t head_state() const { return size_t(head_dim) * size_t(d_state); }
 };
 
+// Queries are multiplied by 1 + beta * log(1 + (position + first) / period), rounded down; period 0: they are not.
+struct QueryGrowth {
+    float beta = 0;
+    int period = 0, first = 0;
+    float operator()(int position) const;
+};
+
 struct Layer {
     AttentionShape shape;
     float scale = 1;
+    QueryGrowth growth;
     int rope = -1;  // -1: none
     Matrix qkv, output;
     std::optional<Latent> latent;
@@ -263,8 +273,9 @@ private:
     void mixture(const Layer& layer, const Normed& inputs);
     Routes route(const Mixture& mixture, const Rows& inputs);
     void sort_pairs(const Mixture& mixture, const Routes& routes);
-    float* run_experts(const Mixture& mixture, const Rows& inputs, const Routes& routes);
+    float* run_experts(const Mixture& mixture, const Normed& inputs, const Routes& routes);
     Rows gather(const Mixture& mixture, const Rows& inputs, const Routes& routes);
+    Rows gather_weighted(const Mixture& mixture, const Rows& exact, const Routes& routes);
     bool adds_at_once(const Layer& layer, const Norm& post) const { return !post.weight && layer.residual_scale == 1; }
     Sink branch_sink(const Layer& layer, const Norm& post, int num_tokens);
     void join_branch(const Layer& layer, const Norm& post, int num_tokens);

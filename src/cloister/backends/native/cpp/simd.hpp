@@ -28,6 +28,23 @@ INLINE f32x16 low_code(i32x16 v) {
     return to_f32(v & 15);
 #endif
 }
+// Twice the numbers that the lower four bits of each lane are in E2M1 (OCP Microscaling Formats 1.0, section 5.3.3): a sign, then 0,
+// 1, 2, 3, 4, 6, 8 or 12.
+INLINE f32x16 e2m1_code(i32x16 v) {
+#if defined(__AVX512F__)
+    __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12);
+    return {(f32p)_mm512_permutexvar_ps((__m512i)v.at[0], numbers)};
+#elif defined(__AVX2__)
+    __m256 sizes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+    return as<float>(as<uint32_t>(by_piece(as<float>(v), [&](f32p bits) INLINE_LAMBDA {
+        return (f32p)_mm256_permutevar8x32_ps(sizes, (__m256i)bits);
+    })) | as<uint32_t>((v & 8) << 28));
+#else
+    i32x16 size = v & 7, power = size >> 1, odd = size & 1;
+    f32x16 number = select(power > 0, as<float>((power + 127) << 23) * (1.0f + 0.5f * to_f32(odd)), to_f32(odd));
+    return as<float>(as<uint32_t>(number) | as<uint32_t>((v & 8) << 28));
+#endif
+}
 // Thirty-two numbers as bfloat16, one after the other.
 INLINE void store_pair(uint8_t* out, f32x16 low, f32x16 high) {
 #if defined(__AVX512BF16__)
@@ -233,6 +250,15 @@ INLINE f32x16 gelu(f32x16 x) {
     p = fma(p, t, set(0.0925383568f));
     f32x16 part = x * (p * t * exp(-z * z));
     return select(x < 0.0f, part, x - part);
+}
+
+// No number stays no number, on either side.
+INLINE f32x16 clipped_swiglu(f32x16 gate, f32x16 up, float alpha, float limit) {
+    f32x16 g = min(set(limit), gate), u = min(set(limit), max(set(-limit), up));
+    f32x16 opening = by_piece(g * (-alpha * log2_e), [](f32p v) INLINE_LAMBDA {
+        return invert(set_piece(1.0f) + exp2_piece(min(set_piece(100.0f), v)));
+    });
+    return g * opening * (u + 1.0f);
 }
 
 INLINE f32x16 activate(f32x16 x, int kind) {

@@ -28,7 +28,7 @@ static void configure_tiles(int top, int bottom, int depth) {
 INLINE void clear_tiles() { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
 
 // Int4 with one zero point for all is multiplied signed, this much taken off as it is unpacked: then nothing else need come off.
-INLINE uint8_t int4_middle(const Matrix& w) { return w.kind == Kind::int4 && is_plain(w) ? 8 : 0; }
+INLINE uint8_t int4_middle(const Matrix& w) { return w.kind != Kind::int4 || !is_plain(w) ? 0 : w.e2m1 ? e2m1_zero : 8; }
 
 // What the weights of a tile are; inputs in int8 are signed.
 enum class Tiles { floats, bytes, signed_bytes };
@@ -167,7 +167,7 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
     alignas(64) float c[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     constexpr Tiles kind = zeros == Zeros::none ? Tiles::signed_bytes : Tiles::bytes;
-    constexpr uint8_t middle = zeros == Zeros::none ? 8 : 0;
+    uint8_t middle = zeros == Zeros::none ? int4_middle(w) : 0;
     bool by_half = w.group % 64 != 0;
     int step = 2 * tile_bytes(w.kind), halves = w.group / 32;
     for (int block = begin; block < end; block += 2) {

@@ -1,4 +1,4 @@
-"""What only the torch back end computes, of families without latent attention: batch invariance, and who refuses it."""
+"""What gpt-oss and Llama 4 ask for: batch invariance and trees on both back ends, and who refuses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS
 from cloister.backends.spec import ClippedSwiGLU, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, QueryGrowth
 from cloister.backends.torch.cuda import limits
@@ -51,34 +50,33 @@ FEW: dict[str, Any] = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3,
 TOKENS = torch.randint(320, (301,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def make(spec: DecoderSpec, weights: RandomWeights, block_size: int, num_threads: int) -> Driver:
-    return build(spec, weights, num_blocks=8192 // block_size, block_size=block_size, num_threads=num_threads)
+BACKENDS = ("torch", "native")
+
+
+def make(spec: DecoderSpec, weights: RandomWeights, backend: str, block_size: int, num_threads: int) -> Driver:
+    settings: dict[str, Any] = {"backend": backend, "num_blocks": 8192 // block_size, "block_size": block_size}
+    return build(spec, weights, num_threads=num_threads, **settings)
 
 
 @pytest.mark.parametrize("arrangements", [FEW, pytest.param({}, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SPECS)
-def test_company_chunks_blocks_threads_and_hits_change_no_bit(name: str, arrangements: dict[str, Any]) -> None:
-    check = partial(make, SPECS[name], RandomWeights(SPECS[name]))
+def test_company_chunks_blocks_threads_and_hits_change_no_bit(name: str, backend: str, arrangements: dict[str, Any]) -> None:
+    check = partial(make, SPECS[name], RandomWeights(SPECS[name]), backend)
     assert differing_arrangements(check, TOKENS, vocab=320, **arrangements) == []
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SPECS)
-def test_a_node_of_a_tree_has_the_bits_of_its_path(name: str) -> None:
+def test_a_node_of_a_tree_has_the_bits_of_its_path(name: str, backend: str) -> None:
     tokens, parents = (11, 12, 13, 14, 15, 16, 17), (-1, -1, 0, 0, 1, 2, 5)
-    driver = build(SPECS[name], RandomWeights(SPECS[name]), num_blocks=800, block_size=5)
+    driver = build(SPECS[name], RandomWeights(SPECS[name]), num_blocks=800, block_size=5, backend=backend)
     driver.run("base", TOKENS[:253])
     driver.share("base", "tree", 253)
     logits = driver.program.step(plan_trees(driver, {"tree": tokens}, {"tree": parents}), LOGITS).logits
     for node in range(len(tokens)):
         alone = run_path(driver, "base", node, [tokens[place] for place in path_to(parents, node)])[-1]
         assert logits[node].tobytes() == alone.tobytes()
-
-
-class Unread(RandomWeights):
-    """Weights that nobody may read."""
-
-    def read(self, name: str) -> Any:
-        raise AssertionError(f"{name} was read")
 
 
 REFUSED: dict[str, LayerSpec] = {
@@ -88,27 +86,10 @@ REFUSED: dict[str, LayerSpec] = {
     "queries that grow": LayerSpec(replace(ATTENTION, query_growth=QueryGrowth(0.4, 32)), MLP),
     "without weights": LayerSpec(replace(ATTENTION, qk_norm=True, qk_norm_weighted=False), MLP),
 }
-EXPERTS = {
-    "biases of": MoeSpec(7, 3, MlpSpec(50), router_bias=True),
-    "biases of experts": MoeSpec(7, 3, MlpSpec(50, bias=True)),
-    "clipped SwiGLU": MoeSpec(7, 3, replace(CLIPPED, bias=False)),
-    "weighted inputs": MoeSpec(7, 3, MlpSpec(50), weigh_inputs=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("missing", "layer"), [*REFUSED.items(), *((name, LayerSpec(ATTENTION, moe)) for name, moe in EXPERTS.items())]
-)
-def test_the_native_back_end_refuses_it_before_it_reads_weights(missing: str, layer: LayerSpec) -> None:
-    spec = make_layers(layer)
-    backend = BACKENDS.get("native")(num_threads=1, device="cpu")
-    with pytest.raises(ConfigError, match=f"{missing}.*--backend torch") as error:
-        backend.need(spec, Unread(spec), block_size=16, max_batched_tokens=64)
-    assert error.value.param == "backend"
 
 
 @pytest.mark.parametrize("missing", REFUSED)
-def test_so_do_cuda_and_calibration(missing: str) -> None:
+def test_cuda_and_calibration_refuse_it(missing: str) -> None:
     spec = make_layers(REFUSED[missing])
     with pytest.raises(ConfigError, match=missing):
         limits.check_computable(spec)

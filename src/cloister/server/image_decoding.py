@@ -1,0 +1,106 @@
+"""Decodes each image file in a process of its own: the decoder never handles untrusted bytes in the server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio.to_thread
+
+from cloister.server.errors import invalid
+from cloister.server.image_child import FORMATS, HEAD, MAX_IMAGE_PIXELS, NO_FAULT, TOO_LARGE, UNKNOWN_FORMAT
+from cloister.server.pdf.reading import INHERITED
+from cloister.types.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+T = TypeVar("T")
+DEADLINE_S: Final = 25.0
+"""Time until an image is decoded."""
+
+
+async def decode_image(data: bytes, number: int, take: Callable[[Image], T]) -> T:
+    """Decodes an image file and returns what `take` makes of it, in the same thread. Cancelled, it ends the process.
+
+    Args:
+        number: of the image among those of the request, from 1, for errors.
+
+    Raises:
+        InvalidRequestError: it is of another format, too large by its header, or damaged.
+    """
+    decoder = _Decoder()
+    try:
+        return await anyio.to_thread.run_sync(
+            partial(_decode, decoder, data, number, take), abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+        )
+    finally:
+        decoder.stop()
+
+
+class _Decoder:
+    """The process of one file; `stop` ends it from another thread than that of `run`, before or after it began."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    def run(self, data: bytes) -> bytes:
+        """Returns what the process answers; nothing where it was ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer than `DEADLINE_S`.
+        """
+        with self._lock:
+            if self._is_stopped:
+                return b""
+            # started in the thread that waits for it: the kernel ends it with the thread that started it
+            self._process = subprocess.Popen(
+                (sys.executable, "-P", "-m", "cloister.server.image_child", str(os.getpid())),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in INHERITED if name in os.environ},
+            )
+        with self._process as process:
+            try:
+                return process.communicate(data, timeout=DEADLINE_S)[0]
+            finally:
+                process.kill()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
+
+
+def _decode(decoder: _Decoder, data: bytes, number: int, take: Callable[[Image], T]) -> T:
+    from PIL import Image  # of an extra
+
+    try:
+        answer = decoder.run(data)
+    except subprocess.TimeoutExpired:
+        raise refusal(number, "takes too long to decode; send a smaller one") from None
+    if len(answer) < HEAD.size:  # a limit ended the process
+        raise refusal(number, "takes too much time or memory to decode; send a smaller one")
+    fault, width, height = HEAD.unpack_from(answer)
+    if fault == TOO_LARGE:
+        raise refusal(number, f"has more than {MAX_IMAGE_PIXELS / 1e6:.1f} million pixels; send a smaller one")
+    if fault == UNKNOWN_FORMAT:
+        raise refusal(number, f"is none of {', '.join(FORMATS)}, or its header is damaged")
+    is_whole = 0 < width * height <= MAX_IMAGE_PIXELS and len(answer) == HEAD.size + 3 * width * height
+    if fault != NO_FAULT or not is_whole:
+        raise refusal(number, "is damaged or cut off")
+    return take(Image.frombytes("RGB", (width, height), answer[HEAD.size :]))
+
+
+def refusal(number: int, why: str) -> InvalidRequestError:
+    """Returns the error about one image of a request, which repeats nothing of it."""
+    return invalid(f"Image {number} of `messages` {why}.", "messages", "invalid_image")
