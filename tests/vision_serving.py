@@ -66,7 +66,7 @@ def place_tiles(
 
 
 class Served:
-    """A scheduler and a runner on the torch back end.
+    """A scheduler and a runner on a back end, in float32.
 
     Attributes:
         num_hit, num_preempted: prompt tokens found in the prefix cache, and preemptions, so far.
@@ -89,11 +89,12 @@ class Served:
         images_per_step: int = 16,
         answers: Sequence[Sequence[int]] = (),
         target_s: float | None = None,
+        backend: str = "torch",
     ) -> None:
         model = load(path)
-        backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype="float32")
+        maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype="float32")
         groups = [KVGroup(num_blocks, group.layers, group.window) for group in group_layers(model.spec, MAX_MODEL_LEN)]
-        program = backend.build(model.spec, model.weights, KVLayout.of_groups(groups, block_size))
+        program = maker.build(model.spec, model.weights, KVLayout.of_groups(groups, block_size))
         held = [None if group.window is None else -(-(group.window + chunk) // block_size) + 1 for group in groups]
         self.pool = BlockPool(
             [BlockGroup(num_blocks, group.window, most) for group, most in zip(groups, held, strict=True)], block_size

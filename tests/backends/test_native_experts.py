@@ -18,7 +18,7 @@ from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import MlpSpec, MoeSpec
-from cloister.backends.tensors import E2M1_CODES, Activations, GroupedTensor, QuantizedTensor, Tensor
+from cloister.backends.tensors import E2M1_CODES, Activations, GroupedTensor, QuantizedTensor, Tensor, dequantized
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ModelError
 from tests.batch_invariance import differing_arrangements
@@ -108,6 +108,14 @@ def test_experts_in_a_format_stay_near_the_oracle_on_the_same_codes(form: str) -
         assert 1e-4 < relative_error(found, exact) < bound
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_experts_in_mxfp4_have_the_bits_of_the_numbers_that_they_stand_for(kernels: str) -> None:
+    weights = weights_in("MXFP4")
+    numbers = GivenWeights({name: dequantized(tensor) for name, tensor in weights})
+    found, expected = (build_native(SPEC, given, kernels=kernels, dtype="bfloat16") for given in (weights, numbers))
+    assert found.run("a", TOKENS).tobytes() == expected.run("a", TOKENS).tobytes()
+
+
 def make(weights: Weights, kernels: str, block_size: int, num_threads: int) -> Driver:
     settings = {"num_blocks": 4096 // block_size, "block_size": block_size, "num_threads": num_threads}
     return build_native(SPEC, weights, dtype="bfloat16", kernels=kernels, **settings)
@@ -151,14 +159,15 @@ def test_experts_of_one_layer_in_several_formats_are_refused() -> None:
         build_native(SPEC, Partly(RandomWeights(SPEC), "int8", "experts.3."), dtype="bfloat16")
 
 
-def test_a_second_start_reads_experts_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["int8", "MXFP4", "MXFP4 that meets int8"])
+def test_a_second_start_reads_experts_from_the_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_LEAST_BYTES", 0)
 
     def start(weights: Weights) -> bytes:
         backend = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=PackedStore(tmp_path))
         return Driver(backend.build(SPEC, weights, KVLayout(16, 16), identity="these"), 16, 16).run("a", TOKENS).tobytes()
 
-    first = start(weights_in("int8"))
+    first = start(weights_in(form))
     assert start(GivenWeights({})) == first
 
 
