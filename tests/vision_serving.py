@@ -88,8 +88,8 @@ class Served:
         num_seqs: int = 6,
         images_per_step: int = 16,
         answers: Sequence[Sequence[int]] = (),
-        target_s: float | None = None,
         backend: str = "torch",
+        target_s: float | None = None,
     ) -> None:
         model = load(path)
         maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype="float32")

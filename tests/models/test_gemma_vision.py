@@ -162,5 +162,5 @@ def test_a_processor_is_read(path: Path) -> None:
 
 
 def test_the_native_back_end_says_what_it_lacks(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"images whose positions see each other.*--backend torch"):
+    with pytest.raises(ConfigError, match=r"positions of an image that see each other.*--backend torch"):
         check_computable(load(path).spec, "float32")

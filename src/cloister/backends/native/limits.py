@@ -47,10 +47,10 @@ def list_missing(spec: DecoderSpec) -> list[str]:
     missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
     if isinstance(spec, EncoderSpec):
         missing.add("attention in both directions")
+    if isinstance(spec.vision, VisionSpec) and spec.vision.bidirectional:
+        missing.add("positions of an image that see each other")
     if spec.streams is not None:
         missing.add("several residual streams")
-    if isinstance(spec.vision, VisionSpec) and spec.vision.bidirectional:
-        missing.add("images whose positions see each other")
     return sorted(missing)
 
 
