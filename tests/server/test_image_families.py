@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from cloister.engine import EngineClient, ThreadTransport
 from cloister.launch.engine import build_engine
 from cloister.policy import Policy
 from cloister.server.conversation import ChatFormat
-from cloister.server.images import ImageReader
+from cloister.server.images import ImageReader, ImagesPending
 from cloister.server.schemas import ChatBody
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import EngineConfig, ServerConfig
@@ -77,7 +78,7 @@ def test_the_prompt_is_that_of_transformers(path: Path) -> None:
     assert reader is not None
     sizes = [(70, 40), (30, 90)]
     text = "<|endoftext|>a<|vision_start|><|image_pad|><|vision_end|>b<|vision_start|><|image_pad|><|vision_end|>c<|end|>"
-    found, tiles = reader.place(Tokenizer(path).encode(text), reader.read([url_of(*size) for size in sizes]))
+    found, tiles = reader.place(Tokenizer(path).encode(text), asyncio.run(reader.load([url_of(*size) for size in sizes])))
     processor = Qwen2VLImageProcessorPil.from_pretrained(path)
     theirs = SimpleNamespace(
         image_processor=processor, image_token="<|placeholder|>"
@@ -132,7 +133,10 @@ def test_the_prompt_of_gemma_is_that_of_transformers(gemma: Path) -> None:
     conversation = ChatFormat.of(tokenizer, ChatTemplate.load(gemma, tokenizer.special), ServerConfig(), reader)
     parts = [image(48, 48), {"type": "text", "text": "\na <start_of_image>?"}, image(30, 90, 1)]
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": parts}]})
-    opened = conversation.open(body)
+    with pytest.raises(ImagesPending) as pending:
+        conversation.open(body)
+    with ImagesPending.loaded(asyncio.run(pending.value.load())):
+        opened = conversation.open(body)
     whole = f"\n\n<start_of_image>{'<image_soft_token>' * NUM_TOKENS}<end_of_image>\n\n"
     asked = "a <|placeholder|>?"
     text = f"<|endoftext|><|user|>\n{whole}\n{asked}{whole}<|end|>\n<|assistant|>\n"

@@ -87,10 +87,10 @@ def read_qwen_processor(fields: ConfigFields, vision: QwenVisionSpec) -> QwenIma
         if fields.take(name, int, size) != size:
             raise ModelError(f"{name} of the image processor must be that of vision_config: {size}", param=name)
     fields.require("do_resize", True)
-    size = fields.take_any("size") or {}
-    if not isinstance(size, dict):
+    bounds = fields.take_any("size") or {}
+    if not isinstance(bounds, dict):
         raise ModelError(f"size in {fields.source} must be an object", param="size")
-    given = ConfigFields(size, f"size in {fields.source}")
+    given = ConfigFields(bounds, f"size in {fields.source}")
     shortest, longest = given.take_size("shortest_edge", 56 * 56), given.take_size("longest_edge", 28 * 28 * 1280)
     least, most = fields.take("min_pixels", int, None), fields.take("max_pixels", int, None)
     least, most = shortest if least is None else least, longest if most is None else most

@@ -251,7 +251,7 @@ class TorchProgram(Program):
         if batch.embeddings is None or batch.embedding_rows is None:
             return []
         rows, parts = torch.from_numpy(batch.embedding_rows).long(), torch.from_numpy(batch.embeddings)
-        return [(rows, part) for part in parts.split(self._spec.hidden_size, dim=1)[1:]]
+        return [(rows, part) for part in torch.split(parts, self._spec.hidden_size, dim=1)[1:]]
 
     def _pad(self, positions: IntArray, num_rows: int) -> Tensor:
         """Returns positions [..., num_tokens] as [..., num_rows], followed by zeros."""

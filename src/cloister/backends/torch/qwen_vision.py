@@ -51,7 +51,8 @@ class _Layer:
         q, k = self._turn(q, cos_sin), self._turn(k, cos_sin)
         mixed = torch.empty_like(q)
         for places in groups:
-            seen = F.scaled_dot_product_attention(*(heads[places].transpose(1, 2) for heads in (q, k, v)))
+            part = [heads[places].transpose(1, 2) for heads in (q, k, v)]
+            seen = F.scaled_dot_product_attention(part[0], part[1], part[2])
             mixed[places] = seen.transpose(1, 2)
         hidden = hidden + self._o(mixed.flatten(1))
         return hidden + self._feed(self._mlp_norm(hidden))
