@@ -22,6 +22,7 @@ class Client:
         constraints: versions that pip may not leave.
         limit_s: time that the script may take.
         program: what prints the version if no package does, as the arguments of a command.
+        sees: it sends images, to a server of its own with a small random model that has a vision tower.
     """
 
     title: str
@@ -30,6 +31,7 @@ class Client:
     constraints: tuple[str, ...] = ()
     limit_s: float = 180.0
     program: tuple[str, ...] = ()
+    sees: bool = False
 
     @property
     def is_npm(self) -> bool:
@@ -41,6 +43,9 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "openai-python": Client("openai (Python)", "openai_python.py", ("openai",)),
     "openai-npm": Client("openai (npm)", "openai_node.mjs", ("openai", "zod")),
     "ai-sdk": Client("AI SDK", "ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")),
+    "ai-sdk-images": Client(
+        "AI SDK, images", "ai_sdk_images.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible"), sees=True
+    ),
     "langchain": Client("langchain-openai", "langchain_client.py", ("langchain-openai",)),
     "continue": Client("Continue's adapters", "continue_adapters.mjs", ("@continuedev/openai-adapters",)),
     "instructor": Client("instructor", "instructor_client.py", ("instructor",)),

@@ -163,6 +163,23 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
+def png_with(chunk: bytes) -> bytes:
+    """A small PNG with a further chunk behind its header."""
+    return PNG[:33] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + PNG[33:]
+
+
+ZEROS = zlib.compress(bytes(100 << 20), 9)
+
+
+@pytest.mark.parametrize(
+    "chunk", [b"zTXtk\0\0" + ZEROS, b"iTXtk\0\1\0\0\0" + ZEROS, b"iCCPk\0\0" + ZEROS], ids=["zTXt", "iTXt", "iCCP"]
+)
+def test_a_chunk_that_unpacks_to_much_is_refused(chunk: bytes) -> None:
+    assert decode(png_with(b"zTXtk\0\0" + zlib.compress(b"short"))).size == (70, 40)
+    with pytest.raises(Fault):
+        decode(png_with(chunk))
+
+
 BAD: dict[str, tuple[str, str]] = {
     "cut off": (url_of(PNG[:-300]), "cut off"),
     "header cut off": (url_of(PNG[:20]), "header is damaged"),
