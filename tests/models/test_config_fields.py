@@ -53,6 +53,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 40, "mlp_only_layers": [1], "num_hidden_layers": 3},
     "gemma2": SLIDING,
     "gemma3_text": {**SLIDING, "rope_parameters": LOCAL_AND_GLOBAL, "final_logit_softcapping": 3.0},
+    "gemma3n_text": {"rope_parameters": LOCAL_AND_GLOBAL},
     "phi3": {"rope_parameters": PARTLY, "sliding_window": 40},
     "gpt2": {},
     "opt": {},
@@ -63,6 +64,7 @@ BASES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "deepseek_v2": {"rope_parameters": YARN},
     "deepseek_v3": {"rope_parameters": YARN},
+    "deepseek_v32": {"rope_parameters": YARN},
     "olmo3": {**SLIDING, "rope_parameters": {**LOCAL_AND_GLOBAL, "full_attention": OF_GLOBAL}},
     "minimax_m2": {"rope_parameters": PARTLY},
     "cohere2": SLIDING,
@@ -132,6 +134,14 @@ HONOURED: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"], "rope_parameters.full_attention": {"rope_theta": 300.0},
         "rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 3.0},
     },
+    "gemma3n_text": {
+        **EPS, "hidden_activation": "silu", "sliding_window": 10, "final_logit_softcapping": 1.0,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+        "rope_parameters.full_attention": {"rope_theta": 300.0},
+        "rope_parameters.sliding_attention": {"rope_type": "linear", "factor": 3.0},
+        "activation_sparsity_pattern": [0.0, 0.9, 0.3, 0.0, 0.5, 0.0], "altup_active_idx": 2, "altup_correct_scale": False,
+        "num_kv_shared_layers": 4,
+    },
     "phi3": {**EPS, **ACTIVATION, **THETA, "sliding_window": None, "rope_parameters.partial_rotary_factor": 1.0},
     "gpt2": {
         "layer_norm_epsilon": 0.5, "activation_function": "relu", "scale_attn_weights": False,
@@ -158,6 +168,10 @@ HONOURED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2,
         "routed_scaling_factor": 0.5, "norm_topk_prob": False, "rope_interleave": False,
+    },
+    "deepseek_v32": {
+        **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_group": 3, "n_group": 2, "num_experts_per_tok": 2,
+        "routed_scaling_factor": 0.5, "norm_topk_prob": False, "index_topk": 10,
     },
     "olmo3": {
         **EPS, **ACTIVATION, "sliding_window": 10, "layer_types": ["full_attention", "full_attention"],
@@ -311,6 +325,12 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "use_bidirectional_attention": True, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
     },
+    "gemma3n_text": {
+        "use_bidirectional_attention": True, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
+        "intermediate_size": [100, 80, 60, 100, 60, 64], "altup_num_inputs": 4, "laurel_rank": 10,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "activation_sparsity_pattern": [0.5] * 5,
+        "num_kv_shared_layers": 5, "tie_word_embeddings": False, "final_logit_softcapping": -1.0, "altup_active_idx": 3,
+    },
     "phi3": {
         "original_max_position_embeddings": "4k", "partial_rotary_factor": None, "lm_head_bias": True, "full_attn_mod": 2,
         "interpolate_factor": 2,
@@ -324,6 +344,11 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": False, "num_hidden_layers": 5},
     "deepseek_v2": {**_LATENT, "norm_topk_prob": True, "rope_interleave": False, "scoring_func": "sigmoid"},
     "deepseek_v3": {**_LATENT, "scoring_func": "softmax"},
+    "deepseek_v32": {
+        **_LATENT, "scoring_func": "softmax", "rope_interleave": False, "index_n_heads": 8, "index_head_dim": 10,
+        "first_k_dense_replace": None,
+        "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense", "dense", "sparse"],
+    },
     "olmo3": {
         "use_sliding_window": None, "rope_parameters.other_attention": {}, "rope_parameters.rope_type": None,
         "rope_theta": 300.0, "rope_local_base_freq": 300.0,
@@ -360,6 +385,7 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
 ALONE = {
     "max_position_embeddings", "max_window_layers", "original_max_position_embeddings", "no_rope_layer_interval",
     "chunk_size", "mamba_chunk_size", "mamba_expand", "full_attn_idxs",
+    "first_k_dense_replace",
 }  # fmt: skip
 """Fields with tests of their own below."""
 

@@ -16,7 +16,16 @@ Latent attention has `layers.L.kv_a.weight [kv_lora_rank + qk_rope_head_dim, hid
 [kv_lora_rank]` and `layers.L.kv_b.weight [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]` in place of k and v (the
 key rows of a head before its value rows), `layers.L.q.weight [num_heads * (qk_nope_head_dim + qk_rope_head_dim), hidden]` or,
 where queries have a latent of their own, `layers.L.q_a.weight [q_lora_rank, hidden]`, `layers.L.q_a_norm.weight [q_lora_rank]`
-and `layers.L.q_b.weight` (as many rows as q), and `layers.L.o.weight [hidden, num_heads * v_head_dim]`.
+and `layers.L.q_b.weight` (as many rows as q), and `layers.L.o.weight [hidden, num_heads * v_head_dim]`. Its sparse index has
+`layers.L.index_q.weight [num_heads * head_dim, q_lora_rank]`, `layers.L.index_k.weight [head_dim, hidden]`,
+`layers.L.index_k_norm.weight`, `.bias [head_dim]` and `layers.L.index_weights.weight [num_heads, hidden]`.
+Layers that read the KV of an earlier one lack k, v and k_norm. Residual streams (`backends.spec.StreamsSpec`) have
+`streams_in.I.weight`, `streams_out.I.weight [hidden, hidden]` (I from 0 for stream 1), `layer_inputs.embed.weight [input_vocab,
+num_layers * input_size]`, `layer_inputs.projection.weight [num_layers * input_size, hidden]`, `layer_inputs.norm.weight
+[input_size]`, and in each layer `altup.router.weight [num_streams, hidden]`, `altup.norm.weight`, `altup.scale [hidden]`,
+`altup.predict.weight [num_streams ** 2, num_streams]`, `altup.correct.weight [num_streams, num_streams]`, `laurel_left.weight
+[rank, hidden]`, `laurel_right.weight [hidden, rank]`, `laurel_norm.weight [hidden]`, `layer_input_gate.weight [input_size,
+hidden]`, `layer_input_out.weight [hidden, input_size]` and `layer_input_norm.weight [hidden]`.
 Gated attention has `layers.L.q_gate.weight [num_heads * head_dim, hidden]`.
 Mixers with a state (`backends.spec.StateSpec`) lie under `layers.L.mixer`, the norm before them is `attention_norm`, and
 their convolution is `conv.weight [channels, kernel_size]`, oldest position first. Mamba 2: `in.weight [inner_size + conv_size +
@@ -111,6 +120,8 @@ class ForwardBatch:
             first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0 of a
             row is added behind layer i - 1.
         embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
+        last_seen: None, or [num_tokens] int32: the last position that each token sees, of this step or one before; None: its
+            own. A token of an image may see the image to its end.
         rope_positions: None, or [3, num_tokens] int32: time, row and column that each token is turned by (`RopeSpec.axes`);
             none is greater than the token's position. None: `positions` is all three.
         state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens
@@ -131,6 +142,7 @@ class ForwardBatch:
     token_types: IntArray | None = None
     embeddings: FloatArray | None = None
     embedding_rows: IntArray | None = None
+    last_seen: IntArray | None = None
     rope_positions: IntArray | None = None
     state_spans: IntArray | None = None
 
@@ -413,6 +425,14 @@ class Program(ABC):
 
     def _lacks(self, capability: Capability) -> EngineError:
         return EngineError(f"{type(self).__name__} lacks the capability {capability.name}; ask its `capabilities` first")
+
+
+class ImageEncoder(Protocol):
+    """A vision tower with its weights, which a program may borrow from another back end."""
+
+    def encode(self, images: Sequence[ImageTile]) -> list[FloatArray]:
+        """Returns the embeddings of images (`Program.encode_images`)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 """By architecture of the whole model: architecture of the decoder, by the model type of `text_config`."""
@@ -19,7 +20,10 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
 _DECODERS = {"model.language_model.": "model.", "language_model.": ""}
 """What begins the names of a decoder's tensors, and what stands there in a model of text alone."""
 _TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
-_OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_model.", *_TOWERS)
+_OTHERS = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_model.", "audio_tower.", "embed_vision.",
+    "embed_audio.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", *_TOWERS,
+)  # fmt: skip
 
 
 def take_text_part(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,12 +49,18 @@ def keep_text_part(found: dict[str, TensorEntry], *, has_tower: bool = False) ->
     """Returns the tensors of a checkpoint's decoder by the names of a model of text alone; all where it is one.
 
     Args:
-        has_tower: the tower is read too; its tensors lose a "model." that they begin with.
+        has_tower: the tower is read too; its tensors lose what only some releases of transformers write.
     """
     if has_tower:
-        found = {name.removeprefix("model.") if name.startswith(_TOWERS) else name: entry for name, entry in found.items()}
+        found = {_shorten(name): entry for name, entry in found.items()}
     prefix = next((prefix for prefix in _DECODERS if any(name.startswith(prefix) for name in found)), None)
     if prefix is None:
         return found
     kept = found if has_tower else {name: entry for name, entry in found.items() if not name.startswith(_OTHERS)}
     return {_DECODERS[prefix] + name[len(prefix) :] if name.startswith(prefix) else name: kept[name] for name in kept}
+
+
+def _shorten(name: str) -> str:
+    """Returns the name of a tower's tensor without "model." before it, and without the name of SigLIP's inner module."""
+    short = name.removeprefix("model.") if name.startswith(_TOWERS) else name
+    return short.replace("vision_tower.vision_model.", "vision_tower.", 1)

@@ -12,7 +12,9 @@ from cloister.backends.spec import (
     GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
+    MoeSpec,
 )
+from cloister.backends.vision import VisionSpec
 from cloister.types.errors import ConfigError
 
 MOST_DELTA_DIM: Final = 256  # cpp/kernels.hpp
@@ -45,8 +47,10 @@ def list_missing(spec: DecoderSpec) -> list[str]:
     missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
     if isinstance(spec, EncoderSpec):
         missing.add("attention in both directions")
-    if spec.vision is not None:
-        missing.add("a vision tower")
+    if isinstance(spec.vision, VisionSpec) and spec.vision.bidirectional:
+        missing.add("positions of an image that see each other")
+    if spec.streams is not None:
+        missing.add("several residual streams")
     return sorted(missing)
 
 
@@ -56,5 +60,12 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "convolutions of one position"
     if isinstance(layer.state, GatedDeltaNetSpec) and layer.state.key_head_dim > MOST_DELTA_DIM:
         yield f"gated delta nets with keys of more than {MOST_DELTA_DIM} numbers"
+    if isinstance(attention, LatentAttentionSpec) and attention.index is not None:
+        yield "sparse attention with an index"
+    if isinstance(attention, AttentionSpec) and (attention.v_norm or attention.shared_kv is not None):
+        yield "normalised values, or KV of an earlier layer"
+    feed_forward = layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp
+    if feed_forward is not None and feed_forward.sparsity:
+        yield "sparse gates"
     if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
         yield "rotation by time, row and column"

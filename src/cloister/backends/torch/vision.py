@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cloister.backends.base import Weights
+from cloister.backends.torch.layers import rms_norm
 from cloister.backends.torch.qwen_vision import QwenTower, qwen_tower_bytes
 from cloister.backends.torch.reading import WeightReader
 from cloister.backends.torch.schedule import Team
@@ -47,9 +49,11 @@ class SiglipTower(VisionTower):
         super().__init__(spec, team)
         self._spec = spec
         self._patch = TowerProduct(reader, "vision.patch")
-        self._positions = reader.vector("vision.positions.weight").index_select(0, _position_ids(spec.patches_per_side))
+        places = torch.arange(spec.patches_per_side**2) if spec.projection == "mean" else _position_ids(spec.patches_per_side)
+        self._positions = reader.vector("vision.positions.weight").index_select(0, places)
         self._layers = [_Layer(spec, reader, number) for number in range(spec.num_layers)]
         self._norm = TowerLayerNorm(reader, "vision.norm", spec.norm_eps)
+        self._pool_norm = reader.vector("vision.pool_norm.weight") if spec.projection == "mean" else None
         self._projector = TowerProduct(reader, "vision.projector", bias=False)
 
     def count_operations(self, image: ImageTile) -> float:
@@ -63,7 +67,10 @@ class SiglipTower(VisionTower):
         hidden = self._patch(self._cut_patches(image.pixels)) + self._positions
         for layer in self._layers:
             hidden = layer(hidden)
-        return self._projector(self._shuffle(self._norm(hidden)))
+        hidden = self._norm(hidden)
+        if self._pool_norm is None:
+            return self._projector(self._shuffle(hidden).flatten(1))
+        return self._projector(rms_norm(self._shuffle(hidden).mean(1), self._pool_norm, self._spec.norm_eps))
 
     def _cut_patches(self, pixels: bytes) -> Tensor:
         """Returns the normalised pixels of each patch, row by row, [num_patches, 3 * patch_size ** 2]."""
@@ -72,10 +79,10 @@ class SiglipTower(VisionTower):
         return normed.permute(1, 3, 0, 2, 4).reshape(count * count, 3 * side * side)
 
     def _shuffle(self, hidden: Tensor) -> Tensor:
-        """Returns squares of `merge` x `merge` patches as one row each, row by row."""
+        """Returns squares of `merge` x `merge` patches, row by row, [num_tokens, merge ** 2, hidden]."""
         count, merge = self._spec.patches_per_side, self._spec.merge
         rows = hidden.view(count // merge, merge, count // merge, merge, -1)
-        return rows.permute(0, 2, 1, 3, 4).reshape(self._spec.num_tokens, -1)
+        return rows.permute(0, 2, 1, 3, 4).reshape(self._spec.num_tokens, merge**2, -1)
 
 
 def open_tower(spec: AnyVisionSpec, reader: WeightReader, team: Team) -> VisionTower:
@@ -89,6 +96,19 @@ def tower_bytes(spec: AnyVisionSpec) -> int:
         return qwen_tower_bytes(spec)
     widest = max(8 * spec.hidden_size + 2 * spec.intermediate_size, 6 * 3 * spec.patch_size**2)
     return 4 * spec.patches_per_side**2 * widest
+
+
+def load_tower(spec: AnyVisionSpec, weights: Weights, *, num_threads: int, dtype: str) -> VisionTower:
+    """Loads a tower for a program of another back end.
+
+    Args:
+        weights: of the whole model.
+        num_threads: of its own, which compute while the program does not.
+        dtype: "float32" or "bfloat16".
+    """
+    team = Team(num_threads)
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return open_tower(spec, WeightReader(weights, types[dtype], torch.device("cpu"), team), team)
 
 
 def _position_ids(count: int) -> Tensor:
