@@ -32,8 +32,9 @@ serve: $(VENV)/.installed
 # A process for each core, up to eight: each imports torch and takes about a gigabyte. Tests of one file share their servers.
 # In the order of collection: by number of tests per file, the slowest files, which have few, would start last.
 # More threads of OpenMP than cores wait for each other in a loop: small products would take six times the processor time.
+# Hundreds of tests start a Python of their own, which would compile every module again if the environment forbade to keep them.
 test: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -m slow

@@ -91,6 +91,13 @@ WIDE: list[tuple[str, str, dict[str, Any]]] = [
         "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1,
         "head_dim": 256, "vocab_size": 16000, "sliding_window": 300, "query_pre_attn_scalar": 256, "num_hidden_layers": 6,
         "tie_word_embeddings": True}),
+    ("gemma3n_text", "Gemma 3n E2B, half width, 10 layers, beyond the window", {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "vocab_size": 16000, "sliding_window": 300, "num_hidden_layers": 10, "num_kv_shared_layers": 5, "altup_num_inputs": 4,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "laurel_rank": 64,
+        "hidden_size_per_layer_input": 256,
+        "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6, "vocab_size_per_layer_input": 16000,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True}),
     ("phi3", "Phi-3 mini, half width, LongRoPE", {
         "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16,
         "vocab_size": 8000, "original_max_position_embeddings": 256,

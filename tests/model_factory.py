@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "opt": "OPTForCausalLM",
@@ -32,6 +33,7 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -52,6 +54,8 @@ ARCHITECTURES = {
 """By model type."""
 CENTRED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families whose norms are stored less one."""
+UNSCALED = {"gemma3n_text"}
+"""Families whose scores are not divided by the root of the size of a head."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -93,12 +97,19 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "head_dim": 32},
     "gemma2": {"head_dim": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"head_dim": 24, "query_pre_attn_scalar": 150},
+    "gemma3n_text": {
+        "head_dim": 24, "num_hidden_layers": 6, "intermediate_size": [100, 80, 60, 100, 60, 80], "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2, "sliding_window": 40,
+        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.3, 0.0], "laurel_rank": 12, "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": 300, "altup_num_inputs": 3, "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
+    },
     "granite": {
         "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
     "smollm3": {"num_hidden_layers": 4},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
+    "deepseek_v32": {**LATENT, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 24},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24},
     "ministral": {"head_dim": 24},
     "ministral3": {"head_dim": 24},
@@ -180,6 +191,8 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
         randomise(model, fields["tie_word_embeddings"])
         if family in CENTRED:
             centre_norms(model)
+        if family in UNSCALED:
+            soften_queries(model)
     model.save_pretrained(directory, max_shard_size=shard_size)
     write_tokenizer(directory)
     generation = {"bos_token_id": 0, "eos_token_id": [1, 0], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
@@ -192,6 +205,14 @@ def centre_norms(model: torch.nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             tensor.data.sub_(1)
+
+
+def soften_queries(model: torch.nn.Module) -> None:
+    """Divides the norms of queries by the root of the size of a head, so that random attention is no sharper than that of
+    others: else transformers in float32 is as far from itself in float64 as from any other computation."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            tensor.data.mul_(tensor.shape[0] ** -0.5)
 
 
 def randomise(model: torch.nn.Module, tied: bool) -> None:

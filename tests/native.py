@@ -16,6 +16,7 @@ from cloister.backends.base import FloatArray
 from cloister.backends.spec import (
     ClippedSwiGLU,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -104,6 +105,21 @@ MAMBA = LayerSpec(None, MlpSpec(116), state=Mamba2Spec(num_heads=6, head_dim=20,
 MAMBA_LAYERS = replace(SMALL, layers=(MAMBA, SMALL.layers[0], MAMBA))
 HEADS = SMALL.layers[0].grouped_attention
 CLIPPED = MlpSpec(44, bias=True, clipped=ClippedSwiGLU(1.7, 0.8))
+SIDE_BY_SIDE = replace(SMALL, layers=(replace(SMALL.layers[0], state=MAMBA.state),) * 2)
+OF_ONE_PART = replace(
+    SMALL,
+    layers=(
+        replace(MAMBA, mlp=None),
+        LayerSpec(None, MlpSpec(116, "relu2", gated=False)),
+        replace(SMALL.layers[0], mlp=None),
+        LayerSpec(None, MoeSpec(8, 3, MlpSpec(44, "relu2", gated=False), shared=MlpSpec(70, "relu2", gated=False))),
+    ),
+)
+GATED = replace(
+    SMALL.layers[0], attention=replace(SMALL.layers[0].attention, gated=True, qk_norm=True, rope=with_rope(SMALL, 10))
+)
+DELTA_NET = LayerSpec(None, MlpSpec(116), state=GatedDeltaNetSpec(2, 4, 24, 20, kernel_size=4))
+DELTA_NETS = replace(SMALL, layers=(DELTA_NET, GATED, DELTA_NET))
 PARTS: Mapping[str, DecoderSpec] = {
     "sinks, experts and router with biases, clipped SwiGLU, a window in one layer": replace(
         SMALL,
@@ -181,9 +197,34 @@ PARTS: Mapping[str, DecoderSpec] = {
         },
     ),
     "no rotation": changed(SMALL, attention={"rope": None}),
+    "gates": changed(SMALL, attention={"gated": True}),
+    "gates, biases, interleaved rotation of a part, norms on q and k": changed(
+        SMALL, attention={"gated": True, "rope": with_rope(SMALL, 10, interleaved=True), "qk_norm": True, **BIASES}
+    ),
     "not gated, gelu": changed(SMALL, layer={"mlp": MlpSpec(116, "gelu", gated=False)}),
     "not gated, relu, biases": changed(SMALL, attention=BIASES, layer={"mlp": MlpSpec(116, "relu", bias=True, gated=False)}),
     "gated, relu": changed(SMALL, layer={"mlp": MlpSpec(116, "relu")}),
+    "not gated, squared relu": changed(SMALL, layer={"mlp": MlpSpec(116, "relu2", gated=False)}),
+    "scaled attention and feed-forward, biases": changed(
+        SMALL,
+        attention={"input_scale": 1.3, "output_scale": 0.6, **BIASES},
+        layer={"mlp": MlpSpec(116, bias=True, gate_scale=1.4, output_scale=0.7)},
+    ),
+    "scaled attention and feed-forward, in parallel, post norms": changed(
+        SMALL,
+        attention={"input_scale": 0.7, "output_scale": 1.6},
+        layer={"mlp": MlpSpec(116, "gelu", gate_scale=0.6, output_scale=1.3), "parallel": True, "post_norm": True},
+    ),
+    "scaled experts and a shared one": changed(
+        SMALL,
+        layer={
+            "mlp": replace(
+                MIXTURE,
+                expert=MlpSpec(44, gate_scale=1.4, output_scale=0.7),
+                shared=MlpSpec(70, gate_scale=0.6, output_scale=1.3),
+            )
+        },
+    ),
     "layer norms": changed(SMALL, norm="layer"),
     "layer norms with biases": changed(SMALL, **LAYER_NORMS),
     "RMS norms with biases": changed(SMALL, norm_bias=True),
@@ -244,6 +285,7 @@ PARTS: Mapping[str, DecoderSpec] = {
             "qk_norm_over": "projection",
             "softcap": 2.0,
             "window": 70,
+            "gated": True,
             **BIASES,
         },
         layer={

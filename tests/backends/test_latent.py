@@ -13,9 +13,11 @@ import torch
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS, FloatArray, KVLayout
-from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
+from cloister.backends.spec import DecoderSpec, IndexSpec, LatentAttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.backends.torch.cuda import limits
 from cloister.backends.torch.routing import choose_experts
+from cloister.backends.torch.schedule import KeySlots, Team
+from cloister.backends.torch.sparse_index import choose_positions
 from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.models import load
 from cloister.models.adapters import read_adapter
@@ -46,6 +48,13 @@ LITE = replace(
         ),
     ),
 )
+INDEXED = replace(
+    SPEC,
+    layers=tuple(
+        replace(layer, attention=replace(ATTENTION, index=IndexSpec(num_heads=3, head_dim=20, num_chosen=40)))
+        for layer in SPEC.layers
+    ),
+)
 FEW: dict[str, Any] = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
 TOKENS = torch.randint(320, (301,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -55,22 +64,23 @@ def make(spec: DecoderSpec, weights: RandomWeights, block_size: int, num_threads
 
 
 @pytest.mark.parametrize("arrangements", [FEW, pytest.param({}, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("spec", [SPEC, LITE], ids=["queries with a latent", "queries without"])
+@pytest.mark.parametrize("spec", [SPEC, LITE, INDEXED], ids=["queries with a latent", "queries without", "a sparse index"])
 def test_company_chunks_blocks_threads_and_hits_change_no_bit(spec: DecoderSpec, arrangements: dict[str, Any]) -> None:
     check = partial(make, spec, RandomWeights(spec))
     assert differing_arrangements(check, TOKENS, vocab=spec.vocab_size, **arrangements) == []
 
 
-def test_nor_do_they_in_bfloat16() -> None:
-    check = partial(make, SPEC, RandomWeights(SPEC), dtype="bfloat16")
+@pytest.mark.parametrize("spec", [SPEC, INDEXED], ids=["all positions", "a sparse index"])
+def test_nor_do_they_in_bfloat16(spec: DecoderSpec) -> None:
+    check = partial(make, spec, RandomWeights(spec), dtype="bfloat16")
     assert differing_arrangements(check, TOKENS[:270], vocab=320, **FEW) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backend", ["torch", "native"])
-def test_a_node_of_a_tree_has_the_bits_of_its_path(backend: str, dtype: str) -> None:
+@pytest.mark.parametrize(("backend", "spec"), [("torch", SPEC), ("native", SPEC), ("torch", INDEXED)])
+def test_a_node_of_a_tree_has_the_bits_of_its_path(backend: str, spec: DecoderSpec, dtype: str) -> None:
     tokens, parents = (11, 12, 13, 14, 15, 16, 17), (-1, -1, 0, 0, 1, 2, 5)
-    driver = build(SPEC, RandomWeights(SPEC), num_blocks=800, block_size=5, backend=backend, dtype=dtype)
+    driver = build(spec, RandomWeights(spec), num_blocks=800, block_size=5, backend=backend, dtype=dtype)
     driver.run("base", TOKENS[:253])
     driver.share("base", "tree", 253)
     logits = driver.program.step(plan_trees(driver, {"tree": tokens}, {"tree": parents}), LOGITS).logits
@@ -94,6 +104,50 @@ def test_a_block_is_counted_as_the_latents_and_rotated_keys_that_it_holds(dtype:
     assert need.weights_bytes == width * sum(weights.read(name).size for name in weights.names() if name != "embed.weight")
 
 
+def test_a_block_holds_the_keys_of_the_index_too() -> None:
+    backend = BACKENDS.get("torch")(num_threads=1, device="cpu", dtype="float32")
+    weights = RandomWeights(INDEXED)
+    need = backend.need(INDEXED, weights, block_size=16, max_batched_tokens=64)
+    assert need.kv_block_bytes == 2 * 16 * (48 + 16 + 20) * 4
+    program: Any = backend.build(INDEXED, weights, KVLayout(10, 16))
+    assert sum(layer[:-1].nbytes for layer in program._cache.layers) == 10 * need.kv_block_bytes
+
+
+def test_an_index_that_may_choose_every_position_changes_no_bit() -> None:
+    layers = tuple(
+        replace(layer, attention=replace(ATTENTION, index=IndexSpec(3, 20, num_chosen=301))) for layer in SPEC.layers
+    )
+    weights, wide = RandomWeights(INDEXED), replace(SPEC, layers=layers)
+    whole = build(SPEC, weights).run("a", TOKENS, 100)
+    assert build(wide, weights).run("a", TOKENS, 100).tobytes() == whole.tobytes()
+    found = build(INDEXED, weights).run("a", TOKENS, 100)
+    assert found[:40].tobytes() == whole[:40].tobytes()
+    assert np.abs(found[40:] - whole[40:]).max() > 1e-2
+
+
+def test_a_choice_among_many_splits_of_keys_is_the_same_in_any_chunk() -> None:
+    driver = build(INDEXED, RandomWeights(INDEXED), num_blocks=300, block_size=16)
+    tokens = TOKENS * 3
+    whole = driver.run("whole", tokens)
+    for chunk in (100, 370):
+        assert driver.run(chunk, tokens, chunk).tobytes() == whole.tobytes()
+
+
+def test_of_equal_scores_the_earlier_position_is_chosen() -> None:
+    spec, batch = IndexSpec(num_heads=2, head_dim=16, num_chosen=5), build(SPEC, RandomWeights(SPEC)).plan({"a": TOKENS})
+    features, keys = torch.zeros(304, spec.num_features), torch.randn(257 * 16 + 1, 16)
+    features[:, -2:] = 1.0
+    slots = KeySlots(batch, 16, 256 * 16)
+    chosen = choose_positions(spec, features, keys, batch, slots, Team(1))
+    assert chosen is not None
+    assert chosen.tolist() == [list(range(5))] * 304
+    features[:, :16] = 1.0  # now one head prefers some keys
+    scores = keys[torch.from_numpy(slots.slots.reshape(-1))[:301]].sum(1).relu()
+    chosen = choose_positions(spec, features, keys, batch, slots, Team(1))
+    assert chosen is not None
+    assert set(chosen[300].tolist()) == set(scores.topk(5).indices.tolist())
+
+
 class Unread(RandomWeights):
     """Weights that nobody may read."""
 
@@ -111,6 +165,12 @@ def test_the_native_back_end_refuses_latents_in_few_bits_before_it_reads_weights
         with pytest.raises(ConfigError, match=f"float32 or bfloat16, not in {kv_dtype}.*--kv-dtype") as error:
             call()
         assert error.value.param == "kv_dtype"
+
+
+def test_the_native_back_end_refuses_a_sparse_index_before_it_reads_weights() -> None:
+    backend = BACKENDS.get("native")(num_threads=1, device="cpu")
+    with pytest.raises(ConfigError, match=r"sparse attention.*--backend torch"):
+        backend.need(INDEXED, Unread(INDEXED), block_size=16, max_batched_tokens=64)
 
 
 def test_interleaved_rotation_of_plain_heads_is_that_of_sorted_rows_and_cuda_refuses_it() -> None:

@@ -46,9 +46,8 @@ VARIANTS = {
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     path = make_model(tmp_path, family, **config)
-    prompt = np.random.default_rng(1).integers(0, 320, 150).tolist()
     for kernels in (KERNELS[0], "scalar"):
-        agreement = compare(path, prompt, 60, backend="native", kernels=kernels)
+        agreement = compare(path, backend="native", kernels=kernels)
         assert agreement.difference <= 1e-4
         assert agreement.num_equal == agreement.num_tokens
 

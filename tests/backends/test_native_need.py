@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTensor, Tensor, take_rows
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights, make_spec
-from tests.native import MAMBA_LAYERS, PARTS, SHORT_CONVOLUTIONS
+from tests.native import DELTA_NETS, MAMBA_LAYERS, OF_ONE_PART, PARTS, SHORT_CONVOLUTIONS, SIDE_BY_SIDE
 
 SPEC = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
 WIDE = make_spec(hidden=256, intermediate=256, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
@@ -95,7 +96,15 @@ def test_weights_take_what_was_named_whatever_becomes_of_them(case: str, dtype: 
     assert named == array_bytes(packed)
 
 
-SPECS = {**PARTS, "short convolutions": SHORT_CONVOLUTIONS, "Mamba 2": MAMBA_LAYERS}
+SPECS = {
+    **PARTS,
+    "short convolutions": SHORT_CONVOLUTIONS,
+    "Mamba 2": MAMBA_LAYERS,
+    "Mamba 2 beside attention": SIDE_BY_SIDE,
+    "layers of one part": OF_ONE_PART,
+    "gated delta nets": DELTA_NETS,
+    "Mamba 2 alone": replace(OF_ONE_PART, layers=OF_ONE_PART.layers[:1] * 2),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -111,3 +120,22 @@ def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) ->
     packed = pack_model(spec, weights, Packer(_native.Pool(1), PackedKind.F32 if dtype == "float32" else PackedKind.BF16))
     assert need.weights_bytes == array_bytes(packed)
     assert program.buffer_bytes < need.activations_bytes < 2.1 * program.buffer_bytes
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [SHORT_CONVOLUTIONS, MAMBA_LAYERS, DELTA_NETS, SIDE_BY_SIDE],
+    ids=["convolutions", "Mamba 2", "delta nets", "side by side"],
+)
+def test_drafts_of_layers_with_a_state_take_what_was_named(spec: DecoderSpec) -> None:
+    weights, backend = RandomWeights(spec), NativeBackend(num_threads=2, device="cpu", dtype="float32")
+    num_drafts, grown = 299, []
+    for spans in ([[0, 300, 0, 0]], [[0, 1, 0, 0], [1, 300, 0, -1]]):
+        program = backend.build(spec, weights, KVLayout(32, 16))
+        plan = Driver(program, 32, 16).plan({"a": list(range(300))}, [299])
+        parents = np.arange(-1, 299, dtype=np.int32)
+        program.step(replace(plan, parents=parents, state_spans=np.array(spans, np.int32)), LOGITS)
+        grown.append(program.buffer_bytes)
+    need = backend.need(spec, weights, block_size=16, max_batched_tokens=300)
+    named = num_drafts * (need.draft_bytes + need.draft_state_bytes)
+    assert 0.7 * named < grown[1] - grown[0] < named + 2 * mmap.PAGESIZE

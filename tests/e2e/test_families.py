@@ -19,7 +19,9 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3", "gemma3n_text", "deepseek_v32"]
+)
 def test_an_engine_answers_as_transformers(family: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family)
     with LLM(str(path), kv_memory_mb=4, max_model_len=128, dtype="float32") as llm:

@@ -51,6 +51,13 @@ def test_rows_that_drafts_take_are_counted_and_the_drafters_named() -> None:
     assert dict(found.items)["drafters"] == MIB
 
 
+def test_drafts_that_layers_with_a_state_keep_are_counted() -> None:
+    need = replace(NEED, draft_bytes=3000, draft_state_bytes=700)
+    sizes = {"available_bytes": 4096 * MIB, "block_size": 16, "max_model_len": 8192, "max_num_seqs": 64}
+    without, found = (budget_memory(need, **sizes, **more) for more in ({}, {"num_drafts": 50, "most_drafts": 9}))
+    assert dict(found.items)["activations"] - dict(without.items)["activations"] == 50 * 3000 + 9 * 700
+
+
 def test_a_large_machine_gives_every_sequence_full_length_and_no_more() -> None:
     assert budget(10**6).num_blocks == 64 * 8192 // 16
 

@@ -7,7 +7,7 @@ import pytest
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVGroup, KVLayout
-from cloister.backends.spec import group_layers
+from cloister.backends.spec import StreamsSpec, group_layers
 from cloister.executor import ModelRunner
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -40,7 +40,21 @@ def make_windows(*windows):
 MIXED = make_windows(24, None, 24, 7, None)
 ALL_WINDOWED = make_windows(24, 24)
 SPECS = {"mixed": MIXED, "all windowed": ALL_WINDOWED}
-WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in SPECS.items()}
+SHARING = replace(
+    MIXED,
+    layers=(
+        *MIXED.layers,
+        *(
+            replace(layer, attention=replace(layer.attention, shared_kv=number))
+            for number, layer in enumerate(MIXED.layers)
+            if number > 1
+        ),
+    ),
+    streams=StreamsSpec(2, 0, laurel_rank=8, input_size=6, input_vocab=VOCAB),
+)
+"""Layers that read the KV of others, one in each group; what only the torch back end computes."""
+KNOWN = {**SPECS, "sharing": SHARING}
+WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in KNOWN.items()}
 
 
 def wishes():
@@ -58,7 +72,7 @@ class Served:
     """What came of some requests on one program."""
 
     def __init__(self, name, backend, options, *, grouped, num_blocks, answers=(), num_seqs=6):
-        spec, speculation = SPECS[name], Erratic(most=5) if answers else None
+        spec, speculation = KNOWN[name], Erratic(most=5) if answers else None
         drafters = {"prophet": Prophet(answers, VOCAB)} if answers else {}
         groups = self._groups(spec, num_blocks) if grouped else (KVGroup(num_blocks),)
         self.layout = KVLayout.of_groups(groups, BLOCK)
@@ -112,8 +126,10 @@ class Served:
         return {name: tokens[seq_id] for seq_id, name in names.items()}
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize(("backend", "options"), BACKENDS_AND_KINDS)
+@pytest.mark.parametrize(
+    ("backend", "options", "name"),
+    [(*kind.values, name) for kind in BACKENDS_AND_KINDS for name in SPECS] + [("torch", {}, "sharing")],
+)
 def test_answers_are_those_of_a_cache_that_keeps_everything(backend, options, name):
     whole = Served(name, backend, options, grouped=False, num_blocks=600)
     expected = whole.serve(wishes())
@@ -121,14 +137,17 @@ def test_answers_are_those_of_a_cache_that_keeps_everything(backend, options, na
         windowed = Served(name, backend, options, grouped=True, num_blocks=num_blocks)
         assert windowed.serve(wishes()) == expected
         assert windowed.num_hit, "no prefix was found, so none was tried"
-        assert bool(windowed.num_preempted) == (num_blocks == 90 and name == "mixed")
+        assert bool(windowed.num_preempted) == (num_blocks == 90 and name != "all windowed")
 
 
-@pytest.mark.parametrize(("backend", "options"), BACKENDS_AND_KINDS[:1] + BACKENDS_AND_KINDS[-1:])
-def test_answers_are_the_same_with_drafts(backend, options):
-    expected = Served("mixed", backend, options, grouped=False, num_blocks=600).serve(wishes())
+@pytest.mark.parametrize(
+    ("backend", "options", "name"),
+    [("torch", {}, "mixed"), ("torch", {}, "sharing"), (*BACKENDS_AND_KINDS[-1].values, "mixed")],
+)
+def test_answers_are_the_same_with_drafts(backend, options, name):
+    expected = Served(name, backend, options, grouped=False, num_blocks=600).serve(wishes())
     answers = [[*wish.token_ids, *expected[wish.request_id, 0]] for wish in wishes()]
-    drafting = Served("mixed", backend, options, grouped=True, num_blocks=200, answers=answers)
+    drafting = Served(name, backend, options, grouped=True, num_blocks=200, answers=answers)
     assert drafting.serve(wishes()) == expected
     assert drafting.speculation.num_accepted > 50
 

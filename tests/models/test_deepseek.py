@@ -41,6 +41,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Kimi K2: one group": ("deepseek_v3", {**ONE_GROUP, "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0}}),
     "Moonlight: one projection of queries, one group": ("deepseek_v3", {"q_lora_rank": None, **ONE_GROUP}),
+    "V3.2, beyond the original context": ("deepseek_v32", {"rope_parameters": YARN}),
+    "V3.2, biases, few positions, an index turned whole, other layers dense": (
+        "deepseek_v32",
+        {"attention_bias": True, "index_topk": 7, "index_head_dim": 8, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "V3.2, more positions than there are": ("deepseek_v32", {"index_topk": 400}),
 }  # fmt: skip
 
 
@@ -48,9 +54,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     path = make_model(tmp_path, family, **config)
-    agreement = compare(path, np.random.default_rng(1).integers(0, 320, 150).tolist())
+    agreement = compare(path)
     assert agreement.difference <= 1e-4
     assert agreement.num_equal == agreement.num_tokens
+
+
+def test_a_list_of_dense_layers_counts_before_their_number(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "deepseek_v32", mlp_layer_types=["dense", "sparse", "dense"])
+    for number in (1, 2):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": number}))
+        assert [isinstance(layer.mlp, MoeSpec) for layer in load(path).spec.layers] == [False, True, False]
 
 
 _OF_ALL: dict[str, Any] = {
@@ -75,6 +89,10 @@ _V3 = {
 }  # fmt: skip
 HUB: dict[str, dict[str, Any]] = {
     "V3 and R1": _V3,
+    "V3.2": {
+        **_V3, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_head_dim": 128,
+        "index_n_heads": 64, "index_topk": 2048,
+    },
     "Kimi K2": {
         **_V3, "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 384,
         "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072,
@@ -92,7 +110,8 @@ HUB: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "mscale", "num_dense"), [("V3 and R1", 1.368888, 3), ("Kimi K2", 1.346574, 1), ("V2-Lite", 1.260804, 1)]
+    ("name", "mscale", "num_dense"),
+    [("V3 and R1", 1.368888, 3), ("V3.2", 1.368888, 3), ("Kimi K2", 1.346574, 1), ("V2-Lite", 1.260804, 1)],
 )
 def test_a_config_of_the_hub_is_read_whole(name: str, mscale: float, num_dense: int) -> None:
     unknown: list[str] = []
@@ -103,7 +122,10 @@ def test_a_config_of_the_hub_is_read_whole(name: str, mscale: float, num_dense: 
     assert [isinstance(layer.mlp, MoeSpec) for layer in spec.layers].index(True) == num_dense
     attention = spec.layers[0].attention
     assert isinstance(attention, LatentAttentionSpec)
-    assert kv_size(attention) == 576  # in place of 2 * 128 heads * 128 and more
+    index = attention.index
+    assert (index is None) == (name != "V3.2")
+    assert index is None or (index.num_heads, index.head_dim, index.num_chosen) == (64, 128, 2048)
+    assert kv_size(attention) == 576 + (128 if index else 0)  # in place of 2 * 128 heads * 128 and more
     assert attention.scale == pytest.approx(192**-0.5 * mscale**2, rel=1e-5)
     assert attention.rope is not None
     assert attention.rope.attention_scale == 1.0

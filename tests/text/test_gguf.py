@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from cloister.text import ChatTemplate
 from cloister.text import Tokenizer as OurTokenizer
-from cloister.text.spelling import SPLITS
+from cloister.text.spelling import SPLITS, ByteLevelSpelling
 from cloister.types.errors import ModelError
 from tests.text import models
 
@@ -55,7 +55,22 @@ DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )  # fmt: skip
-PUBLISHED |= {"minimax-m2": PUBLISHED["gpt-4o"], "glm4": PUBLISHED["llama-bpe"]}
+HAN_FREE_UPPER, HAN_FREE_LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+PUBLISHED |= {
+    **dict.fromkeys(("minimax-m2", "llama4"), PUBLISHED["gpt-4o"]),
+    **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "lfm2", "falcon-h1", "pixtral"), PUBLISHED["llama-bpe"]),
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "kimi-k2": "|".join((
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{HAN_FREE_UPPER}*{HAN_FREE_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{HAN_FREE_UPPER}+{HAN_FREE_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+    )),
+}  # fmt: skip
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
 """As the tokenizer.json of these models has them."""
 
 
@@ -69,9 +84,13 @@ def byte_level_with(path: Path, name: str) -> Path:
     if name == "deepseek-v3":
         cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK_V3]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    if name in ("smollm", "command-r"):
+    if name == "deepseek-coder":
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK_CODER]
+        last = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, *last])
+    if name in ("smollm", "command-r", "refact"):
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    if name == "qwen2":
+    if name in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     if SPLITS[name].takes_whole_words:
         tokenizer.model.ignore_merges = True
@@ -135,7 +154,9 @@ def words_of(tokenizer: OurTokenizer, text: str) -> list[str]:
     return [word for word, _ in library.pre_tokenizer.pre_tokenize_str(normal)]
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "smollm", "command-r", "deepseek-v3", *PUBLISHED])
+@pytest.mark.parametrize(
+    "name", ["gpt-2", "olmo", "smollm", "command-r", "refact", "deepseek-v3", "deepseek-coder", *PUBLISHED]
+)
 def test_byte_level_text_becomes_the_tokens_of_the_original(name: str, tmp_path: Path) -> None:
     path = byte_level_with(tmp_path / "model", name)
     ours, theirs = OurTokenizer(to_gguf(path, pre=name)), OurTokenizer(path)
@@ -188,6 +209,13 @@ def test_the_piece_with_the_best_score_is_merged_first(tmp_path: Path) -> None:
     scores[tokens["he"]], scores[tokens["er"]] = -2.0, -1.0
     tokenizer = OurTokenizer(to_gguf(path, scores=scores))
     assert [tokenizer.token_bytes(i) for i in tokenizer.encode("her")][-2:] == [b"h", b"er"]
+
+
+def test_the_first_split_of_deepseek_cuts_letters_with_case_signs_and_digits(tmp_path: Path) -> None:
+    path = models.byte_level(tmp_path / "model")
+    words = words_of(OurTokenizer(to_gguf(path, pre="deepseek-llm")), "ab \u01c5\u01bb1, 23\n\u0416 \u05d0 \u4e00\uff01 ")
+    found = [ByteLevelSpelling().to_bytes(word).decode() for word in words]
+    assert found == ["ab", " \u01c5", "\u01bb", "1", ",", " ", "2", "3", "\n", "\u0416", " \u05d0 ", "\u4e00", "\uff01", " "]
 
 
 def test_the_default_split_cuts_signs_and_threes_of_digits(tmp_path: Path) -> None:
@@ -249,8 +277,8 @@ def test_a_user_cannot_write_the_control_tokens_of_a_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": "t5"}, "of kind 't5'; supported are: gpt2, llama"),
-        ({"pre": "jais-2"}, r"not supported \('jais-2'\); supported are: default, gpt-2, llama-bpe"),
+        ({"model": "t5"}, "of kind 't5'; supported are: gpt2, llama, bert"),
+        ({"pre": "jais-2"}, r"not supported \('jais-2'\); supported are: default, gpt-2, mpt"),
         ({"merges": None}, "without merges"),
         ({"merges": ["ab"]}, "something else than pairs"),
         ({"merges": ["nowhere never"]}, "cannot be used"),

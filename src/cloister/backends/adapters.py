@@ -75,4 +75,5 @@ def _attention_shapes(attention: AnyAttentionSpec, hidden: int) -> dict[str, tup
         return {**shapes, "kv_a": (attention.head_dim, hidden), "o": (hidden, attention.num_heads * attention.v_head_dim)}
     queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     gate = {"q_gate": (queries, hidden)} if attention.gated else {}
-    return {"q": (queries, hidden), **gate, "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+    own = {"k": (keys, hidden), "v": (keys, hidden)} if attention.shared_kv is None else {}
+    return {"q": (queries, hidden), **gate, **own, "o": (hidden, queries)}

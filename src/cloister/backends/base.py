@@ -16,7 +16,16 @@ Latent attention has `layers.L.kv_a.weight [kv_lora_rank + qk_rope_head_dim, hid
 [kv_lora_rank]` and `layers.L.kv_b.weight [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]` in place of k and v (the
 key rows of a head before its value rows), `layers.L.q.weight [num_heads * (qk_nope_head_dim + qk_rope_head_dim), hidden]` or,
 where queries have a latent of their own, `layers.L.q_a.weight [q_lora_rank, hidden]`, `layers.L.q_a_norm.weight [q_lora_rank]`
-and `layers.L.q_b.weight` (as many rows as q), and `layers.L.o.weight [hidden, num_heads * v_head_dim]`.
+and `layers.L.q_b.weight` (as many rows as q), and `layers.L.o.weight [hidden, num_heads * v_head_dim]`. Its sparse index has
+`layers.L.index_q.weight [num_heads * head_dim, q_lora_rank]`, `layers.L.index_k.weight [head_dim, hidden]`,
+`layers.L.index_k_norm.weight`, `.bias [head_dim]` and `layers.L.index_weights.weight [num_heads, hidden]`.
+Layers that read the KV of an earlier one lack k, v and k_norm. Residual streams (`backends.spec.StreamsSpec`) have
+`streams_in.I.weight`, `streams_out.I.weight [hidden, hidden]` (I from 0 for stream 1), `layer_inputs.embed.weight [input_vocab,
+num_layers * input_size]`, `layer_inputs.projection.weight [num_layers * input_size, hidden]`, `layer_inputs.norm.weight
+[input_size]`, and in each layer `altup.router.weight [num_streams, hidden]`, `altup.norm.weight`, `altup.scale [hidden]`,
+`altup.predict.weight [num_streams ** 2, num_streams]`, `altup.correct.weight [num_streams, num_streams]`, `laurel_left.weight
+[rank, hidden]`, `laurel_right.weight [hidden, rank]`, `laurel_norm.weight [hidden]`, `layer_input_gate.weight [input_size,
+hidden]`, `layer_input_out.weight [hidden, input_size]` and `layer_input_norm.weight [hidden]`.
 Gated attention has `layers.L.q_gate.weight [num_heads * head_dim, hidden]`.
 Mixers with a state (`backends.spec.StateSpec`) lie under `layers.L.mixer`, the norm before them is `attention_norm`, and
 their convolution is `conv.weight [channels, kernel_size]`, oldest position first. Mamba 2: `in.weight [inner_size + conv_size +
@@ -415,6 +424,14 @@ class Program(ABC):
         return EngineError(f"{type(self).__name__} lacks the capability {capability.name}; ask its `capabilities` first")
 
 
+class ImageEncoder(Protocol):
+    """A vision tower with its weights, which a program may borrow from another back end."""
+
+    def encode(self, images: Sequence[ImageTile]) -> list[FloatArray]:
+        """Returns the embeddings of images (`Program.encode_images`)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """What a program will take, in bytes.
@@ -425,6 +442,8 @@ class MemoryNeed:
         logit_row_bytes: of the logits of one position, where `activations_bytes` does not count them.
         available_bytes: free memory of the device that it is taken from; None is the memory of this machine.
         state_bytes: of a block that holds the state of every layer that has one.
+        draft_bytes: of what layers with a state keep of one draft until it is accepted or forgotten.
+        draft_state_bytes: of the copies of states that one node of the largest token tree of a step reads.
     """
 
     weights_bytes: int
@@ -434,6 +453,8 @@ class MemoryNeed:
     logit_row_bytes: int = 0
     kv_layer_bytes: tuple[int, ...] = ()
     state_bytes: int = 0
+    draft_bytes: int = 0
+    draft_state_bytes: int = 0
 
 
 class Backend(Protocol):

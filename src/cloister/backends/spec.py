@@ -66,6 +66,9 @@ class AttentionSpec:
         chunked: a query at position p sees keys in [p - p % window, p] in place of a sliding window (Llama 4).
         qk_norm_weighted: the norms of q and k have weights.
         query_growth: None where queries do not grow.
+        v_norm: RMSNorm without a weight on each head of v (Gemma 3n).
+        shared_kv: number of the earlier layer, of the same heads and window, whose keys and values the queries read; the layer
+            has no k and v of its own, and nothing in the cache (Gemma 3n). None where it has.
     """
 
     num_heads: int
@@ -86,6 +89,34 @@ class AttentionSpec:
     chunked: bool = False
     qk_norm_weighted: bool = True
     query_growth: QueryGrowth | None = None
+    v_norm: bool = False
+    shared_kv: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """A choice of the positions that each query sees (DeepSeek Sparse Attention's lightning indexer; DeepSeek-V3.2,
+    arXiv:2512.02556, section 2.1).
+
+    A key k(x) = norm(index_k(x)), a layer norm, is kept beside each position's latent. The score of position s for a token is
+    the sum over heads h of w_h relu(q_h . k_s) / sqrt(num_heads head_dim), where q = index_q(c), c is the latent of its
+    queries, and w = index_weights(x). It sees the `num_chosen` positions of the highest scores among its own and those before
+    it; of equal ones the earlier. q and k are turned as the attention's rotated parts are, in half-split layout.
+
+    Attributes:
+        num_heads, head_dim: of q; all heads share one key.
+        norm_eps: of the norm of k.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    norm_eps: float = 1e-6
+
+    @property
+    def num_features(self) -> int:
+        """Numbers of one token that the choice reads: queries and weights of all heads."""
+        return self.num_heads * (self.head_dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +136,7 @@ class LatentAttentionSpec:
         latent_norm_eps: of the RMSNorms on both latents.
         qkv_bias: q_a and kv_a carry biases (q, q_b and kv_b never do).
         output_bias: the output projection carries a bias.
+        index: which positions a query sees; None for all before it. It needs a `q_lora_rank`.
     """
 
     num_heads: int
@@ -118,6 +150,7 @@ class LatentAttentionSpec:
     latent_norm_eps: float = 1e-6
     qkv_bias: bool = False
     output_bias: bool = False
+    index: IndexSpec | None = None
 
     @property
     def qk_head_dim(self) -> int:
@@ -131,7 +164,7 @@ class LatentAttentionSpec:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key in the absorbed form: what one position takes in the cache."""
+        """Numbers of a key in the absorbed form: what one position takes in the cache, but for the key of an index."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -149,8 +182,8 @@ AnyAttentionSpec: TypeAlias = AttentionSpec | LatentAttentionSpec
 def kv_size(attention: AnyAttentionSpec) -> int:
     """Returns how many numbers one position takes in one layer's KV cache."""
     if isinstance(attention, LatentAttentionSpec):
-        return attention.head_dim
-    return 2 * attention.num_kv_heads * attention.head_dim
+        return attention.head_dim + (0 if attention.index is None else attention.index.head_dim)
+    return 0 if attention.shared_kv is not None else 2 * attention.num_kv_heads * attention.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +341,8 @@ class MlpSpec:
     Attributes:
         gate_scale, output_scale: multiply what `gate` and `down` return (Falcon-H1).
         clipped: takes the place of act(gate) * up, if there is one.
+        sparsity: act reads max(gate - c, 0) in place of the gate, where c is the value below which so great a part of a normal
+            distribution of the gate's mean and deviation lies (Gemma 3n's Gaussian top-k); 0 is off.
     """
 
     intermediate_size: int
@@ -317,6 +352,7 @@ class MlpSpec:
     clipped: ClippedSwiGLU | None = None
     gate_scale: float = 1.0
     output_scale: float = 1.0
+    sparsity: float = 0.0
 
     @property
     def is_scaled(self) -> bool:
@@ -427,6 +463,39 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Several residual streams of each token, of which a block computes one, and a low-rank path beside attention (Gemma 3n;
+    AltUp: Baykal et al., arXiv:2301.13310; LAuReL: Menghani et al., arXiv:2411.07501).
+
+    Stream 0 begins as the embedding e, stream i as streams_in.i(e), scaled to the size of e (root mean square). A block reads
+    all of them: with m = tanh(altup.router(altup.norm(x) / hidden)) of the active stream x, each stream j is predicted as
+    p_j = x_j + sum over i of predict(m)[j n + i] x_i. The active prediction p passes the block: with a = norm(p) it is
+    (p + post(attention(a)) + a + laurel_norm(laurel_right(laurel_left(a)))) / sqrt(2) before the feed-forward, and y after it.
+    Then stream j becomes p_j + (1 + correct(m)[j]) (y - p), with m of y in place of x, and all streams but the first gain
+    layer_input_norm(layer_input_out(act(layer_input_gate(x)) * u)), where x is the active one, times `altup.scale` if `scaled`.
+    u is the layer's part of the token's own input (layer_inputs.norm(layer_inputs.projection(e) / sqrt(hidden)) + sqrt(size)
+    layer_inputs.embed(token)) / sqrt(2), and act is that of the feed-forward. After the last block streams_out.i(x_i) takes the
+    place of stream i > 0, scaled to the size of stream 0, and the final norm reads their mean. (The weights of stream i are
+    numbered i - 1.)
+
+    Attributes:
+        num_streams: n.
+        active: number of the stream that blocks compute.
+        laurel_rank: numbers between `laurel_left` and `laurel_right`.
+        input_size: numbers of a token's input of one layer.
+        input_vocab: rows of `layer_inputs.embed`; tokens past them read row 0.
+        scaled: the active stream is multiplied before it meets the layer's input.
+    """
+
+    num_streams: int
+    active: int
+    laurel_rank: int
+    input_size: int
+    input_vocab: int
+    scaled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A decoder-only transformer.
 
@@ -442,6 +511,7 @@ class DecoderSpec:
         logit_softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), after `logit_scale`; None is off.
         head_bias: the head carries a bias.
         vision: the tower that makes embeddings of images; None for a decoder that reads text only.
+        streams: residual streams beside the one, and inputs of each layer by token; None for one stream.
         family: the family's name, for people and fingerprints only; no back end may branch on it.
     """
 
@@ -460,6 +530,7 @@ class DecoderSpec:
     logit_softcap: float | None = None
     head_bias: bool = False
     vision: AnyVisionSpec | None = None
+    streams: StreamsSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,8 +129,8 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
     """Returns every operator of a step in order, equal layers together; of `num_chips` chips, the part of one.
 
     Raises:
-        ConfigError: it is an encoder, cannot be cut into that many parts, or has latent attention, layers with a state, or
-            layers without attention or feed-forward.
+        ConfigError: it is an encoder, cannot be cut into that many parts, or has latent attention, layers with a state,
+            layers without attention or feed-forward, or several residual streams.
     """
     if isinstance(spec, EncoderSpec):
         raise ConfigError("the roofline counts decoders only, not encoders", param="model")
@@ -140,6 +140,8 @@ def list_operators(spec: DecoderSpec, work: Work, numbers: Numbers, num_chips: i
         )
     if not all(isinstance(layer.attention, AttentionSpec) for layer in spec.layers):
         raise ConfigError("the roofline counts grouped-query attention only, not latent attention", param="model")
+    if spec.streams is not None:
+        raise ConfigError("the roofline counts decoders of one residual stream only", param="model")
     count = _Counting(work, numbers, spec.hidden_size, num_chips)
     part = cut(spec, num_chips)
     kinds = Counter(part.layers)

@@ -65,6 +65,8 @@ def budget_memory(
     adapters_bytes: int = 0,
     drafters_bytes: int = 0,
     num_draft_rows: int = 0,
+    num_drafts: int = 0,
+    most_drafts: int = 0,
     overhead_bytes: int = OVERHEAD_BYTES,
 ) -> MemoryBudget:
     """Divides `available_bytes`.
@@ -80,11 +82,14 @@ def budget_memory(
         kv_memory_mb: size of the KV cache, states included.
         drafters_bytes: size of drafters without their KV, which `need` counts with each block.
         num_draft_rows: rows of vocabulary width that drafts need at once.
+        num_drafts: most drafts of a step.
+        most_drafts: most of one sequence.
 
     Raises:
         MemoryBudgetError: it does not fit; the message states a figure that does.
     """
     activations_bytes = need.activations_bytes + need.logit_row_bytes * (_logit_rows(max_num_seqs) + num_draft_rows)
+    activations_bytes += need.draft_bytes * num_drafts + need.draft_state_bytes * most_drafts
     left = available_bytes - need.weights_bytes - adapters_bytes - drafters_bytes - activations_bytes - overhead_bytes
     if left <= 0:
         raise MemoryBudgetError(

@@ -110,10 +110,21 @@ class DraftersAtHand:
 
     def num_rows(self, max_num_seqs: int, max_batched_tokens: int) -> int:
         """Returns the number of additional rows of vocabulary width that verification and drafts need."""
+        num_drafts = self.num_drafts(max_num_seqs, max_batched_tokens)
+        return num_drafts * (2 if any(self.drafters[name].has_probs for name in self.names) else 1)
+
+    def num_drafts(self, max_num_seqs: int, max_batched_tokens: int) -> int:
+        """Returns the most drafts of a step."""
         if not self.drafters:
             return 0
         most = max(MOST_ROWS, 2 * max_num_seqs) if self.num_fixed is None else self.num_fixed * max_num_seqs
-        return min(most, max_batched_tokens) * (2 if any(self.drafters[name].has_probs for name in self.names) else 1)
+        return min(most, max_batched_tokens)
+
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts of one sequence."""
+        most = max((self.drafters[name].max_drafts for name in self.names), default=0)
+        return most if self.num_fixed is None else min(most, self.num_fixed)
 
     def allocate(self, program: Program, kv: KVLayout) -> None:
         """Allocates each drafter, once the model is built.

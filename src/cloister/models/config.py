@@ -151,6 +151,10 @@ class ConfigFields:
         """Returns field `name` as it is, None when absent, and leaves it to be taken."""
         return self._values.get(self.name_of(name), self._defaults.get(name))
 
+    def put(self, name: str, value: object) -> None:
+        """Sets field `name`, whatever it was."""
+        self._values[self.name_of(name)] = value
+
     def need(self, *names: str) -> None:
         """Raises ModelError for the first field that is absent, whatever its default."""
         for stored in map(self.name_of, names):

@@ -21,6 +21,7 @@ from cloister.backends.spec import (
     MoeSpec,
     ShortConvSpec,
     StateSpec,
+    StreamsSpec,
 )
 from cloister.backends.vision import vision_shapes
 from cloister.models.config import ConfigFields
@@ -147,6 +148,7 @@ def _read_fields(family: Family, fields: ConfigFields, max_model_len: int | None
         embedding_scale=ends.embedding_scale,
         logit_scale=ends.logit_scale,
         logit_softcap=ends.logit_softcap,
+        streams=ends.streams,
     )
     if family.encoder is not None:
         spec = family.encoder(fields, spec)
@@ -242,6 +244,10 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
     for number, layer in enumerate(spec.layers):
         for name, shape in _layer_shapes(layer, hidden, spec.norm_bias):
             yield f"layers.{number}.{name}", shape
+        if spec.streams is not None:
+            yield from ((f"layers.{number}.{name}", shape) for name, shape in _stream_layer_shapes(spec.streams, hidden))
+    if spec.streams is not None:
+        yield from _stream_shapes(spec.streams, hidden, len(spec.layers))
     yield from _norm("norm", hidden, spec.norm_bias)
     if not spec.tied_embeddings:
         yield "head.weight", (spec.vocab_size, hidden)
@@ -249,6 +255,30 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
         yield "head.bias", (spec.vocab_size,)
     if spec.vision is not None:
         yield from vision_shapes(spec.vision, hidden)
+
+
+def _stream_layer_shapes(spec: StreamsSpec, hidden: int) -> Shapes:
+    num_streams = spec.num_streams
+    yield "altup.router.weight", (num_streams, hidden)
+    yield "altup.norm.weight", (hidden,)
+    yield "altup.scale", (hidden,)
+    yield "altup.predict.weight", (num_streams**2, num_streams)
+    yield "altup.correct.weight", (num_streams, num_streams)
+    yield "laurel_left.weight", (spec.laurel_rank, hidden)
+    yield "laurel_right.weight", (hidden, spec.laurel_rank)
+    yield "laurel_norm.weight", (hidden,)
+    yield "layer_input_gate.weight", (spec.input_size, hidden)
+    yield "layer_input_out.weight", (hidden, spec.input_size)
+    yield "layer_input_norm.weight", (hidden,)
+
+
+def _stream_shapes(spec: StreamsSpec, hidden: int, num_layers: int) -> Shapes:
+    yield "layer_inputs.embed.weight", (spec.input_vocab, num_layers * spec.input_size)
+    yield "layer_inputs.projection.weight", (num_layers * spec.input_size, hidden)
+    yield "layer_inputs.norm.weight", (spec.input_size,)
+    for name in ("streams_in", "streams_out"):
+        for number in range(spec.num_streams - 1):
+            yield f"{name}.{number}.weight", (hidden, hidden)
 
 
 def _encoder_shapes(spec: EncoderSpec) -> Shapes:
@@ -335,6 +365,11 @@ def _latent_shapes(spec: LatentAttentionSpec, hidden: int) -> Shapes:
     yield "kv_a_norm.weight", (rank,)
     yield "kv_b.weight", (spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), rank)
     yield from _projection("o", hidden, spec.num_heads * spec.v_head_dim, spec.output_bias)
+    if spec.index is not None:
+        yield "index_q.weight", (spec.index.num_heads * spec.index.head_dim, q_rank or 0)
+        yield "index_k.weight", (spec.index.head_dim, hidden)
+        yield from _norm("index_k_norm", spec.index.head_dim, bias=True)
+        yield "index_weights.weight", (spec.index.num_heads, hidden)
 
 
 def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
@@ -343,15 +378,17 @@ def _attention_shapes(spec: AnyAttentionSpec, hidden: int) -> Shapes:
         return
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield from _projection("q", q_size, hidden, spec.qkv_bias)
-    yield from _projection("k", kv_size, hidden, spec.qkv_bias)
-    yield from _projection("v", kv_size, hidden, spec.qkv_bias)
+    if spec.shared_kv is None:
+        yield from _projection("k", kv_size, hidden, spec.qkv_bias)
+        yield from _projection("v", kv_size, hidden, spec.qkv_bias)
     yield from _projection("o", hidden, q_size, spec.output_bias)
     if spec.gated:
         yield from _projection("q_gate", q_size, hidden, spec.qkv_bias)
     if spec.qk_norm and spec.qk_norm_weighted:
         over_head = spec.qk_norm_over == "head"
         yield "q_norm.weight", (spec.head_dim if over_head else q_size,)
-        yield "k_norm.weight", (spec.head_dim if over_head else kv_size,)
+        if spec.shared_kv is None:
+            yield "k_norm.weight", (spec.head_dim if over_head else kv_size,)
     if spec.sinks:
         yield "attention.sinks", (spec.num_heads,)
 

@@ -18,6 +18,7 @@ from cloister.backends.spec import (
     MoeSpec,
     RopeSpec,
     StateSpec,
+    StreamsSpec,
 )
 from cloister.backends.vision import AnyVisionSpec
 from cloister.models.config import ConfigFields
@@ -80,6 +81,7 @@ class Ends:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    streams: StreamsSpec | None = None
 
 
 def _turn_all(fields: ConfigFields, reader: RopeReader, windows: Sequence[int | None]) -> Sequence[RopeSpec | None]:

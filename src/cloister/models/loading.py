@@ -22,7 +22,7 @@ from cloister.models.quantized import split_config
 from cloister.models.text_part import take_text_part
 from cloister.models.transformers_fallback import open_foreign
 from cloister.types.errors import ModelError
-from cloister.types.request import ModelInfo
+from cloister.types.request import EncoderInfo, ModelInfo
 
 _logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ def _load_gguf(path: Path, name: str | None, digests: Digests, max_model_len: in
         defaults={**opened.defaults, **sampling},
         fingerprint=opened.fingerprint,
         created_s=int(path.stat().st_mtime),
+        encoder=EncoderInfo() if isinstance(opened.spec, EncoderSpec) else None,
     )
     return LoadedModel(opened.spec, opened.weights, info, path)
 

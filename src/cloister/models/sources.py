@@ -139,9 +139,11 @@ class Mapped:
 
     def read(self) -> Tensor:
         tensor, start = self.stored.read(), self.place.start
-        if not isinstance(tensor, np.ndarray):
+        if isinstance(tensor, np.ndarray):
+            return self._map(tensor)
+        if not self.place.num_heads:
             return take_rows(tensor, slice(start, start + self.shape[0]))
-        return self._map(tensor)
+        return take_rows(tensor, self.place.take_turns(np.arange(len(tensor.codes), dtype=np.int32)))
 
     def _map(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         place = self.place

@@ -12,6 +12,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 """By architecture of the whole model: architecture of the decoder, by the model type of `text_config`."""
@@ -19,7 +20,10 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
 _DECODERS = {"model.language_model.": "model.", "language_model.": ""}
 """What begins the names of a decoder's tensors, and what stands there in a model of text alone."""
 _TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
-_OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_model.", *_TOWERS)
+_OTHERS = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_model.", "audio_tower.", "embed_vision.",
+    "embed_audio.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", *_TOWERS,
+)  # fmt: skip
 
 
 def take_text_part(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def check_forward(spec: DecoderSpec) -> None:
     Raises:
         ConfigError: it says what to choose instead.
     """
-    if spec.norm != "rms" or spec.norm_bias or spec.position_embeddings or spec.head_bias:
+    if spec.norm != "rms" or spec.norm_bias or spec.position_embeddings or spec.head_bias or spec.streams is not None:
         raise ConfigError(f"{_FACED}: {spec.family!r} has ends or norms of its own", param="method")
     for layer in set(spec.layers):
         attention = layer.attention
@@ -48,14 +48,21 @@ def check_forward(spec: DecoderSpec) -> None:
 
 
 def _is_special(attention: AttentionSpec) -> bool:
-    return attention.sinks or attention.chunked or attention.query_growth is not None or not attention.qk_norm_weighted
+    of_heads = attention.sinks or attention.v_norm or not attention.qk_norm_weighted
+    return of_heads or attention.chunked or attention.query_growth is not None or attention.shared_kv is not None
 
 
 def feed_forward_of(layer: LayerSpec) -> MlpSpec:
     """Returns a layer's feed-forward, which must be one with a gate (ConfigError otherwise)."""
-    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or layer.mlp.clipped is not None or layer.mlp.is_scaled:
-        raise ConfigError(f"{_FACED}: its feed-forwards are experts, or have no gate or a clipped one", param="method")
+    if not isinstance(layer.mlp, MlpSpec) or not layer.mlp.gated or not _has_plain_gate(layer.mlp):
+        raise ConfigError(
+            f"{_FACED}: its feed-forwards are experts, or have no gate or a clipped or sparse one", param="method"
+        )
     return layer.mlp
+
+
+def _has_plain_gate(mlp: MlpSpec) -> bool:
+    return mlp.clipped is None and not mlp.is_scaled and not mlp.sparsity
 
 
 def rope_of(layer: LayerSpec) -> RopeSpec:

@@ -71,6 +71,9 @@ class SmoothedKeys(Weights):
         self._spec, self._weights = spec, weights
         self._names = frozenset(weights.names())
         self._factors: dict[int, FloatTensors] = {}
+        # keys of one layer that queries of several read could be divided by factors of one only
+        attentions = [layer.attention for layer in spec.layers]
+        self._is_shared = any(isinstance(each, AttentionSpec) and each.shared_kv is not None for each in attentions)
 
     def names(self) -> Sequence[str]:
         return self._weights.names()
@@ -83,7 +86,7 @@ class SmoothedKeys(Weights):
 
     def read(self, name: str) -> Tensor:
         tensor, parts = self._weights.read(name), name.split(".", 2)
-        if parts[0] != "layers" or isinstance(tensor, GroupedTensor | ProgressiveTensor):
+        if self._is_shared or parts[0] != "layers" or isinstance(tensor, GroupedTensor | ProgressiveTensor):
             return tensor
         if not isinstance(self._spec.layers[int(parts[1])].attention, AttentionSpec):
             return tensor  # latents are normalised: they have no outliers to move

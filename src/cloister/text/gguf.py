@@ -1,7 +1,7 @@
 """Converts the tokenizer and chat templates in a GGUF file's metadata to tokenizer.json.
 
 The tokenizers library then does the work, as for any other model. Kinds: "gpt2" is byte-level BPE, whose words a regular
-expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges follow from its scores.
+expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges follow from its scores; "bert" is WordPiece.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _TEMPLATE = "tokenizer.chat_template"
 _NAMED: Final[Mapping[str, str]] = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator", "pad_token": "padding",
-    "mask_token": "mask",
+    "mask_token": "mask", "cls_token": "cls",
 }  # fmt: skip
 """Roles, and how the format spells them."""
 
@@ -276,6 +276,41 @@ def _sentence_piece(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
     }
 
 
+def _word_piece(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
+    """BERT's: a file marks pieces that begin a word with `▁`, where BERT marks those that do not, with `##`."""
+    pieces = [
+        token if kind != _NORMAL else token[1:] if token.startswith("▁") else f"##{token}"
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    ]
+    adds = {name: file.get(f"tokenizer.ggml.add_{name}_token", bool) for name in ("bos", "eos", "sep")}
+    is_begun = adds["bos"] is not False
+    before = _around(file, vocabulary, "bos", is_begun) or _around(file, vocabulary, "cls", is_begun)
+    is_ended = adds["sep"] is not False or adds["eos"] is True
+    after = _around(file, vocabulary, "seperator", is_ended) or _around(file, vocabulary, "eos", is_ended)
+    unknown = _token_id(file, "unknown", len(pieces))
+    return {
+        "version": "1.0",
+        "added_tokens": vocabulary.added(),
+        "post_processor": surround(before, after),
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": file.get("tokenizer.ggml.normalizer.strip_accents", bool),
+            "lowercase": file.get("tokenizer.ggml.normalizer.lowercase", bool) is not False,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "vocab": {piece: number for number, piece in enumerate(pieces)},
+            "unk_token": "[UNK]" if unknown is None else pieces[unknown],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        },
+    }
+
+
 def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     pairs = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
     return merges_by_score({token: token_id for token_id, (token, kind) in enumerate(pairs) if kind == _NORMAL}, scores)
@@ -301,4 +336,5 @@ def _around(file: GGUFFile, vocabulary: _Vocabulary, name: str, wanted: bool) ->
 _KINDS: Final[Mapping[str, Callable[[GGUFFile, _Vocabulary], dict[str, Any]]]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
+    "bert": _word_piece,
 }

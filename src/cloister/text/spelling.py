@@ -164,6 +164,32 @@ _DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35 = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NO_HAN = r"&&[^\p{Han}]"
+_KIMI_UPPER, _KIMI_LOWER = rf"{_UPPER[:-1]}{_NO_HAN}]", rf"{_LOWER[:-1]}{_NO_HAN}]"
+_KIMI_K2 = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_ENDINGS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_ENDINGS}?|\p{{N}}{{1,3}}|{_REST}"
+)
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102"
+    "\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149"
+    "\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f"
+    "\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+"""Letters with case of the Unicode version that DeepSeek's first tokenizer was made with."""
+_EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST_ASIAN, r"\p{N}")
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +223,24 @@ _QWEN2_SPLIT = Split((_QWEN2,), normalizes=True)
 _O200K_SPLIT = Split((_O200K,))
 _DIGITS_SPLIT = Split((r"\p{N}", _GPT2))
 
+_GPT2_SPLIT = Split((_GPT2,))
+_CL100K_SPLIT = Split((_LLAMA3,))
+
 SPLITS: Final[Mapping[str, Split]] = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": Split((_GPT2,)),
-    "llama-bpe": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "llama3": _LLAMA3_SPLIT,
-    "qwen2": _QWEN2_SPLIT,
-    "deepseek-r1-qwen": _QWEN2_SPLIT,
-    "smollm": _DIGITS_SPLIT,
-    "command-r": _DIGITS_SPLIT,
-    "gpt-4o": _O200K_SPLIT,
-    "minimax-m2": _O200K_SPLIT,
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "granite-docling"), _GPT2_SPLIT),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "lfm2", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_SPLIT),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_SPLIT),
+    "modern-bert": Split((_GPT2,), normalizes=True),
+    "qwen35": Split((_QWEN35,), normalizes=True),
+    **dict.fromkeys(("smollm", "command-r", "refact", "starcoder"), _DIGITS_SPLIT),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _O200K_SPLIT),
+    "deepseek-llm": Split(_DEEPSEEK_LLM),
+    "deepseek-coder": Split(_DEEPSEEK_CODER),
     "deepseek-v3": Split((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3)),
-    "glm4": Split((_LLAMA3,)),
+    "kimi-k2": Split((_KIMI_K2,)),
+    "glm4": Split((_LLAMA3,), takes_whole_words=True),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _CL100K_SPLIT),
     "tekken": Split((_TEKKEN,), adds_bos=True, takes_whole_words=True),
 }
 

@@ -54,7 +54,14 @@ class Norm:
 
 class FeedForward:
     def __init__(
-        self, *, up: Matrix, down: Matrix, activation: int, gated: bool, clipping: tuple[float, float] = ...
+        self,
+        *,
+        up: Matrix,
+        down: Matrix,
+        activation: int,
+        gated: bool,
+        scales: tuple[float, float] = ...,
+        clipping: tuple[float, float] = ...,
     ) -> None: ...
 
 class Routing:
@@ -109,6 +116,20 @@ class Mamba2:
         dt_bias: _Floats,
         norm: _Floats | None,
         norms_before_gate: bool,
+        activation: int,
+        scales: tuple[float, float, float, float, float],
+    ) -> None: ...
+
+class DeltaNet:
+    def __init__(
+        self,
+        *,
+        steps: Matrix,
+        shape: tuple[int, int, int, int],
+        a_log: _Floats,
+        dt_bias: _Floats,
+        norm: _Floats,
+        activation: int,
     ) -> None: ...
 
 class Program:
@@ -134,11 +155,14 @@ class Program:
         scale: float,
         softcap: float,
         rope: int,
-        qkv: Matrix,
+        qkv: Matrix | None,
         latent: Latent | None,
         short_conv: ShortConv | None,
         mamba2: Mamba2 | None,
-        output: Matrix,
+        delta_net: DeltaNet | None,
+        gated: bool,
+        output: Matrix | None,
+        scales: tuple[float, float],
         mlp: FeedForward | None,
         mixture: Mixture | None,
         attention_norm: Norm | None,
@@ -153,10 +177,11 @@ class Program:
         growth: tuple[float, int, int],
         parallel: bool,
         residual_scale: float,
-        cache: _Bytes,
+        cache: _Bytes | None,
         kv_kind: int,
         block_size: int,
         group: int,
+        beside: bool,
     ) -> None: ...
     def forward(
         self,
@@ -169,6 +194,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -182,6 +209,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -195,6 +224,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -208,6 +239,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -222,6 +255,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -248,6 +283,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

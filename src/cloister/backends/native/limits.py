@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
-    Mamba2Spec,
     MoeSpec,
-    ShortConvSpec,
 )
 from cloister.types.errors import ConfigError
+
+MOST_DELTA_DIM: Final = 256  # cpp/kernels.hpp
 
 
 def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
@@ -44,29 +46,23 @@ def list_missing(spec: DecoderSpec) -> list[str]:
     missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
     if isinstance(spec, EncoderSpec):
         missing.add("attention in both directions")
-    if spec.vision is not None:
-        missing.add("a vision tower")
+    if spec.streams is not None:
+        missing.add("several residual streams")
     return sorted(missing)
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
-    attention, mlp = layer.attention, layer.mlp
-    if layer.state is not None and (attention is not None or not isinstance(layer.state, ShortConvSpec | Mamba2Spec)):
-        yield "layers with a state other than that of a short convolution or Mamba 2"
-    if isinstance(layer.state, ShortConvSpec | Mamba2Spec) and layer.state.kernel_size < 2:
+    attention = layer.attention
+    if layer.state is not None and layer.state.kernel_size < 2:
         yield "convolutions of one position"
-    if isinstance(layer.state, Mamba2Spec) and (layer.state.is_scaled or layer.state.activation != "silu"):
-        yield "layers with a state of Mamba 2 with scales or another activation than SiLU"
-    if layer.state is not None and mlp is None:
-        yield "layers with a state and no feed-forward"
-    elif not layer.mixes or mlp is None:
-        yield "layers without attention or a feed-forward"
-    if isinstance(attention, AttentionSpec) and (
-        attention.gated or (attention.input_scale, attention.output_scale) != (1.0, 1.0)
-    ):
-        yield "gated or scaled attention"
-    feed_forward = mlp.expert if isinstance(mlp, MoeSpec) else mlp
-    if feed_forward is not None and (feed_forward.is_scaled or feed_forward.activation == "relu2"):
-        yield "scaled feed-forwards or squared ReLU"
+    if isinstance(layer.state, GatedDeltaNetSpec) and layer.state.key_head_dim > MOST_DELTA_DIM:
+        yield f"gated delta nets with keys of more than {MOST_DELTA_DIM} numbers"
+    if isinstance(attention, LatentAttentionSpec) and attention.index is not None:
+        yield "sparse attention with an index"
+    if isinstance(attention, AttentionSpec) and (attention.v_norm or attention.shared_kv is not None):
+        yield "normalised values, or KV of an earlier layer"
+    feed_forward = layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp
+    if feed_forward is not None and feed_forward.sparsity:
+        yield "sparse gates"
     if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
         yield "rotation by time, row and column"

@@ -17,17 +17,20 @@ from cloister.backends.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
+    StateSpec,
 )
 from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
 _LANES = 16  # kernels read whole vectors
+BESIDE = "beside."  # begins the names of matrices of a mixer with a state beside attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class MatrixParts:
     """Which tensors become one packed matrix.
 
     Attributes:
-        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, output, up (with gate
-            where there is one), down, router.
+        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, steps, output, up
+            (with gate where there is one), down, router; `beside.` begins those of a mixer with a state beside attention.
         sources: canonical names of the tensors, without `.weight`, one below the other.
         interleaved: two sources whose outputs stand 16 by 16 in turn.
         biased: the sources carry biases, but for the one named `unbiased`.
@@ -83,17 +86,14 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
-    state, mlp = layer.state, layer.feed_forward
-    if isinstance(state, ShortConvSpec):
-        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.bias)
-        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.bias)
-    elif isinstance(state, Mamba2Spec):
-        yield MatrixParts(f"{prefix}qkv", (f"{prefix}mixer.in",), biased=state.projection_bias)
-        yield MatrixParts(f"{prefix}output", (f"{prefix}mixer.out",), biased=state.output_bias)
-    else:
-        yield from _attention_matrices(layer.required_attention, prefix)
+    mlp = layer.mlp
+    if layer.attention is not None:
+        yield from _attention_matrices(layer.attention, prefix)
+    if layer.state is not None:
+        yield from _state_matrices(layer.state, prefix, prefix if layer.attention is None else prefix + BESIDE)
     if isinstance(mlp, MlpSpec):
         yield from _mlp_matrices(mlp, prefix)
+    if not isinstance(mlp, MoeSpec):
         return
     routers = ("router", "shared_router") if mlp.shared_gate else ("router",)
     yield MatrixParts(
@@ -109,11 +109,23 @@ def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
         yield from _mlp_matrices(mlp.shared, f"{prefix}shared.")
 
 
+def _state_matrices(state: StateSpec, prefix: str, packed_prefix: str) -> Iterator[MatrixParts]:
+    if isinstance(state, GatedDeltaNetSpec):
+        yield MatrixParts(f"{packed_prefix}qkv", tuple(f"{prefix}mixer.{name}" for name in "zqkv"))
+        yield MatrixParts(f"{packed_prefix}steps", tuple(f"{prefix}mixer.{name}" for name in "ba"))
+        yield MatrixParts(f"{packed_prefix}output", (f"{prefix}mixer.out",))
+        return
+    of_both = (state.bias, state.bias) if isinstance(state, ShortConvSpec) else (state.projection_bias, state.output_bias)
+    for name, source, biased in zip(("qkv", "output"), ("in", "out"), of_both, strict=True):
+        yield MatrixParts(packed_prefix + name, (f"{prefix}mixer.{source}",), biased=biased)
+
+
 def _attention_matrices(attention: AnyAttentionSpec, prefix: str) -> Iterator[MatrixParts]:
     if isinstance(attention, LatentAttentionSpec):
         yield from _latent_matrices(attention, prefix)
     else:
-        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in "qkv"), biased=attention.qkv_bias)
+        names = ("q", "k", "v", "q_gate") if attention.gated else ("q", "k", "v")
+        yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in names), biased=attention.qkv_bias)
     yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
 
 
@@ -154,6 +166,8 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
                 yield f"layers.{number}.mixer.conv.bias", layer.state.size
         if isinstance(layer.state, Mamba2Spec):
             yield from ((f"layers.{number}.mixer.{name}", size) for name, size in _mamba2_vectors(layer.state))
+        if isinstance(layer.state, GatedDeltaNetSpec):
+            yield from ((f"layers.{number}.mixer.{name}", size) for name, size in _delta_net_vectors(layer.state))
 
 
 def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
@@ -165,11 +179,18 @@ def _mamba2_vectors(mamba: Mamba2Spec) -> Iterator[tuple[str, int]]:
         yield "norm.weight", _padded(mamba.inner_size, _LANES)
 
 
+def _delta_net_vectors(net: GatedDeltaNetSpec) -> Iterator[tuple[str, int]]:
+    yield "conv.weight", net.kernel_size * net.conv_size
+    yield from ((name, net.num_value_heads) for name in ("A_log", "dt_bias"))
+    yield "norm.weight", _padded(net.value_head_dim, _LANES)
+
+
 def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
+    parts = [name for name, is_there in (("attention", layer.mixes), ("mlp", layer.mlp is not None)) if is_there]
     if layer.pre_norm:
-        yield from (("attention_norm", spec.hidden_size), ("mlp_norm", spec.hidden_size))
+        yield from ((f"{part}_norm", spec.hidden_size) for part in parts)
     if layer.post_norm:
-        yield from (("attention_post_norm", spec.hidden_size), ("mlp_post_norm", spec.hidden_size))
+        yield from ((f"{part}_post_norm", spec.hidden_size) for part in parts)
     attention = layer.attention
     if isinstance(attention, LatentAttentionSpec):
         yield "kv_a_norm", attention.kv_lora_rank

@@ -16,12 +16,14 @@ from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.spec import (
     AnyAttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
     MlpSpec,
     MoeSpec,
     ShortConvSpec,
+    StateSpec,
 )
 from cloister.backends.tensors import (
     E2M1_CODES,
@@ -330,6 +332,7 @@ _PAGE = 4096  # every buffer takes whole ones
 _NUM_BUFFERS = 11
 _NUM_MIXTURE_BUFFERS = 6
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
+_DELTA_BYTES = 33 << 10  # cpp/delta_net.hpp, `DeltaScratch`, for the longest keys
 
 
 def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernels: str, is_wide: bool) -> int:
@@ -348,24 +351,34 @@ def buffer_bytes(spec: DecoderSpec, *, num_tokens: int, num_threads: int, kernel
 
 def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     """Bytes that one token takes in the buffers of a step: residual, QKV, queries, mixed values, inputs of two products."""
-    return 12 * spec.hidden_size + max(
-        _mixer_bytes(layer, is_wide) + _branch_bytes(layer, spec.hidden_size, is_wide) for layer in spec.layers
-    )
+    layers = set(spec.layers)
+    mixers = max((_mixer_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
+    branches = max((_branch_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
+    return 12 * spec.hidden_size + mixers + branches
 
 
-def _mixer_bytes(layer: LayerSpec, is_wide: bool) -> int:
-    if isinstance(layer.state, ShortConvSpec):
-        return 4 * (_padded(3 * layer.state.size) + layer.state.size)
-    if isinstance(layer.state, Mamba2Spec):
-        inner, channels = layer.state.inner_size, layer.state.conv_size
-        projected = _padded(inner + channels + layer.state.num_heads)
-        return 4 * (projected + channels + inner) + _input_bytes(inner, is_wide)
-    return _attention_bytes(layer.required_attention, is_wide)
+def _mixer_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
+    attention = 0 if layer.attention is None else _attention_bytes(layer.attention, is_wide)
+    beside = _input_bytes(hidden, is_wide) if layer.attention is not None and layer.state is not None else 0
+    return attention + _state_bytes(layer.state, is_wide) + beside
+
+
+def _state_bytes(state: StateSpec | None, is_wide: bool) -> int:
+    if isinstance(state, ShortConvSpec):
+        return 4 * (_padded(3 * state.size) + state.size)
+    if isinstance(state, Mamba2Spec):
+        projected = _padded(state.inner_size + state.conv_size + state.num_heads)
+        return 4 * (projected + state.conv_size + state.inner_size) + _input_bytes(state.inner_size, is_wide)
+    if isinstance(state, GatedDeltaNetSpec):
+        projected = _padded(state.value_size + state.conv_size) + _padded(2 * state.num_value_heads)
+        return 4 * (projected + state.conv_size + state.value_size) + _input_bytes(state.value_size, is_wide)
+    return 0
 
 
 def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
     if not isinstance(attention, LatentAttentionSpec):
-        return 14 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+        gates = 4 * attention.num_heads if attention.gated else 0
+        return (14 * (attention.num_heads + attention.num_kv_heads) + gates) * attention.head_dim
     heads, rank, width = attention.num_heads, attention.kv_lora_rank, 4 if is_wide else 2
     queries = heads * attention.qk_head_dim
     first = 4 * _padded((attention.q_lora_rank or queries) + attention.head_dim)
@@ -384,9 +397,11 @@ def _attention_bytes(attention: AnyAttentionSpec, is_wide: bool) -> int:
 
 def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     """What one token takes for a layer's feed-forward or mixture, and where branches wait to be joined."""
-    mlp = layer.feed_forward
+    mlp = layer.mlp
     beside = _padded(hidden) * 4 if layer.post_norm or layer.residual_scale != 1 or _shared(mlp) else 0
-    early = _input_bytes(hidden, is_wide) if layer.parallel else 0
+    early = _input_bytes(hidden, is_wide) * (layer.parallel + isinstance(layer.state, GatedDeltaNetSpec))
+    if mlp is None:
+        return beside + early
     if isinstance(mlp, MlpSpec):
         return 6 * mlp.intermediate_size + beside + early
     routing = _input_bytes(hidden, True) + 4 * _padded(mlp.num_experts + mlp.shared_gate) + 12 * mlp.num_chosen + 4
@@ -397,7 +412,7 @@ def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     return routing + max(mlp.num_chosen * pair, 6 * shared.intermediate_size if shared else 0) + beside + early
 
 
-def _shared(mlp: MlpSpec | MoeSpec) -> MlpSpec | None:
+def _shared(mlp: MlpSpec | MoeSpec | None) -> MlpSpec | None:
     return mlp.shared if isinstance(mlp, MoeSpec) else None
 
 
@@ -414,24 +429,34 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
     """Bytes that one thread works in: gathered keys, scores, an unpacked panel, candidates of a draw; and a row of its own."""
 
     def widest(layer: LayerSpec) -> int:
-        if layer.state is not None:
-            inner = layer.state.inner_size if isinstance(layer.state, Mamba2Spec) else 0
-            inputs = max(spec.hidden_size, inner, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
-            return _native.scratch_bytes(kernels, 1, 1, 1, 0, inputs, spec.vocab_size)
-        attention = layer.required_attention
-        mixed, value_dim = attention.num_heads * attention.head_dim, 0
+        attention, mixed, value_dim = layer.attention, 0, 0
+        if attention is not None:
+            mixed = attention.num_heads * attention.head_dim
         if isinstance(attention, LatentAttentionSpec):
             mixed, value_dim = attention.num_heads * attention.v_head_dim, attention.kv_lora_rank
             mixed = max(mixed, attention.q_lora_rank or 0, value_dim)
-        inputs = max(spec.hidden_size, mixed, *(mlp.intermediate_size for mlp in _feed_forwards(layer.feed_forward)))
-        shape = attention.num_heads, attention.num_kv_heads, attention.head_dim, value_dim
-        return _native.scratch_bytes(kernels, *shape, inputs, spec.vocab_size)
+        feeds = (mlp.intermediate_size for mlp in _feed_forwards(layer.mlp))
+        inputs = max(spec.hidden_size, mixed, _mixed_size(layer.state), *feeds)
+        shape = (1, 1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        scan = _DELTA_BYTES if isinstance(layer.state, GatedDeltaNetSpec) else 0
+        return max(scan, _native.scratch_bytes(kernels, *shape, value_dim, inputs, spec.vocab_size))
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
     return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
 
 
-def _feed_forwards(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
+def _mixed_size(state: StateSpec | None) -> int:
+    """Numbers that the output projection of a mixer with a state reads."""
+    if state is None:
+        return 0
+    if isinstance(state, ShortConvSpec):
+        return state.size
+    return state.inner_size if isinstance(state, Mamba2Spec) else state.value_size
+
+
+def _feed_forwards(mlp: MlpSpec | MoeSpec | None) -> list[MlpSpec]:
+    if mlp is None:
+        return []
     if isinstance(mlp, MlpSpec):
         return [mlp]
     return [mlp.expert] if mlp.shared is None else [mlp.expert, mlp.shared]
@@ -439,9 +464,11 @@ def _feed_forwards(mlp: MlpSpec | MoeSpec) -> list[MlpSpec]:
 
 def _num_more_buffers(layer: LayerSpec) -> int:
     """Buffers that only some layers need."""
-    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.feed_forward) is not None
+    waits = layer.post_norm or layer.residual_scale != 1 or _shared(layer.mlp) is not None
+    beside = layer.attention is not None and layer.state is not None
     latent = 2 * isinstance(layer.attention, LatentAttentionSpec)
-    return waits + layer.parallel + latent + _NUM_MIXTURE_BUFFERS * isinstance(layer.feed_forward, MoeSpec)
+    others = 2 * isinstance(layer.state, GatedDeltaNetSpec)
+    return waits + beside + layer.parallel + latent + others + _NUM_MIXTURE_BUFFERS * isinstance(layer.mlp, MoeSpec)
 
 
 def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from cloister.backends.base import (
     Capability,
     FloatArray,
     ForwardBatch,
+    ImageEncoder,
     IntArray,
     KVGroup,
     KVLayout,
@@ -26,7 +27,7 @@ from cloister.backends.base import (
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.native.model import PackedModel, qk_norm_length
+from cloister.backends.native.model import BESIDE, PackedModel, qk_norm_length
 from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.native.rotation import row_orders
 from cloister.backends.native.states import StateStore
@@ -35,6 +36,7 @@ from cloister.backends.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mamba2Spec,
@@ -45,11 +47,12 @@ from cloister.backends.spec import (
     StateSpec,
 )
 from cloister.types.errors import ModelError
+from cloister.types.images import ImageTile
 
 # LoRA adapters for the native kernels, packed once when loaded, in the type of unquantized weights.
 
 
-_SITES: Final = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")  # cpp/lora.hpp
+_SITES: Final = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "q_gate")  # cpp/lora.hpp
 
 
 class NativeAdapters:
@@ -129,7 +132,7 @@ class DraftHeadStore:
 
 
 KV_KINDS: Final[Mapping[str, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-_ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
 
 def kv_block_bytes(attention: AnyAttentionSpec, kv_dtype: str, block_size: int) -> int:
@@ -153,19 +156,40 @@ def _value_dim(attention: AnyAttentionSpec) -> int:
     return attention.kv_lora_rank if isinstance(attention, LatentAttentionSpec) else 0
 
 
+def _scales(layer: LayerSpec) -> tuple[float, float]:
+    """Returns what multiplies the inputs and the outputs of a layer's mixer, attention or state."""
+    mixer = layer.state if layer.attention is None else layer.attention
+    return (mixer.input_scale, mixer.output_scale) if isinstance(mixer, AttentionSpec | Mamba2Spec) else (1.0, 1.0)
+
+
+class LayerCache(NamedTuple):
+    """KV or states of a layer.
+
+    Attributes:
+        layer: its number; a layer with both has two caches.
+        cache: [num_blocks, bytes of a block].
+        blocks: their numbers.
+    """
+
+    layer: int
+    cache: ByteArray
+    blocks: range
+
+
 class NativeProgram(Program):
-    """A packed model with its KV cache; has every capability but that of another device.
+    """A packed model with its KV cache; has every capability but ASYNCHRONOUS and ENCODER, and IMAGES only with a tower.
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
         kv_dtype: one of `KV_KINDS`.
         packer: packs adapters and draft heads.
+        encoder: encodes images; None for a model that takes none.
 
     Raises:
         ModelError: experts of one layer are in several number formats.
     """
 
-    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER)
+    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER | Capability.IMAGES)
 
     def __init__(
         self,
@@ -177,20 +201,22 @@ class NativeProgram(Program):
         pool: _native.Pool,
         kv_dtype: str,
         packer: Packer,
+        encoder: ImageEncoder | None = None,
     ) -> None:
+        self._encoder = encoder
+        if encoder is not None:
+            self.capabilities |= Capability.IMAGES
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
         self._adapters = NativeAdapters(self._program, packer, row_orders(spec))
         self._heads = DraftHeadStore(self._program, packer)
         self._set_ends(spec)
-        self._caches: list[ByteArray] = []
+        self._num_layers = len(spec.layers)
+        self._caches: list[LayerCache] = []
         self._ones: list[FloatArray] = []  # weights of norms that have none
         self._states = StateStore(kv)
         self._has_states = any(layer.state is not None for layer in spec.layers)
-        self._blocks = [
-            kv.blocks_of(number) if layer.state is None else kv.state_blocks for number, layer in enumerate(spec.layers)
-        ]
         first = 0
         for group in kv.groups or (KVGroup(kv.num_blocks),):
             self._program.add_group(
@@ -222,24 +248,41 @@ class NativeProgram(Program):
         )
 
     def _add_layer(self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kv_dtype: str) -> None:
+        """Adds a layer; a state beside attention is a layer of its own there, which has no other part."""
+        if layer.attention is not None and layer.state is not None:
+            self._add_parts(replace(layer, state=None), number, rope, kv, kv_dtype)
+            self._add_parts(replace(layer, attention=None, mlp=None), number, -1, kv, kv_dtype, beside=True)
+        else:
+            self._add_parts(layer, number, rope, kv, kv_dtype)
+
+    def _add_parts(
+        self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kv_dtype: str, *, beside: bool = False
+    ) -> None:
         attention, matrices, vectors = layer.attention, self._model.matrices, self._model.vectors
         prefix = f"layers.{number}."
-        if layer.state is None:
-            self._caches.append(self._make_cache(layer.required_attention, number, kv, kv_dtype))
-        else:
-            self._caches.append(self._states.add_layer(layer.state))
+        mixer = prefix + BESIDE if beside else prefix
+        cache: ByteArray | None = None
+        if attention is not None:
+            cache = self._make_cache(attention, number, kv, kv_dtype)
+            self._caches.append(LayerCache(number, cache, kv.blocks_of(number)))
+        elif layer.state is not None:
+            cache = self._states.add_layer(layer.state)
+            self._caches.append(LayerCache(number, cache, kv.state_blocks))
         self._program.add_layer(
             shape=(0, 0, 0, 0, 0) if attention is None else _shape(attention),
             scale=1.0 if attention is None else attention.scale,
             softcap=(attention and attention.softcap) or 0.0,
             rope=rope,
-            qkv=matrices[f"{prefix}qkv"].bind(),
+            qkv=matrices[f"{mixer}qkv"].bind() if layer.mixes else None,
             latent=self._latent(attention, prefix) if isinstance(attention, LatentAttentionSpec) else None,
             short_conv=self._convolution(layer.state, prefix),
             mamba2=self._mamba2(layer.state, prefix) if isinstance(layer.state, Mamba2Spec) else None,
-            output=matrices[f"{prefix}output"].bind(),
-            mlp=self._feed_forward(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MlpSpec) else None,
-            mixture=self._mixture(layer.feed_forward, prefix) if isinstance(layer.feed_forward, MoeSpec) else None,
+            delta_net=self._delta_net(layer.state, prefix, mixer) if isinstance(layer.state, GatedDeltaNetSpec) else None,
+            gated=isinstance(attention, AttentionSpec) and attention.gated,
+            output=matrices[f"{mixer}output"].bind() if layer.mixes else None,
+            scales=_scales(layer),
+            mlp=self._feed_forward(layer.mlp, prefix) if isinstance(layer.mlp, MlpSpec) else None,
+            mixture=self._mixture(layer.mlp, prefix) if isinstance(layer.mlp, MoeSpec) else None,
             attention_norm=self._norm(f"{prefix}attention_norm"),
             mlp_norm=self._norm(f"{prefix}mlp_norm"),
             attention_post_norm=self._norm(f"{prefix}attention_post_norm"),
@@ -252,25 +295,27 @@ class NativeProgram(Program):
             growth=_growth(attention),
             parallel=layer.parallel,
             residual_scale=layer.residual_scale,
-            cache=self._caches[-1].reshape(-1),
+            cache=None if cache is None else cache.reshape(-1),
             kv_kind=KV_KINDS[kv_dtype],
             block_size=kv.block_size,
             group=kv.group_of(number),
+            beside=beside,
         )
 
     def _make_cache(self, attention: AnyAttentionSpec, number: int, kv: KVLayout, kv_dtype: str) -> ByteArray:
         num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
-        num_blocks, block_bytes = len(self._blocks[number]) + num_empty, kv_block_bytes(attention, kv_dtype, kv.block_size)
+        num_blocks = len(kv.blocks_of(number)) + num_empty
+        block_bytes = kv_block_bytes(attention, kv_dtype, kv.block_size)
         return reserve(block_bytes * num_blocks, streamed=False).reshape(num_blocks, block_bytes)
 
     def _convolution(self, state: StateSpec | None, prefix: str) -> _native.ShortConv | None:
-        if not isinstance(state, ShortConvSpec | Mamba2Spec):
+        if state is None:
             return None
         vectors, blocks = self._model.vectors, self._states.blocks
         return _native.ShortConv(
             filters=vectors[f"{prefix}mixer.conv.weight"],
             bias=vectors.get(f"{prefix}mixer.conv.bias"),
-            shape=(state.kernel_size, state.conv_size if isinstance(state, Mamba2Spec) else state.size),
+            shape=(state.kernel_size, state.size if isinstance(state, ShortConvSpec) else state.conv_size),
             blocks=(blocks.start, len(blocks)),
         )
 
@@ -284,6 +329,8 @@ class NativeProgram(Program):
             dt_bias=vectors[f"{prefix}mixer.dt_bias"],
             norm=vectors.get(f"{prefix}mixer.norm.weight"),
             norms_before_gate=mamba.norm == "before_gate",
+            activation=_ACTIVATIONS[mamba.activation],
+            scales=mamba.section_scales,
         )
 
     def _qk_norm(self, attention: AnyAttentionSpec | None, name: str, num_heads: int) -> FloatArray | None:
@@ -291,6 +338,17 @@ class NativeProgram(Program):
             self._ones.append(np.ones(qk_norm_length(attention, num_heads), np.float32))
             return self._ones[-1]
         return self._model.vectors.get(f"{name}.weight")
+
+    def _delta_net(self, net: GatedDeltaNetSpec, prefix: str, mixer: str) -> _native.DeltaNet:
+        vectors = self._model.vectors
+        return _native.DeltaNet(
+            steps=self._model.matrices[f"{mixer}steps"].bind(),
+            shape=(net.num_key_heads, net.num_value_heads, net.key_head_dim, net.value_head_dim),
+            a_log=vectors[f"{prefix}mixer.A_log"],
+            dt_bias=vectors[f"{prefix}mixer.dt_bias"],
+            norm=vectors[f"{prefix}mixer.norm.weight"],
+            activation=_ACTIVATIONS[net.activation],
+        )
 
     def _norm(self, name: str) -> _native.Norm | None:
         weight = self._model.vectors.get(f"{name}.weight")
@@ -321,6 +379,7 @@ class NativeProgram(Program):
             down=matrices[f"{prefix}down"].bind(),
             activation=_ACTIVATIONS[mlp.activation],
             gated=mlp.gated,
+            scales=(mlp.gate_scale, mlp.output_scale),
             clipping=(0.0, 0.0) if mlp.clipped is None else (mlp.clipped.alpha, mlp.clipped.limit),
         )
 
@@ -422,6 +481,10 @@ class NativeProgram(Program):
         self._program.draw_masked(logits, sampling.view(np.uint8), masks, tokens)
         return tokens
 
+    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
+        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
+        return super().encode_images(images) if self._encoder is None else self._encoder.encode(images)
+
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
         """Packs an adapter and puts it in a slot."""
         self._adapters.load(slot, adapter)
@@ -432,14 +495,14 @@ class NativeProgram(Program):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
-        for cache, blocks in zip(self._caches, self._blocks, strict=True):
+        for _, cache, blocks in self._caches:
             for source, target in pairs:
                 if source in blocks:
                     cache[target - blocks.start] = cache[source - blocks.start]
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
-        for cache, blocks in zip(self._caches, self._blocks, strict=True):
+        for _, cache, blocks in self._caches:
             cache[[block - blocks.start for block in block_ids if block in blocks]] = 0
 
     def move_positions(self, moves: IntArray) -> None:
@@ -456,11 +519,13 @@ class NativeProgram(Program):
 
     @property
     def num_layers(self) -> int:
-        return len(self._caches)
+        return self._num_layers
 
     def read_block(self, layer: int, block: int) -> bytes:
-        """Returns the bytes of one block, for who checks what blocks hold."""
-        return bytes(self._caches[layer][block - self._blocks[layer].start])
+        """Returns the bytes of one block, for who checks what blocks hold; none where the layer has no such block."""
+        return b"".join(
+            bytes(cache[block - blocks.start]) for number, cache, blocks in self._caches if number == layer and block in blocks
+        )
 
     def wipe_buffers(self) -> None:
         """Overwrites activations, logits and scratch of all steps so far with zeros; as quick as what there is to overwrite."""
@@ -488,7 +553,10 @@ class NativeProgram(Program):
         return self._program.buffer_bytes
 
 
-_Arrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None]
+_Arrays = tuple[
+    IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None,
+    FloatArray | None, IntArray | None,
+]  # fmt: skip
 
 
 def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
@@ -503,4 +571,6 @@ def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
         batch.parents,
         batch.adapters,
         batch.state_spans if states is None or batch.state_spans is not None else states.spans(batch),
+        batch.embeddings,
+        batch.embedding_rows,
     )

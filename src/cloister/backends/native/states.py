@@ -1,4 +1,4 @@
-"""States of layers: the memory that kernels keep them in, and how steps advance them (cpp/short_conv.cpp, cpp/mamba2.cpp)."""
+"""States of layers: the memory that kernels keep them in, and how steps advance them (cpp/short_conv.cpp, cpp/scan.hpp)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from cloister.backends.base import ForwardBatch, IntArray, KVLayout
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.spec import StateSpec
+from cloister.backends.native.packing import PANEL
+from cloister.backends.spec import DecoderSpec, GatedDeltaNetSpec, Mamba2Spec, ShortConvSpec, StateSpec
 
 _STATE_BYTES: Final = 4  # of a number: float32
 
@@ -43,3 +44,28 @@ class StateStore:
         for states in self._layers:  # nobody wipes blocks for a program without groups
             states[new] = 0
         return np.stack([firsts, starts[1:][filled], blocks, blocks], axis=1).astype(np.int32)
+
+
+def draft_bytes(spec: DecoderSpec) -> int:
+    """Returns what layers with a state keep of one draft: what advances them when it is accepted."""
+    return sum(_STATE_BYTES * _draft_size(layer.state) for layer in spec.layers if layer.state is not None)
+
+
+def _draft_size(state: StateSpec) -> int:
+    if isinstance(state, ShortConvSpec):
+        return state.size
+    if isinstance(state, Mamba2Spec):
+        return state.conv_size + state.num_heads
+    outputs = state.value_size + state.conv_size  # in whole panels; b and a of each head stand behind them
+    return -(-outputs // PANEL) * PANEL - state.value_size + 2 * state.num_value_heads
+
+
+def draft_state_bytes(spec: DecoderSpec) -> int:
+    """Returns what one thread copies of a state to compute a draft: that of one head."""
+    return max((_STATE_BYTES * _head_size(layer.state) for layer in spec.layers if layer.state is not None), default=0)
+
+
+def _head_size(state: StateSpec) -> int:
+    if isinstance(state, Mamba2Spec):
+        return state.head_dim * state.d_state
+    return state.value_head_dim * state.key_head_dim if isinstance(state, GatedDeltaNetSpec) else 0

@@ -27,6 +27,7 @@ def attend(
     out: Tensor,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> None:
     """Writes the attention outputs of one batch of units.
 
@@ -36,6 +37,7 @@ def attend(
         out: [num_tokens * num_heads + 1, value_dim] float32.
         softcap: bends scores (`backends.spec.AttentionSpec`).
         sinks: [num_heads] float32, the logit of each head that takes part in the softmax without a value; None for none.
+        chosen: [num_tokens, num_chosen] int64, the only positions that each token sees of those before it; None for all.
     """
     shape = (layout.num_kv_heads, batch.num_units, batch.num_rows)
     rows = queries.index_select(0, batch.sources).view(*shape, layout.key_dim)
@@ -49,7 +51,11 @@ def attend(
         pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
         found = pages.index_select(0, run.pages).float()
         found = found.view(-1, run.width, layout.size)
-        _attend_run(rows[:, : run.num_units], found, layout, run, state, softcap)
+        hidden = run.hidden
+        if chosen is not None:
+            tokens = (batch.sources // (len(queries) // len(chosen))).view(shape)[0, : run.num_units]
+            hidden = _hide_unchosen(chosen[tokens], run)
+        _attend_run(rows[:, : run.num_units], found, layout, run, hidden, state, softcap)
     out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, layout.value_dim))
 
 
@@ -62,12 +68,29 @@ class _State:
     mixed: Tensor
 
 
-def _attend_run(rows: Tensor, found: Tensor, layout: SlotLayout, run: Run, state: _State, softcap: float | None) -> None:
+def _hide_unchosen(chosen: Tensor, run: Run) -> Tensor:
+    """Returns where a row must not see a key, [num_splits * num_units, num_rows, width].
+
+    Args:
+        chosen: [num_units, num_rows, num_chosen] positions.
+    """
+    num_keys = run.num_splits * run.width
+    places = chosen - run.first_split * SPLIT
+    hidden = torch.ones(*chosen.shape[:2], num_keys + 1, dtype=torch.bool, device=chosen.device)
+    hidden.scatter_(-1, places.masked_fill((places < 0) | (places > num_keys), num_keys), False)
+    hidden = hidden[..., :num_keys].unflatten(-1, (run.num_splits, run.width)).permute(2, 0, 1, 3).flatten(0, 1)
+    return hidden if run.hidden is None else hidden | run.hidden
+
+
+def _attend_run(
+    rows: Tensor, found: Tensor, layout: SlotLayout, run: Run, hidden: Tensor | None, state: _State, softcap: float | None
+) -> None:
     """Computes every split of a run against the running maximum at that split, then joins them in order.
 
     Args:
         rows: [num_kv_heads, num_units, num_rows, key_dim].
         found: [num_splits * num_units, width, size].
+        hidden: [num_splits * num_units, num_rows, width], True where a row must not see a key; None where it sees all.
     """
     num_kv_heads, num_units, num_rows, _ = rows.shape
     rows = rows if run.num_splits == 1 else rows.repeat(1, run.num_splits, 1, 1)
@@ -76,8 +99,8 @@ def _attend_run(rows: Tensor, found: Tensor, layout: SlotLayout, run: Run, state
         torch.bmm(rows[head], _keys(found, layout, head).transpose(1, 2), out=scores[head])
     if softcap is not None:
         cap(scores, softcap)
-    if run.hidden is not None:
-        scores.masked_fill_(run.hidden, -torch.inf)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
     scores = scores.view(num_kv_heads, run.num_splits, num_units, num_rows, run.width)
     highest = state.highest[:, :num_units]
     peaks = torch.cat((highest.unsqueeze(1), scores.amax(-1, keepdim=True)), 1).cummax(1).values

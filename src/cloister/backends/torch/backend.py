@@ -61,8 +61,9 @@ class TorchBackend:
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
-        mapped = {"positions.weight"} if spec.tied_embeddings else {"positions.weight", "embed.weight"}
+        mapped = {"positions.weight", "layer_inputs.embed.weight", *(() if spec.tied_embeddings else ("embed.weight",))}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
+        states = [layer.state for layer in spec.layers if layer.state is not None]
         layer_bytes = tuple(
             (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
         )
@@ -70,8 +71,10 @@ class TorchBackend:
             weights_bytes=held * self._dtype.itemsize,
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
-            state_bytes=sum(4 * layer.state.state_size for layer in spec.layers if layer.state is not None),
+            state_bytes=4 * sum(state.state_size for state in states),
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * self._thread_bytes(spec),
+            draft_bytes=4 * sum(state.step_size for state in states),
+            draft_state_bytes=4 * self._team.num_threads * max((state.state_size for state in states), default=0),
         )
 
     @staticmethod
@@ -116,18 +119,27 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
 def _row_bytes(spec: DecoderSpec) -> int:
     """Bytes that one token takes at the widest place of a step, its logits included (all may be asked for)."""
     widest = max(3 * widest_feed_forward(layer.mlp) + 4 * _attention_numbers(layer) for layer in set(spec.layers))
-    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size))
+    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size) + _stream_numbers(spec))
+
+
+def _stream_numbers(spec: DecoderSpec) -> int:
+    """Numbers of one token's residual streams while they are mixed, and of its inputs of all layers."""
+    if spec.streams is None:
+        return 0
+    return 3 * spec.streams.num_streams * spec.hidden_size + 3 * len(spec.layers) * spec.streams.input_size
 
 
 def _attention_numbers(layer: LayerSpec) -> int:
-    """Numbers of one token's queries and keys, and in latent attention of its heads before and after they are absorbed; and
-    those that meet a state."""
+    """Numbers of one token's queries and keys, in latent attention of its heads before and after they are absorbed, and of a
+    sparse index; and those that meet a state."""
     attention, numbers = layer.attention, 0 if layer.state is None else layer.state.step_size
     if attention is None:
         return numbers
     numbers += (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     if isinstance(attention, LatentAttentionSpec):
         numbers += attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
+        if attention.index is not None:  # a chosen position is 8 bytes
+            numbers += attention.index.num_features + attention.index.head_dim + 2 * attention.index.num_chosen
     return numbers
 
 

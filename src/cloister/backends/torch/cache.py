@@ -30,10 +30,11 @@ class SlotLayout:
 
 
 def slot_layout(spec: AnyAttentionSpec) -> SlotLayout:
-    """Returns the layout of a layer's slots."""
+    """Returns the layout of the slots that a layer reads, which may be another's (`AttentionSpec.shared_kv`)."""
     if isinstance(spec, LatentAttentionSpec):
         return SlotLayout(1, spec.head_dim, spec.kv_lora_rank, 0, kv_size(spec))
-    return SlotLayout(spec.num_kv_heads, spec.head_dim, spec.head_dim, spec.num_kv_heads * spec.head_dim, kv_size(spec))
+    half = spec.num_kv_heads * spec.head_dim
+    return SlotLayout(spec.num_kv_heads, spec.head_dim, spec.head_dim, half, 2 * half)
 
 
 class KVCache:
@@ -42,7 +43,7 @@ class KVCache:
     The zero slot stands for positions past a context, so that attention always reads splits of a fixed length.
 
     Attributes:
-        layers: one tensor [num_slots + 1, size] each (`SlotLayout`); size 0 where a layer has no attention.
+        layers: one tensor [num_slots + 1, size] each (`SlotLayout`); size 0 where a layer has no KV of its own.
     """
 
     def __init__(

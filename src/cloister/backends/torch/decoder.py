@@ -19,8 +19,9 @@ class GroupedProjections:
 
     def __init__(self, spec: AttentionSpec, reader: WeightReader, prefix: str, eps: float) -> None:
         self._spec, self._prefix, self._eps = spec, prefix, eps
-        self._qkv = reader.linear(*(f"{prefix}.{name}" for name in "qkv"), bias=spec.qkv_bias)
-        names = ("q_norm", "k_norm") if spec.qk_norm else ()
+        self._names = "qkv" if spec.shared_kv is None else "q"
+        self._qkv = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.qkv_bias)
+        names = [f"{name}_norm" for name in self._names if name != "v"] if spec.qk_norm else []
         self._qk_norms = [reader.vector(f"{prefix}.{name}.weight") if spec.qk_norm_weighted else None for name in names]
         self.sinks = reader.vector(f"{prefix}.attention.sinks") if spec.sinks else None
         self.linears: tuple[AnyLinear, ...] = (self._qkv,)
@@ -29,27 +30,32 @@ class GroupedProjections:
     def project(
         self, normed: Tensor, cos_sin: Tensor | None, queries: Tensor, slots: Tensor, adapters: RowAdapters | None
     ) -> None:
-        """Writes queries [num_rows, num_heads, head_dim], scaled, and slots [num_rows, size]: keys, then values."""
+        """Writes queries [num_rows, num_heads, head_dim], scaled, and slots [num_rows, size]: keys, then values. Slots of a
+        layer that reads the KV of an earlier one are empty."""
         spec = self._spec
         interleaved = spec.rope is not None and spec.rope.interleaved
         projected = self._qkv(normed)
         if adapters is not None:
-            adapters.add(self._prefix, "qkv", normed, projected)
+            adapters.add(self._prefix, self._names, normed, projected)
         heads = projected.view(len(normed), -1, spec.head_dim)
         query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
-        if spec.qk_norm:
-            query, key = (self._norm_heads(part, weight) for part, weight in zip((query, key), self._qk_norms, strict=True))
-        keys_values = slots.view(len(slots), 2, spec.num_kv_heads, spec.head_dim)
-        rotate(query, cos_sin, queries, interleaved=interleaved)
+        rotate(self._norm_heads(query, 0), cos_sin, queries, interleaved=interleaved)
         queries.mul_(spec.scale)
-        rotate(key, cos_sin, keys_values[:, 0], interleaved=interleaved)
-        keys_values[:, 1] = value
+        if spec.shared_kv is not None:
+            return
+        keys_values = slots.view(len(slots), 2, spec.num_kv_heads, spec.head_dim)
+        rotate(self._norm_heads(key, 1), cos_sin, keys_values[:, 0], interleaved=interleaved)
+        keys_values[:, 1] = rms_norm(value, None, self._eps) if spec.v_norm else value
 
     def join(self, mixed: Tensor) -> Tensor:
         """Returns what the output projection reads."""
         return mixed
 
-    def _norm_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
+    def _norm_heads(self, heads: Tensor, number: int) -> Tensor:
+        """Returns the queries (0) or keys (1) [num_rows, num_heads, head_dim] normalised, where they are."""
+        if not self._spec.qk_norm:
+            return heads
+        weight = self._qk_norms[number]
         if self._spec.qk_norm_over == "head":
             return rms_norm(heads, weight, self._eps)
         return rms_norm(heads.flatten(1), weight, self._eps).view(heads.shape)
@@ -89,10 +95,19 @@ class SelfAttention:
         )
 
     def project(
-        self, normed: Tensor, cos_sin: Tensor | None, queries: Tensor, slots: Tensor, adapters: RowAdapters | None
+        self,
+        normed: Tensor,
+        cos_sin: Tensor | None,
+        queries: Tensor,
+        slots: Tensor,
+        adapters: RowAdapters | None,
+        index_features: Tensor | None = None,
     ) -> None:
         """Writes queries and slots (`LatentProjections.project`)."""
-        self._projections.project(self._scaled(normed), cos_sin, queries, slots, adapters)
+        if isinstance(self._projections, LatentProjections):
+            self._projections.project(normed, cos_sin, queries, slots, adapters, index_features)
+        else:
+            self._projections.project(self._scaled(normed), cos_sin, queries, slots, adapters)
 
     def finish(self, normed: Tensor | None, mixed: Tensor, adapters: RowAdapters | None) -> Tensor:
         """Returns [num_rows, hidden] for the outputs of attention [num_rows, num_heads * value_dim].
@@ -163,6 +178,7 @@ class DecoderLayer:
         slots: Tensor | None,
         adapters: RowAdapters | None = None,
         features: Tensor | None = None,
+        index_features: Tensor | None = None,
     ) -> None:
         """Writes queries [num_rows, num_heads, head_dim], scaled, and the slots of the cache [num_rows, size].
 
@@ -170,12 +186,13 @@ class DecoderLayer:
             cos_sin: [2, num_rows, 1, num_frequencies], None where nothing is turned.
             queries, slots: None in a layer without attention.
             features: [num_rows, mixer.num_features], written too; None in a layer without a mixer.
+            index_features: [num_rows, num_features] of a sparse index, written too; None in a layer without one.
         """
         if not self._spec.mixes:
             return
         normed = _apply(self._attention_norm, hidden)
         if self._attend is not None and queries is not None and slots is not None:
-            self._attend.project(normed, cos_sin, queries, slots, adapters)
+            self._attend.project(normed, cos_sin, queries, slots, adapters, index_features)
         if self.mixer is not None and features is not None:
             features.copy_(self.mixer.project(normed))
 
@@ -185,6 +202,7 @@ class DecoderLayer:
         mixed: Tensor | None,
         adapters: RowAdapters | None = None,
         state_mixed: Tensor | None = None,
+        layer_inputs: Tensor | None = None,
     ) -> None:
         """Adds the outputs of what mixes tokens and of the feed-forward to `hidden`, in place.
 
@@ -192,6 +210,7 @@ class DecoderLayer:
             hidden: as `project` read it.
             mixed: outputs of attention [num_rows, num_heads * value_dim]; None in a layer without attention.
             state_mixed: outputs of the mixer [num_rows, mixer.num_mixed]; None in a layer without one.
+            layer_inputs: of a layer with several streams (`streams.StreamLayer`); None for others.
         """
         attended = self._join(hidden, mixed, state_mixed, adapters)
         if self._spec.parallel:

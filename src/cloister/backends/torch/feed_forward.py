@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import TypeAlias
 
 import torch
@@ -33,7 +34,7 @@ class Mlp:
         self, spec: MlpSpec, reader: WeightReader, prefix: str, activations: Mapping[str, Activate] = ACTIVATIONS
     ) -> None:
         self._activate, self._is_gated, self._clipped = activations[spec.activation], spec.gated, spec.clipped
-        self._gate_scale, self._output_scale = spec.gate_scale, spec.output_scale
+        self._gate_scale, self._output_scale, self._sparsity = spec.gate_scale, spec.output_scale, spec.sparsity
         self._prefix, self._names = prefix, ("gate", "up") if spec.gated else ("up",)
         self._into = reader.linear(*(f"{prefix}.{name}" for name in self._names), bias=spec.bias)
         self._down = reader.linear(f"{prefix}.down", bias=spec.bias)
@@ -56,6 +57,7 @@ class Mlp:
             return on_whole_vectors(self._activate, inner)
         gate, up = inner.chunk(2, dim=-1)
         gate = gate if self._gate_scale == 1.0 else gate * self._gate_scale
+        gate = keep_largest(gate, self._sparsity) if self._sparsity else gate
         return self._activate(gate).mul_(up) if self._clipped is None else clipped_swiglu(gate, up, self._clipped)
 
 
@@ -64,6 +66,14 @@ def clipped_swiglu(gate: Tensor, up: Tensor, spec: ClippedSwiGLU) -> Tensor:
     gate = gate.clamp(max=spec.limit)
     opening = on_whole_vectors(torch.sigmoid, gate * spec.alpha)
     return gate.mul_(opening).mul_(up.clamp(-spec.limit, spec.limit).add_(1))
+
+
+def keep_largest(gate: Tensor, sparsity: float) -> Tensor:
+    """Returns gates [num_rows, intermediate] less a value below which about that part of a row lies, and 0 for that part."""
+    gate = gate.contiguous()
+    mean = gate.sum(-1, keepdim=True).div_(gate.shape[-1])
+    deviation = torch.linalg.vector_norm(gate - mean, dim=-1, keepdim=True).div_(gate.shape[-1] ** 0.5)
+    return torch.relu(gate - (mean + deviation * NormalDist().inv_cdf(sparsity)))
 
 
 class Mixture:

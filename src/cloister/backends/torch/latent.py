@@ -16,6 +16,7 @@ from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.layers import rms_norm, rotate
 from cloister.backends.torch.linear import FEWEST_COLUMNS, cut_rows, measure_tiles
 from cloister.backends.torch.reading import AnyLinear, WeightReader
+from cloister.backends.torch.sparse_index import IndexProjections
 
 
 class HeadwiseLinear:
@@ -80,21 +81,38 @@ class LatentProjections:
         kv_b = reader.matrix(f"{prefix}.kv_b").view(spec.num_heads, -1, spec.kv_lora_rank)
         self._absorb = HeadwiseLinear(kv_b[:, : spec.qk_nope_head_dim])
         self._expand = HeadwiseLinear(kv_b[:, spec.qk_nope_head_dim :].transpose(1, 2))
-        self.linears: tuple[AnyLinear | HeadwiseLinear, ...] = (*self._queries, self._kv_a, self._absorb, self._expand)
+        self._index = None if spec.index is None else IndexProjections(spec.index, reader, prefix)
+        of_index = () if self._index is None else self._index.linears
+        self.linears: tuple[AnyLinear | HeadwiseLinear, ...] = (
+            *self._queries,
+            self._kv_a,
+            self._absorb,
+            *of_index,
+            self._expand,
+        )
         self.num_operations = sum(linear.num_operations for linear in self.linears[:-1])
         self.num_output_operations = self._expand.num_operations
 
     def project(
-        self, normed: Tensor, cos_sin: Tensor | None, queries: Tensor, slots: Tensor, adapters: RowAdapters | None
+        self,
+        normed: Tensor,
+        cos_sin: Tensor | None,
+        queries: Tensor,
+        slots: Tensor,
+        adapters: RowAdapters | None,
+        index_features: Tensor | None = None,
     ) -> None:
-        """Writes queries [num_rows, num_heads, head_dim], scaled, and slots [num_rows, head_dim]: latent, then rotated key.
+        """Writes queries [num_rows, num_heads, head_dim], scaled, and slots [num_rows, size]: latent, rotated key, and the key
+        of the index where there is one.
 
         Args:
             cos_sin: [2, num_rows, 1, num_frequencies], None where nothing is turned.
+            index_features: [num_rows, num_features], written too (`sparse_index.IndexProjections`); None without an index.
         """
         spec, rank = self._spec, self._spec.kv_lora_rank
         interleaved = spec.rope is not None and spec.rope.interleaved
-        heads = self._project_queries(normed, adapters).view(len(normed), spec.num_heads, spec.qk_head_dim)
+        projected, read = self._project_queries(normed, adapters)
+        heads = projected.view(len(normed), spec.num_heads, spec.qk_head_dim)
         plain, turned = heads[..., : spec.qk_nope_head_dim], heads[..., spec.qk_nope_head_dim :]
         queries[..., :rank] = self._absorb(plain)
         rotate(turned, cos_sin, queries[..., rank:], interleaved=interleaved)
@@ -103,7 +121,9 @@ class LatentProjections:
         if adapters is not None:
             adapters.add(self._prefix, ("kv_a",), normed, latents)
         slots[:, :rank] = rms_norm(latents[:, :rank], self._kv_norm, spec.latent_norm_eps)
-        rotate(latents[:, None, rank:], cos_sin, slots[:, None, rank:], interleaved=interleaved)
+        rotate(latents[:, None, rank:], cos_sin, slots[:, None, rank : spec.head_dim], interleaved=interleaved)
+        if self._index is not None and index_features is not None:
+            self._index.project(normed, read, cos_sin, index_features, slots[:, spec.head_dim :])
 
     def join(self, mixed: Tensor) -> Tensor:
         """Returns what the output projection reads, [num_rows, num_heads * v_head_dim].
@@ -113,12 +133,14 @@ class LatentProjections:
         """
         return self._expand(mixed.view(len(mixed), self._spec.num_heads, -1)).flatten(1)
 
-    def _project_queries(self, rows: Tensor, adapters: RowAdapters | None) -> Tensor:
+    def _project_queries(self, rows: Tensor, adapters: RowAdapters | None) -> tuple[Tensor, Tensor]:
+        """Returns the queries, and what their last product read."""
+        read = rows
         for name, linear in zip(self._names, self._queries, strict=True):
             if name == "q_b" and self._q_norm is not None:
                 rows = rms_norm(rows, self._q_norm, self._spec.latent_norm_eps)
             out = linear(rows)
             if adapters is not None:
                 adapters.add(self._prefix, (name,), rows, out)
-            rows = out
-        return rows
+            read, rows = rows, out
+        return rows, read

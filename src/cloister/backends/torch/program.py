@@ -15,7 +15,7 @@ from torch import Tensor
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, QueryGrowth
+from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, LatentAttentionSpec, QueryGrowth, kv_size
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
@@ -34,7 +34,9 @@ from cloister.backends.torch.schedule import (
     token_slots,
     use_one_thread_per_operation,
 )
+from cloister.backends.torch.sparse_index import choose_positions
 from cloister.backends.torch.states import States, StateStep
+from cloister.backends.torch.streams import Streams, make_layer
 from cloister.backends.torch.trees import TreeNode, unfold
 from cloister.backends.torch.vision import open_tower
 from cloister.types.images import ImageTile
@@ -54,6 +56,7 @@ def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) 
 def _list_calls(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> Iterator[Watched]:
     yield Watched(program, "_embed", "embed")
     yield Watched(program, "_schedule", "schedule")
+    yield Watched(program, "_choose", "index")
     yield Watched(module, "attend", "attention")
     yield Watched(program, "_advance", "state")
     yield Watched(program, "_logits", "head")
@@ -89,11 +92,14 @@ class TorchProgram(Program):
         self._spec, self._team, self._device = spec, team, device
         self._embedding = dequantized(weights.read("embed.weight"))
         self._learned = dequantized(weights.read("positions.weight")) if spec.position_embeddings else None
-        self._layers = [DecoderLayer(spec, number, reader) for number in range(len(spec.layers))]
+        self._streams = None if spec.streams is None else Streams(spec, spec.streams, weights, reader)
+        self._layers = [make_layer(spec, number, reader) for number in range(len(spec.layers))]
         self._norm = reader.norm("norm", spec)
         self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
         self._head_bias = reader.vector("head.bias") if spec.head_bias else None
         self.linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        if self._streams is not None:
+            self.linears += self._streams.linears
         self._tiles = common_tiles(*(linear.tiles for linear in self.linears))
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention is not None} - {None}
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
@@ -175,33 +181,46 @@ class TorchProgram(Program):
         return record(self, sys.modules[__name__], self._layers)
 
     def _compute(self, batch: ForwardBatch) -> Tensor:
-        """Runs every layer, writes K and V, and returns the residual stream [padded tokens, hidden]."""
+        """Runs every layer, writes K and V, and returns the residual stream [padded tokens, hidden], or the streams [padded
+        tokens, num_streams, hidden]."""
         use_one_thread_per_operation()
         num_tokens = len(batch.token_ids)
         num_rows = pad_rows(num_tokens, self._tiles)
-        hidden = self._embed(batch, num_rows)
+        hidden, layer_inputs = self._embed(batch, num_rows), None
+        if self._streams is not None:
+            layer_inputs, hidden = self._streams.read_inputs(hidden, batch.token_ids), self._streams.widen(hidden)
         positions = self._pad(batch.positions, num_rows)
         turns = positions if batch.rope_positions is None else self._pad(batch.rope_positions, num_rows)
         angles = {spec: rope.at(turns, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
         deepstack = self._deepstack(batch)
-        units = self._schedule(*unfold(batch), num_rows)
+        unfolded, nodes = unfold(batch)
+        units, keys_of = self._schedule(unfolded, nodes, num_rows)
         slots_of = self._adapters.of_step(batch)
         adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
         written = self._written_slots(batch)
         state_step = None if self._states is None else self._states.schedule(batch)
         for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
             rope = None if layer.attention is None else layer.attention.rope
-            queries, new_slots, features = self._project(layer, hidden, None if rope is None else angles[rope], adapters)
+            cos_sin = None if rope is None else angles[rope]
+            queries, new_slots, features, index_features = self._project(layer, hidden, cos_sin, adapters)
             mixed = state_mixed = None
             if layer.attention is not None and queries is not None and new_slots is not None:
                 if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
                     queries[:num_tokens].mul_(grow(layer.attention.query_growth, batch.positions).to(self._device))
-                slots.index_copy_(0, written[self._cache.layout.group_of(number)], new_slots[:num_tokens].to(slots.dtype))
-                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)])
+                if new_slots.shape[1]:
+                    rows_written = written[self._cache.layout.group_of(number)]
+                    slots.index_copy_(0, rows_written, new_slots[:num_tokens].to(slots.dtype))
+                slots = self._cache.layers[kv_layer(layer.attention, number)]
+                keys = keys_of[self._cache.layout.group_of(number)]
+                chosen = (
+                    None if index_features is None else self._choose(layer.attention, index_features, slots, unfolded, keys)
+                )
+                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)], chosen)
             if features is not None and state_step is not None:
                 state_mixed = self._advance(number, features, state_step)
+            own = None if layer_inputs is None else layer_inputs[:, number]
             tasks = [
-                partial(layer.finish, hidden[rows], _rows(mixed, rows), chunk, _rows(state_mixed, rows))
+                partial(layer.finish, hidden[rows], _rows(mixed, rows), chunk, _rows(state_mixed, rows), _rows(own, rows))
                 for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
             ]
             self._team.run(tasks, num_rows * layer.finish_operations)
@@ -249,7 +268,10 @@ class TorchProgram(Program):
             for group, layer in layers.items()
         }
 
-    def _schedule(self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int) -> dict[AttentionShape, list[UnitBatch]]:
+    def _schedule(
+        self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int
+    ) -> tuple[dict[AttentionShape, list[UnitBatch]], dict[int, KeySlots]]:
+        """Returns the order of work in attention, and the slots of keys of each group of layers."""
         layout = self._cache.layout
         keys_of: dict[int, KeySlots] = {}
         units: dict[AttentionShape, list[UnitBatch]] = {}
@@ -267,18 +289,20 @@ class TorchProgram(Program):
                 widths = split_widths(slot_layout(spec), self._device)
                 threads = self._team.num_threads
                 units[shape] = schedule_units(batch, keys, shape, tiles, widths, threads, num_rows, self._device)
-        return units
+        return units, keys_of
 
     def _project(
         self, layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor | None, adapters: Sequence[RowAdapters | None]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns queries [num_rows, num_heads, head_dim], slots of the cache [num_rows, size], and features of the mixer with
-        a state [num_rows, num_features]; None for what the layer has not."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Returns queries [num_rows, num_heads, head_dim], slots of the cache [num_rows, size], features of the mixer with a
+        state and of the sparse index [num_rows, num_features]; None for what the layer has not."""
         spec, num_rows = layer.attention, len(hidden)
-        queries = slots = features = None
+        queries = slots = features = index_features = None
         if spec is not None:
             queries = hidden.new_empty(num_rows, spec.num_heads, spec.head_dim)
-            slots = hidden.new_empty(num_rows, slot_layout(spec).size)
+            slots = hidden.new_empty(num_rows, kv_size(spec))
+        if isinstance(spec, LatentAttentionSpec) and spec.index is not None:
+            index_features = hidden.new_empty(num_rows, spec.index.num_features)
         if layer.mixer is not None:
             features = hidden.new_empty(num_rows, layer.mixer.num_features)
         tasks = [
@@ -290,19 +314,34 @@ class TorchProgram(Program):
                 _rows(slots, rows),
                 chunk,
                 _rows(features, rows),
+                _rows(index_features, rows),
             )
             for rows, chunk in zip(_chunks(num_rows), adapters, strict=True)
         ]
         self._team.run(tasks, num_rows * layer.project_operations)
-        return queries, slots, features
+        return queries, slots, features, index_features
+
+    def _choose(
+        self, spec: AnyAttentionSpec, features: Tensor, slots: Tensor, batch: ForwardBatch, keys: KeySlots
+    ) -> Tensor | None:
+        """Returns the positions that tokens see, [num_rows, num_chosen]; None for all."""
+        assert isinstance(spec, LatentAttentionSpec)
+        assert spec.index is not None
+        return choose_positions(spec.index, features, slots[:, spec.head_dim :], batch, keys, self._team)
 
     def _attend(
-        self, queries: Tensor, slots: Tensor, layer: DecoderLayer, spec: AnyAttentionSpec, units: Sequence[UnitBatch]
+        self,
+        queries: Tensor,
+        slots: Tensor,
+        layer: DecoderLayer,
+        spec: AnyAttentionSpec,
+        units: Sequence[UnitBatch],
+        chosen: Tensor | None,
     ) -> Tensor:
         """Returns [num_rows, num_heads * value_dim]; a batch of units is a task for one thread."""
         layout, rows = slot_layout(spec), queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, layout.value_dim)
-        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks) for unit in units]
+        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks, chosen) for unit in units]
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * layout.value_dim)
 
@@ -311,7 +350,7 @@ class TorchProgram(Program):
         rows = np.zeros(pad_rows(len(batch.logit_rows), self._tiles), np.int64)
         rows[: len(batch.logit_rows)] = batch.logit_rows
         chosen = self._compute(batch).index_select(0, torch.from_numpy(rows).to(self._device))
-        return self._norm(chosen)
+        return self._norm(chosen if self._streams is None else self._streams.join(chosen))
 
     def _logits(self, normed: Tensor) -> Tensor:
         return self._finish(self._head(normed))
@@ -340,6 +379,11 @@ def grow(growth: QueryGrowth, positions: IntArray) -> Tensor:
     """Returns what multiplies the queries of each token, [num_tokens, 1, 1] float32; logarithms are rounded once."""
     steps = (positions.astype(np.int64) + growth.first) // growth.period
     return torch.from_numpy((1 + growth.beta * np.log1p(steps.astype(np.float64))).astype(np.float32)).view(-1, 1, 1)
+
+
+def kv_layer(spec: AnyAttentionSpec, number: int) -> int:
+    """Returns the number of the layer whose KV a layer reads, its own or an earlier one's."""
+    return spec.shared_kv if isinstance(spec, AttentionSpec) and spec.shared_kv is not None else number
 
 
 def work_shape(spec: AnyAttentionSpec) -> AttentionShape:

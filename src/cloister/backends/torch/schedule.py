@@ -58,6 +58,7 @@ class Run:
     Their products are computed at once, and joined one after the other.
 
     Attributes:
+        first_split: number of the first of them.
         width: keys of each split that are computed; the rest would be hidden from every row.
         page_size: slots that are fetched at once; in a run that sees every key whole blocks, which is much quicker.
         pages: [num_splits * num_units * width / page_size] pages of the cache; single slots past a context are the zero slot.
@@ -65,6 +66,7 @@ class Run:
             which is so in every run of several splits.
     """
 
+    first_split: int
     num_splits: int
     num_units: int
     width: int
@@ -266,7 +268,7 @@ def _make_runs(
         slots = keys.slots[keys.starts[seqs[:active]] + numbers[:, None], :width].reshape(-1)
         page_size = keys.block_size if hidden is None and SPLIT % keys.block_size == 0 else 1
         pages = torch.from_numpy(slots[::page_size] // page_size).to(device)
-        yield Run(count, active, width, page_size, pages, hidden)
+        yield Run(number, count, active, width, page_size, pages, hidden)
         number += count
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from cloister.models.families.cohere2 import COHERE2
 from cloister.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from cloister.models.families.deepseek_v32 import DEEPSEEK_V32
 from cloister.models.families.encoders import (
     BERT,
     BERT_CLASSIFIER,
@@ -14,6 +15,7 @@ from cloister.models.families.encoders import (
 )
 from cloister.models.families.falcon_h1 import FALCON_H1
 from cloister.models.families.gemma import GEMMA2, GEMMA3
+from cloister.models.families.gemma3n import GEMMA3N
 from cloister.models.families.glm import GLM4_MOE
 from cloister.models.families.gpt import GPT2, GPT_NEOX, OPT
 from cloister.models.families.gpt_oss import GPT_OSS
@@ -41,6 +43,6 @@ FAMILIES: Mapping[str, Family] = {
         GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS, SMOLVLM, IDEFICS3,
         BERT, BERT_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER, MODERN_BERT, MODERN_BERT_CLASSIFIER,
         MAMBA2, QWEN3_NEXT, LFM2, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE,
-        MINISTRAL, MINISTRAL3, LLAMA4, QWEN2_5_VL,
+        MINISTRAL, MINISTRAL3, LLAMA4, QWEN2_5_VL, GEMMA3N, DEEPSEEK_V32,
     )
 }  # fmt: skip

@@ -23,9 +23,10 @@ _LATENT_NORM_EPS = 1e-6
 _MOST_HEAD_DIM = 65536
 
 
-def _read_attentions(
+def read_attentions(
     fields: ConfigFields, sizes: tuple[int, int, int], max_model_len: int | None
 ) -> tuple[Sequence[LatentAttentionSpec], int]:
+    """Returns the latent attention of each layer, and the positions that can be used (`family.Family.attentions`)."""
     _, num_layers, max_positions = sizes
     num_heads = fields.take_size("num_attention_heads")
     fields.require("num_key_value_heads", num_heads)
@@ -93,11 +94,16 @@ def _feed_v2(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[Ml
 
 def feed_v3(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSpec | MoeSpec]:
     """Returns each layer's feed-forward: the first `first_k_dense_replace` are dense, the others mixtures like V3's."""
+    return _place(fields, mlp, take_v3_mixture(fields, mlp), num_layers)
+
+
+def take_v3_mixture(fields: ConfigFields, mlp: MlpSpec) -> MoeSpec:
+    """Returns the mixture that V3's fields describe."""
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
     moe = replace(_take_moe(fields, mlp), scoring="sigmoid", correction_bias=True)
     renormalized = replace(moe, renormalize=fields.take("norm_topk_prob", bool, True))
-    return _place(fields, mlp, limit_groups(fields, renormalized, num_group_scores=2), num_layers)
+    return limit_groups(fields, renormalized, num_group_scores=2)
 
 
 def _take_moe(fields: ConfigFields, mlp: MlpSpec) -> MoeSpec:
@@ -161,7 +167,7 @@ DEEPSEEK_V2 = Family(
     defaults={"q_lora_rank": 1536, "first_k_dense_replace": 0},
     only={"mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "rope_interleave": True},
     harmless=_TRAINING,
-    attentions=_read_attentions,
+    attentions=read_attentions,
     feed_forwards=_feed_v2,
     tensors=_TENSORS,
 )
@@ -176,7 +182,7 @@ DEEPSEEK_V3 = Family(
     defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
     only={"mlp_bias": False, "moe_layer_freq": 1},
     harmless=_TRAINING | {"num_nextn_predict_layers"},
-    attentions=_read_attentions,
+    attentions=read_attentions,
     feed_forwards=feed_v3,
     tensors=_TENSORS,
     mtp=True,

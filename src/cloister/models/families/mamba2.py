@@ -9,6 +9,7 @@ from cloister.models.config import ConfigFields
 from cloister.models.family import Family, FeedForwards
 from cloister.models.mixers import INITIALISATION, take_mamba2
 from cloister.models.sources import Source
+from cloister.types.errors import ModelError
 
 _MAX_POSITIONS = 262144
 """A config has no limit; Codestral Mamba was tested up to here (Mistral 2024)."""
@@ -26,6 +27,13 @@ def _feed_nowhere(_fields: ConfigFields, _mlp: MlpSpec, num_layers: int) -> Feed
 
 
 def _read_states(fields: ConfigFields, hidden: int, num_layers: int, activation: Activation) -> Sequence[StateSpec]:
+    if fields.take("rescale_prenorm_residual", bool, False):
+        raise ModelError(
+            f"rescale_prenorm_residual is true in {fields.source}: it is for the first weights of a training run, but "
+            "transformers 5 divides those of a checkpoint too, each mixer.out_proj by the square root of the number of layers; "
+            "set it to false to use the weights as they are stored",
+            param="rescale_prenorm_residual",
+        )
     biased = fields.take("use_bias", bool, False)
     inner = fields.take_size("mamba_expand") * hidden
     return [take_mamba2(fields, inner, activation, projection_bias=biased, output_bias=biased)] * num_layers
@@ -45,7 +53,7 @@ MAMBA2 = Family(
         "rms_norm_eps": 1e-5, "mamba_expand": 2, "mamba_d_conv": 4, "mamba_n_groups": 8, "mamba_d_state": 128,
         "mamba_chunk_size": 256,
     },
-    harmless=INITIALISATION | {"residual_in_fp32"},  # it always is
+    harmless=(INITIALISATION - {"rescale_prenorm_residual"}) | {"residual_in_fp32"},  # residuals always are
     widening=1,
     attentions=_attend_nowhere,
     states=_read_states,

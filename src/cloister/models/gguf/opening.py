@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cloister.backends.spec import DecoderSpec
+import numpy as np
+
+from cloister.backends.spec import DecoderSpec, LayerSpec
+from cloister.backends.tensors import Tensor, dequantized
 from cloister.models.decoder import list_tensors
-from cloister.models.gguf.architecture import OF_ROPE, find_architecture, read_spec, source_of
-from cloister.models.gguf.tensors import find_entry
+from cloister.models.gguf.architecture import entry_of, find_architecture, read_spec, sources_of
+from cloister.models.gguf.layout import Architecture, Recipe
+from cloister.models.gguf.rotation import OF_ROPE
+from cloister.models.gguf.tensors import Reordered, find_entry
 from cloister.models.location import Digests
 from cloister.models.quantized import Stored
-from cloister.models.sources import Mapped, StoredWeights, find_place
+from cloister.models.quantized.base import StoredMatrix
+from cloister.models.sources import Mapped, Shape, Source, StoredWeights, find_place, num_heads_of
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile, read_gguf
 
 _ENDS = ("eos", "eot", "eom")
-_END_TEXTS = frozenset(
-    ("</s>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-)
+_END_TEXTS = frozenset((
+    "</s>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end|>",
+    "<end_of_turn>", "<｜end▁of▁sentence｜>", "[EOT]", "[EOS]", "[e~[",
+))  # fmt: skip
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 """Of gpt-oss, where `<|end|>` ends a message and another may follow."""
 _SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = {
@@ -69,16 +77,19 @@ def open_gguf(path: Path, digests: Digests, max_model_len: int | None = None) ->
 def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
     architecture = find_architecture(file)[1]
     entries: dict[str, Stored] = {}
-    left = {name for name in file.tensors if name not in OF_ROPE}
+    left = {name for name in file.tensors if name not in OF_ROPE and not _predicts_further(file, name, len(spec.layers))}
     shapes = list_tensors(spec, sum(_count_parts(file, tensor.shape) for tensor in file.tensors.values()) + _MOST_MISSING)
     for name in shapes:
-        source = source_of(architecture, name)
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        stored = source.name.format(*numbers) + ("" if source.is_tensor else f".{name.rpartition('.')[2]}")
-        if stored not in file.tensors:
-            raise ModelError(f"{file.path.name} lacks the tensor {stored!r} that its metadata asks for; download it again")
+        recipe = entry_of(architecture.recipes, name)
+        parts = [part.format(*numbers) for part in recipe.names] if recipe else []
+        if recipe and parts[0] in file.tensors:
+            entries[name] = _compute(file, recipe, parts, shapes[name], spec.layers[numbers[0]])
+            left.difference_update(parts)
+            continue
+        source, stored = _find_stored(file, architecture, name, numbers)
         left.discard(stored)
-        place = find_place(source, name, shapes, 0)
+        place = find_place(source, name, shapes, num_heads_of(spec.layers[numbers[0]]) if source.by_head else 0)
         num_heads = _num_paired_heads(spec, name) if architecture.paired else None
         entry = find_entry(file, stored, num_heads, expert=numbers[1] if len(numbers) > 1 else None)
         if place.stored_shape == (1, *entry.shape):  # a matrix of one row is stored as that row
@@ -88,9 +99,51 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
                 f"tensor {stored!r} has the shape {entry.shape}, the metadata of {file.path.name} says {place.stored_shape}"
             )
         entries[name] = entry if source.is_plain else Mapped(entry, place)
+    for name, stored_tensor in entries.items():
+        if order := entry_of(architecture.orders, name):
+            layer = spec.layers[int(name.split(".")[1])]
+            entries[name] = Reordered(stored_tensor, order.axis, order.places(layer))
     if left:
         raise ModelError(f"{file.path.name} has a tensor {min(left)!r} that its architecture has no place for")
     return StoredWeights(entries)
+
+
+def _find_stored(file: GGUFFile, architecture: Architecture, name: str, numbers: Sequence[int]) -> tuple[Source, str]:
+    """Returns where the file has a tensor, and what it is called there."""
+    places = []
+    for source in sources_of(architecture, name):
+        stored = source.name.format(*numbers) + ("" if source.is_tensor else f".{name.rpartition('.')[2]}")
+        if stored in file.tensors:
+            return source, stored
+        places.append(stored)
+    raise ModelError(f"{file.path.name} lacks the tensor {places[0]!r} that its metadata asks for; download it again")
+
+
+def _compute(file: GGUFFile, recipe: Recipe, parts: Sequence[str], shape: Shape, layer: LayerSpec) -> StoredMatrix:
+    """Returns a tensor that is computed from parts when it is read."""
+    for part in parts:
+        if part not in file.tensors:
+            raise ModelError(f"{file.path.name} lacks the tensor {part!r} that its metadata asks for; download it again")
+    found = [file.tensors[part].shape for part in parts]
+    fits = found == recipe.shapes(layer) if recipe.shapes else sum(map(math.prod, found)) == math.prod(shape)
+    if not fits:
+        raise ModelError(f"tensor {parts[0]!r} in {file.path.name} has the shape {found[0]}, which its metadata contradicts")
+    entries = [find_entry(file, part, is_flat=True) for part in parts]
+
+    def read() -> Tensor:
+        computed = recipe.compute(layer, [dequantized(entry.read()) for entry in entries])
+        if not np.isfinite(computed).all():
+            raise ModelError(f"tensor {parts[0]!r} in {file.path.name} has numbers without a meaning; download it again")
+        return np.ascontiguousarray(computed.reshape(shape))
+
+    return StoredMatrix(shape, lambda: None, read)
+
+
+def _predicts_further(file: GGUFFile, name: str, num_layers: int) -> bool:
+    """Whether a tensor is of a layer behind the last that predicts further tokens."""
+    has_some = bool(file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers"))
+    number = name.split(".")[1] if has_some and name.startswith("blk.") else ""
+    return number.isdigit() and int(number) >= num_layers
 
 
 def _count_parts(file: GGUFFile, shape: tuple[int, ...]) -> int:

@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import E2M1_CODES, GroupedTensor, QuantizedTensor, Tensor
+from cloister.backends.tensors import E2M1_CODES, GroupedTensor, QuantizedTensor, Tensor, take_rows
+from cloister.models.quantized import Stored
 from cloister.models.quantized.mxfp4 import half_scales
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
@@ -244,11 +245,60 @@ class GGUFEntry:
             raise ModelError(f"tensor {self.name!r} in {self.path.name} has a scale that is no number; download it again")
 
 
-def find_entry(file: GGUFFile, name: str, num_heads: int | None = None, expert: int | None = None) -> GGUFEntry:
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """A tensor whose outputs or inputs are stored in another order (protocol `quantized.Stored`).
+
+    Attributes:
+        axis: 0 for outputs, 1 for inputs.
+        places: [size] where each of its own is stored.
+    """
+
+    stored: Stored
+    axis: int
+    places: npt.NDArray[np.int32]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def form(self) -> QuantizedTensor | None:
+        return self.stored.form()
+
+    def read(self) -> Tensor:
+        """Returns the tensor in its own order; codes stay codes.
+
+        Raises:
+            ModelError: inputs that share a scale would be parted.
+        """
+        tensor = self.stored.read()
+        if isinstance(tensor, np.ndarray):
+            return np.ascontiguousarray(tensor.take(self.places, self.axis))
+        if self.axis == 0:
+            return take_rows(tensor, self.places)
+        size = tensor.group_size
+        groups = self.places[::size] // size
+        if not isinstance(tensor, GroupedTensor) or not np.array_equal(
+            self.places, (groups[:, None] * size + np.arange(size)).ravel()
+        ):
+            raise ModelError("heads of linear attention whose size is no multiple of 32 must not be quantised; use F16 files")
+        return replace(
+            tensor,
+            codes=tensor.codes[:, self.places],
+            scales=tensor.scales[:, groups],
+            zeros=None if tensor.zeros is None else tensor.zeros[:, groups],
+            offsets=None if tensor.offsets is None else tensor.offsets[:, groups],
+        )
+
+
+def find_entry(
+    file: GGUFFile, name: str, num_heads: int | None = None, expert: int | None = None, *, is_flat: bool = False
+) -> GGUFEntry:
     """Returns a tensor of the file.
 
     Args:
         expert: returns that matrix, or bias, of a tensor that holds one for each expert.
+        is_flat: returns the matrices that a tensor holds as one, their rows one after another.
 
     Raises:
         ModelError: it is of a type that is not supported, its rows are no whole blocks, or it lies outside the file.
@@ -263,6 +313,8 @@ def find_entry(file: GGUFFile, name: str, num_heads: int | None = None, expert: 
     entry = GGUFEntry(file.path, name, TYPES[tensor.kind], tensor.shape, tensor.start, num_heads)
     if expert is not None:
         entry = _take_expert(entry, expert, file)
+    if is_flat and len(entry.shape) > 2:
+        entry = replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1]))
     if len(entry.shape) != 2 and isinstance(entry.type, BlockType):
         raise ModelError(f"tensor {name!r} in {file.path.name} is of type {entry.type.name}; only matrices may be quantised")
     if 0 in entry.shape or entry.shape[-1] % entry.type.block_size or entry.start + entry.num_bytes > file.size_bytes:

@@ -102,6 +102,27 @@ struct Routing {
     float scale = 1;  // of the weights
 };
 
+// One head of Mamba 2 and the consecutive tokens that advance its state.
+struct Scan {
+    int head_dim = 0, d_state = 0, num_tokens = 0;
+    const float *x = nullptr, *b = nullptr, *c = nullptr;  // of the first token; those of the next are `stride` further
+    size_t stride = 0;
+    const float *steps = nullptr, *decays = nullptr;  // [num_tokens]
+    float skip = 0;
+    float* out = nullptr;  // [head_dim] of the first token
+    size_t out_stride = 0;
+};
+// The heads of a gated delta net (backends/spec.py, GatedDeltaNetSpec): [query heads][key heads][value heads] in a row, and the state of
+// each value head, [value_dim][key_dim].
+struct DeltaHeads {
+    int num_key_heads = 0, num_value_heads = 0, key_dim = 0, value_dim = 0;
+    const float *a_log = nullptr, *dt_bias = nullptr;  // [num_value_heads]
+    size_t keys() const { return size_t(num_key_heads) * size_t(key_dim); }
+    size_t values() const { return size_t(num_value_heads) * size_t(value_dim); }
+    size_t head_state() const { return size_t(value_dim) * size_t(key_dim); }
+};
+constexpr int most_delta_dim = 256;  // of a key
+
 constexpr int draw_group = 256;  // neighbouring tokens that are drawn together first
 inline int num_draw_groups(int length) { return (length + draw_group - 1) / draw_group; }
 
@@ -158,6 +179,19 @@ struct Kernels {
     // Chooses a token of a row whose peaks are known; -1 where there is none to choose.
     int (*draw)(const float* logits, const float* peaks, int length, const Draw& draw, uint8_t* scratch);
     size_t (*draw_scratch)(int length, const Draw& draw);
+
+    // One row of a causal convolution, activated: the sum of inputs[j] * filters[j] over [kernel_size][size], the oldest position first, and
+    // `bias`, unless that is null.
+    void (*convolve)(const float* const* inputs, const float* filters, const float* bias, int kernel_size, int size, Activation activation, float* out);
+    // values *= sigmoid(gates), or gates * sigmoid(gates) with `times_gate`.
+    void (*gate)(float* values, const float* gates, int length, bool times_gate);
+    // Advances the state of one value head by tokens whose convolved rows are `stride` apart, and writes its part of rows of
+    // `heads.values()`. `steps` is [num_value_heads] of b and of a, `step_stride` apart.
+    void (*advance_delta)(const DeltaHeads& heads, int head, const float* convolved, size_t stride, const float* steps, size_t step_stride,
+                          int num_tokens, float* state, float* out, uint8_t* scratch);
+    size_t (*delta_scratch)(const DeltaHeads& heads);
+    // For each token of a head of Mamba 2: state = decay state + step x b, out = state c + skip x. The layout of the state: mamba2.hpp.
+    void (*scan)(const Scan& scan, float* state);
 };
 
 // Counts steps. What a thread knows of its tile registers holds for one step only: between two, other code may use them.

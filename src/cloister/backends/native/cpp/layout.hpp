@@ -89,7 +89,7 @@ struct Rows {
 };
 
 enum class Finish : int { store = 0, add = 1, glu = 2, activate = 3 };
-enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3 };
+enum class Activation : int { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4 };
 
 // gpt-oss gates so, in place of an activation: g * sigmoid(alpha g) * (u + 1), g at most `limit`, u in [-limit, limit]; limit 0: no.
 struct Clipping {
@@ -105,6 +105,7 @@ struct Sink {
     Rows* next = nullptr;       // glu, activate: inputs of the next product, where they need no scale
     Input next_input = Input::bf16;
     uint16_t* wide = nullptr;   // glu, activate: bfloat16 [num_rows][stride], where they do
+    float scale = 1;            // store, add: of the outputs; glu: of the gate
     Clipping clipping = {};     // glu
 };
 

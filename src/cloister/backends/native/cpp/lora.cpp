@@ -60,8 +60,8 @@ bool Program::changes(const Layer& layer, std::initializer_list<UpdatePlace> pla
 }
 
 // Adds what the rows with adapters gain to `out`, [num_tokens][stride]. `read(token, index, to)` writes the inputs of one of them,
-// `index` being its place among those rows.
-void Program::adapt(const Layer& layer, std::initializer_list<UpdatePlace> places, int length, const ReadRow& read, float* out, size_t stride) {
+// `index` being its place among those rows; `scale` multiplies what they gain.
+void Program::adapt(const Layer& layer, std::initializer_list<UpdatePlace> places, int length, const ReadRow& read, float* out, size_t stride, float scale) {
     if (!changes(layer, places)) return;
     size_t number = size_t(&layer - layers.data()), most_rank = 0;
     for (const AdapterTask& task : adapter_tasks_)
@@ -96,32 +96,32 @@ void Program::adapt(const Layer& layer, std::initializer_list<UpdatePlace> place
             for (int r = 0; r < task.count; r++) kernels_.put_row(low + size_t(r) * low_stride, rank, low_rows, r);
             for (int panel = 0; panel < update.b.panels; panel++) {
                 kernels_.multiply(update.b, low_rows, 0, 1, panel, {Finish::store, gained - size_t(panel) * panel_width, panel_width}, nullptr);
-                add_gained(task, place, gained, panel, update.b.outputs, out, stride);
+                add_gained(task, place, gained, panel, update.b.outputs, out, stride, scale);
             }
         }
     });
 }
 
-void Program::add_gained(const AdapterTask& task, const UpdatePlace& place, const float* gained, int panel, int outputs, float* out, size_t stride) {
+void Program::add_gained(const AdapterTask& task, const UpdatePlace& place, const float* gained, int panel, int outputs, float* out, size_t stride, float scale) {
     int left = std::min(panel_width, outputs - panel * panel_width);
     for (int r = 0; r < task.count; r++) {
         const float* from = gained + r * panel_width;
         float* to = out + size_t(adapter_tokens_[size_t(task.begin + r)]) * stride + place.column;
         if (!place.in_turns) {
-            kernels_.add_scaled(from, 1, left, to + panel * panel_width);
+            kernels_.add_scaled(from, scale, left, to + panel * panel_width);
             continue;
         }
         for (int half = 0; half * 16 < left; half++)
-            kernels_.add_scaled(from + half * 16, 1, std::min(16, left - half * 16), to + size_t(panel * 2 + half) * 32);
+            kernels_.add_scaled(from + half * 16, scale, std::min(16, left - half * 16), to + size_t(panel * 2 + half) * 32);
     }
 }
 
 void Program::adapt_heads(const Layer& layer, float* qkv, size_t stride) {
     if (adapter_tasks_.empty()) return;
     int q_width = layer.shape.num_heads * layer.shape.head_dim, kv_width = layer.shape.num_kv_heads * layer.shape.head_dim;
-    auto read = [&](int token, int, float* to) { read_normed(layer.attention_norm, token, to); };
+    auto read = [&](int token, int, float* to) { read_normed(layer.attention_norm, layer.input_scale, token, to); };
     if (layer.latent) adapt(layer, {{Site::q, 0}, {Site::q_a, 0}, {Site::kv_a, layer.latent->key_column}}, hidden_size_, read, qkv, stride);
-    else adapt(layer, {{Site::q, 0}, {Site::k, q_width}, {Site::v, q_width + kv_width}}, hidden_size_, read, qkv, stride);
+    else adapt(layer, {{Site::q, 0}, {Site::k, q_width}, {Site::v, q_width + kv_width}, {Site::q_gate, q_width + 2 * kv_width}}, hidden_size_, read, qkv, stride);
 }
 
 void Program::adapt_latent_queries(const Layer& layer, const float* latents, size_t stride, float* queries, size_t query_stride) {
@@ -134,14 +134,14 @@ void Program::adapt_latent_queries(const Layer& layer, const float* latents, siz
 void Program::adapt_output(const Layer& layer, const float* mixed, const Sink& sink) {
     if (adapter_tasks_.empty()) return;
     size_t width = size_t(layer.output.inputs);
-    adapt(layer, {{Site::o}}, int(width), [&](int token, int, float* to) { std::memcpy(to, mixed + size_t(token) * width, width * 4); }, sink.out, sink.stride);
+    adapt(layer, {{Site::o}}, int(width), [&](int token, int, float* to) { std::memcpy(to, mixed + size_t(token) * width, width * 4); }, sink.out, sink.stride, sink.scale);
 }
 
 // The residual stream changes between the norm and the product where a block is parallel: its rows are kept from before.
 void Program::keep_normed(const Layer& layer) {
     if (adapter_tasks_.empty() || layer.mixture) return;
     float* kept = (float*)adapter_normed_.reserve(adapter_tokens_.size() * stride_ * 4);
-    each_row("adapter", int(adapter_tokens_.size()), [&](int i, int) { read_normed(layer.mlp_norm, adapter_tokens_[size_t(i)], kept + size_t(i) * stride_); });
+    each_row("adapter", int(adapter_tokens_.size()), [&](int i, int) { read_normed(layer.mlp_norm, 1, adapter_tokens_[size_t(i)], kept + size_t(i) * stride_); });
 }
 
 // The first product of a feed-forward where some rows have adapters for it: its outputs are kept in float32, added to, and bent.
@@ -152,7 +152,7 @@ void Program::product_adapted(const Layer& layer, const Rows& inputs, const Sink
     product("gate_up", up, inputs, {Finish::store, out, stride});
     auto read = [&](int token, int index, float* to) {
         if (layer.parallel) std::memcpy(to, adapter_normed_.get<float>() + size_t(index) * stride_, size_t(hidden_size_) * 4);
-        else read_normed(layer.mlp_norm, token, to);
+        else read_normed(layer.mlp_norm, 1, token, to);
     };
     if (layer.mlp.gated) adapt(layer, {{Site::gate, 0, true}, {Site::up, 16, true}}, hidden_size_, read, out, stride);
     else adapt(layer, {{Site::up}}, hidden_size_, read, out, stride);
@@ -178,13 +178,14 @@ void Program::adapt_down(const Layer& layer, const Rows& next, const Sink& bent,
             if (bent.next_input == Input::f32) std::memcpy(to + i, at, size_t(count) * 4);
             else for (int j = 0; j < count; j++) to[i + j] = from_bf16(((const uint16_t*)at)[j]);
         }
-    }, sink.out, sink.stride);
+    }, sink.out, sink.stride, sink.scale);
 }
 
-void Program::read_normed(const Norm& norm, int token, float* to) const {
+void Program::read_normed(const Norm& norm, float scale, int token, float* to) const {
     const float* from = residual_.get<float>() + size_t(token) * stride_;
     if (norm.weight) apply(norm, from, to);
     else std::memcpy(to, from, size_t(hidden_size_) * 4);
+    if (scale != 1) kernels_.bend(to, hidden_size_, scale, 0);
 }
 
 void Program::load_adapter(size_t slot, std::unique_ptr<Adapter> adapter) {

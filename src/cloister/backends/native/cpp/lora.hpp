@@ -8,8 +8,8 @@
 
 namespace cloister {
 
-enum class Site : int { q = 0, k = 1, v = 2, o = 3, gate = 4, up = 5, down = 6, q_a = 7, q_b = 8, kv_a = 9 };
-constexpr int num_sites = 10;
+enum class Site : int { q = 0, k = 1, v = 2, o = 3, gate = 4, up = 5, down = 6, q_a = 7, q_b = 8, kv_a = 9, q_gate = 10 };
+constexpr int num_sites = 11;
 
 // B A of one product, the scale in B; both of one kind, float32 or bfloat16. Without codes: none.
 struct Update {

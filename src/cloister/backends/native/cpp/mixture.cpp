@@ -16,7 +16,7 @@ void Program::mixture(const Layer& layer, const Normed& inputs) {
     float* shared = nullptr;
     if (mixture.shared) {
         shared = (float*)branch_.reserve(size_t(num_tokens) * stride_ * 4);
-        feed_forward(*mixture.shared, inputs.shared, {Finish::store, shared, stride_});
+        feed_forward(*mixture.shared, inputs.other, {Finish::store, shared, stride_});
     }
     const float* outputs = run_experts(mixture, inputs, routes);
     float* sums = normed_.get<float>();
@@ -102,6 +102,7 @@ float* Program::run_experts(const Mixture& mixture, const Normed& inputs, const 
     for (size_t e = 0; e < num_experts; e++) {
         if (routes.count(e) == 0) continue;
         Sink sink{Finish::store, outputs + size_t(routes.starts[e]) * stride_, stride_};
+        sink.scale = mixture.experts[e].output_scale;
         products_.push_back({&mixture.experts[e].down, nexts_[e], sink});
     }
     run_products("down");

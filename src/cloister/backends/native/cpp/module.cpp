@@ -76,13 +76,16 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
 }
 
 #define STEP_ARRAYS Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts, \
-    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters, nb::object state_spans
-#define STEP_NAMES token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans
-#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none()
+    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters, nb::object state_spans, \
+    nb::object embeddings, nb::object embedding_rows
+#define STEP_NAMES self.hidden_size(), token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans, embeddings, embedding_rows
+#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), \
+    nb::arg().none(), nb::arg().none()
 
-Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
+Batch make_batch(int hidden_size, const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
                  const Array1<const int32_t>& context_lens, const Array2<const int32_t>& tables, const Array1<const int32_t>& logit_rows,
-                 const nb::object& parents, const nb::object& adapters, const nb::object& state_spans) {
+                 const nb::object& parents, const nb::object& adapters, const nb::object& state_spans,
+                 const nb::object& embeddings, const nb::object& embedding_rows) {
     Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
                 int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
     if (!adapters.is_none()) batch.adapters = kept<int32_t>(adapters, context_lens.size(), "a batch has fewer adapters than sequences");
@@ -93,6 +96,13 @@ Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int3
         static_assert(sizeof(StateSpan) == 16);
         batch.state_spans = (const StateSpan*)spans.data();
         batch.num_state_spans = int(spans.shape(0));
+    }
+    if (!embeddings.is_none()) {
+        Array2<const float> rows;
+        require(nb::try_cast(embeddings, rows, false) && int(rows.shape(1)) == hidden_size, "the embeddings of a batch do not have the size of the model's");
+        batch.embeddings = rows.data();
+        batch.embedding_rows = kept<int32_t>(embedding_rows, rows.shape(0), "a batch has more embeddings than places for them");
+        batch.num_embeddings = batch.embedding_rows ? int(rows.shape(0)) : 0;
     }
     require(batch.num_tokens > 0 && positions.size() == token_ids.size() && query_starts.size() == context_lens.size() + 1 &&
             tables.shape(0) == context_lens.size(), "the arrays of a batch do not have the sizes of each other");
@@ -161,7 +171,7 @@ std::pair<int, int> adapted_shape(const Layer& layer, Site site, int hidden) {
     const Latent* latent = layer.latent ? &*layer.latent : nullptr;
     int kv_width = shape.num_kv_heads * shape.head_dim, inner = layer.mixture ? 0 : layer.mlp.down.inputs;
     std::pair<int, int> none{0, 0};
-    if (layer.short_conv && site <= Site::o) return none;
+    if (!layer.attends() && site <= Site::o) return none;
     switch (site) {
         case Site::q: return !latent ? std::pair(hidden, shape.num_heads * shape.head_dim) : latent->query_rank ? none : std::pair(hidden, latent->key_column);
         case Site::k: case Site::v: return latent ? none : std::pair(hidden, kv_width);
@@ -172,6 +182,7 @@ std::pair<int, int> adapted_shape(const Layer& layer, Site site, int hidden) {
         case Site::q_a: return latent && latent->query_rank ? std::pair(hidden, latent->query_rank) : none;
         case Site::q_b: return latent && latent->query_rank ? std::pair(latent->query_rank, latent->queries.outputs) : none;
         case Site::kv_a: return latent ? std::pair(hidden, shape.head_dim) : none;
+        case Site::q_gate: return layer.gated ? std::pair(hidden, shape.num_heads * shape.head_dim) : none;
     }
     return none;
 }
@@ -234,16 +245,28 @@ void check_latent(const Layer& layer) {
     require(layer.cache.kind == KVKind::f32 || layer.cache.kind == KVKind::bf16, "latents are kept in float32 or bfloat16");
 }
 
+void check_delta_net(const Program& program, const Layer& layer) {
+    const ShortConv& conv = *layer.short_conv;
+    const DeltaHeads& heads = layer.delta_net->heads;
+    const Matrix& steps = layer.delta_net->steps;
+    size_t hidden = size_t(program.hidden_size());
+    require(!layer.mamba2 && !conv.bias && size_t(conv.size) == 2 * heads.keys() + heads.values() && size_t(layer.qkv.outputs) == size_t(conv.size) + heads.values() &&
+            size_t(layer.qkv.inputs) == hidden && size_t(steps.inputs) == hidden && steps.outputs == 2 * heads.num_value_heads &&
+            size_t(layer.output.inputs) == heads.values() && size_t(layer.output.outputs) == hidden, "the matrices of a layer do not fit together");
+}
+
 void check_short_conv(const Program& program, const Layer& layer) {
     const ShortConv& conv = *layer.short_conv;
     int hidden = program.hidden_size();
     int size = layer.mamba2 ? int(layer.mamba2->inner()) : hidden, beside = layer.mamba2 ? 2 * layer.mamba2->num_groups * layer.mamba2->d_state : 0;
     int outputs = layer.mamba2 ? size + conv.size + layer.mamba2->num_heads : 3 * hidden;
-    require(conv.size == size + beside && conv.kernel_size > 1 && layer.qkv.inputs == hidden && layer.qkv.outputs == outputs && layer.output.inputs == size &&
+    require(conv.kernel_size > 1, "a convolution is of one position");
+    if (layer.delta_net) check_delta_net(program, layer);
+    else require(conv.size == size + beside && layer.qkv.inputs == hidden && layer.qkv.outputs == outputs && layer.output.inputs == size &&
             layer.output.outputs == hidden, "the matrices of a layer do not fit together");
     require(conv.first_block >= 0 && conv.num_blocks > 0, "a cache has no block");
     for (const Layer& other : program.layers)
-        require(!other.short_conv || (other.short_conv->first_block == conv.first_block && other.short_conv->num_blocks == conv.num_blocks),
+        require(!other.stateful() || (other.stateful()->short_conv->first_block == conv.first_block && other.stateful()->short_conv->num_blocks == conv.num_blocks),
                 "layers have their states in different blocks");
 }
 
@@ -253,7 +276,8 @@ void check_attention(const Program& program, const Layer& layer) {
     require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 && s.head_dim > 0 && s.window >= 0, "a layer has no such heads");
     require(layer.rope < 0 || (size_t(layer.rope) < program.ropes.size() && int(program.ropes[size_t(layer.rope)].inv_freq.size()) * 2 <= s.head_dim - s.value_dim),
             "a layer has a rotation that is larger than its heads");
-    int first = layer.latent ? layer.latent->key_column + s.head_dim : (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
+    int first = layer.latent ? layer.latent->key_column + s.head_dim : (s.num_heads * (layer.gated ? 2 : 1) + 2 * s.num_kv_heads) * s.head_dim;
+    require(!layer.gated || !layer.latent, "latent attention has no gates");
     int width = layer.latent ? s.num_heads * layer.latent->expand[0].outputs : s.num_heads * s.head_dim;
     require(layer.qkv.inputs == hidden && layer.qkv.outputs == first && layer.output.inputs == width && layer.output.outputs == hidden,
             "the matrices of a layer do not fit together");
@@ -265,9 +289,9 @@ void check_attention(const Program& program, const Layer& layer) {
 
 void check_layer(const Program& program, const Layer& layer) {
     if (layer.short_conv) check_short_conv(program, layer);
-    else check_attention(program, layer);
+    else if (layer.mixes()) check_attention(program, layer);
     if (layer.mixture) check_mixture(*layer.mixture, program.hidden_size());
-    else check_feed_forward(layer.mlp, program.hidden_size());
+    else if (layer.feeds()) check_feed_forward(layer.mlp, program.hidden_size());
     require(layer.cache.block_size > 0, "a cache has no block");
     require(program.layers.empty() || layer.cache.block_size == program.layers[0].cache.block_size, "the caches have blocks of several sizes");
 }
@@ -340,12 +364,15 @@ NB_MODULE(_native, m) {
         new (self) GivenNorm{{weight.data(), kept<float>(bias, weight.size(), "a norm's bias is shorter than its weight")}, weight.size()};
     }, nb::arg("weight").noconvert(), nb::arg("bias").none());
 
-    nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated, std::tuple<float, float> clipping) {
-        require(activation >= int(Activation::silu) && activation <= int(Activation::relu), "there is no such activation");
+    nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated,
+                                                               std::tuple<float, float> scales, std::tuple<float, float> clipping) {
+        require(activation >= int(Activation::silu) && activation <= int(Activation::relu2), "there is no such activation");
+        auto [gate_scale, output_scale] = scales;
         auto [alpha, limit] = clipping;
         require(limit >= 0, "a feed-forward has no such clipping");
-        new (self) FeedForward{up, down, Activation(activation), gated, {alpha, limit}};
-    }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"), nb::arg("clipping") = std::tuple(0.0f, 0.0f));
+        new (self) FeedForward{up, down, Activation(activation), gated, gate_scale, output_scale, {alpha, limit}};
+    }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"), nb::arg("scales") = std::tuple(1.0f, 1.0f),
+       nb::arg("clipping") = std::tuple(0.0f, 0.0f));
 
     nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_experts, int num_chosen, bool renormalize, bool sigmoid, nb::object correction,
                                                          std::tuple<int, int, int> groups, float scale) {
@@ -394,7 +421,8 @@ NB_MODULE(_native, m) {
     }, nb::arg("filters").noconvert(), nb::arg("bias").none(), nb::arg("shape"), nb::arg("blocks"));
 
     nb::class_<Mamba2>(m, "Mamba2").def("__init__", [](Mamba2* self, std::tuple<int, int, int, int> shape, std::tuple<float, float> dt_limits,
-                                                       Array1<const float> a_log, Array1<const float> skip, Array1<const float> dt_bias, nb::object norm, bool norms_before_gate) {
+                                                       Array1<const float> a_log, Array1<const float> skip, Array1<const float> dt_bias, nb::object norm, bool norms_before_gate, int activation,
+                                                       std::tuple<float, float, float, float, float> scales) {
         Mamba2 mamba;
         std::tie(mamba.num_heads, mamba.head_dim, mamba.num_groups, mamba.d_state) = shape;
         std::tie(mamba.least_dt, mamba.greatest_dt) = dt_limits;
@@ -405,9 +433,26 @@ NB_MODULE(_native, m) {
         mamba.skip = skip.data();
         mamba.dt_bias = dt_bias.data();
         mamba.norm = kept<float>(norm, mamba.inner(), "a norm is shorter than its rows");
+        require(activation >= int(Activation::silu) && activation <= int(Activation::relu2), "there is no such activation");
+        mamba.activation = Activation(activation);
         mamba.norms_before_gate = norms_before_gate;
+        std::tie(mamba.scales[0], mamba.scales[1], mamba.scales[2], mamba.scales[3], mamba.scales[4]) = scales;
         new (self) Mamba2(mamba);
-    }, nb::arg("shape"), nb::arg("dt_limits"), nb::arg("a_log").noconvert(), nb::arg("skip").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").none(), nb::arg("norms_before_gate"));
+    }, nb::arg("shape"), nb::arg("dt_limits"), nb::arg("a_log").noconvert(), nb::arg("skip").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").none(), nb::arg("norms_before_gate"), nb::arg("activation"), nb::arg("scales"));
+
+    nb::class_<DeltaNet>(m, "DeltaNet").def("__init__", [](DeltaNet* self, const Matrix& steps, std::tuple<int, int, int, int> shape, Array1<const float> a_log,
+                                                           Array1<const float> dt_bias, Array1<const float> norm, int activation) {
+        DeltaHeads heads;
+        std::tie(heads.num_key_heads, heads.num_value_heads, heads.key_dim, heads.value_dim) = shape;
+        require(heads.num_key_heads > 0 && heads.num_value_heads > 0 && heads.num_value_heads % heads.num_key_heads == 0 && heads.key_dim > 0 &&
+                heads.key_dim <= most_delta_dim && heads.value_dim > 0, "a layer has no such heads");
+        require(a_log.size() >= size_t(heads.num_value_heads) && dt_bias.size() >= size_t(heads.num_value_heads), "a layer has fewer time steps than heads");
+        require(norm.size() >= size_t(heads.value_dim), "a norm is shorter than its rows");
+        require(activation >= int(Activation::silu) && activation <= int(Activation::relu2), "there is no such activation");
+        heads.a_log = a_log.data();
+        heads.dt_bias = dt_bias.data();
+        new (self) DeltaNet{heads, steps, norm.data(), Activation(activation)};
+    }, nb::arg("steps"), nb::arg("shape"), nb::arg("a_log").noconvert(), nb::arg("dt_bias").noconvert(), nb::arg("norm").noconvert(), nb::arg("activation"));
 
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, const std::string& kernels, std::shared_ptr<Pool> pool, int vocab_size, int hidden_size, float norm_eps) {
@@ -435,31 +480,43 @@ NB_MODULE(_native, m) {
             require(first_block >= 0 && num_blocks > 0 && window >= 0, "a group of layers has no such blocks");
             self.groups.push_back({first_block, num_blocks, window, is_state});
         }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"), nb::arg("is_state"))
-        .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix& qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const Matrix& output,
+        .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix* qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const DeltaNet* delta_net, bool gated, const Matrix* output, std::tuple<float, float> scales,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
-                             bool norms_projection, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, Bytes cache, int kv_kind, int block_size, int group) {
+                             bool norms_projection, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, nb::object cache, int kv_kind, int block_size, int group, bool beside) {
             Layer layer;
+            Bytes memory;
+            require((qkv != nullptr) == (output != nullptr), "a layer mixes tokens with two matrices, or not at all");
+            require(!qkv || nb::try_cast(cache, memory, false), "a layer that mixes tokens has no cache");
             auto [heads, kv_heads, dim, value_dim, window] = shape;
             layer.shape = {heads, kv_heads, dim, (dim + 31) / 32 * 32, window, softcap, value_dim};
             require((value_dim > 0) == (latent != nullptr), "only latent attention has values that are part of their keys");
             if (latent) layer.latent = *latent;
+            require(qkv || !short_conv, "a layer with a state has no matrices");
             if (short_conv) {
                 ShortConv conv = *short_conv;
                 conv.state_size = conv.window() + (mamba2 ? mamba2->inner() * size_t(mamba2->d_state) : 0);
                 conv.draft_size = size_t(conv.size) + (mamba2 ? size_t(mamba2->num_heads) : 0);
+                if (delta_net) {
+                    const DeltaHeads& its = delta_net->heads;
+                    conv.state_size += its.values() * size_t(its.key_dim);
+                    conv.draft_size = size_t(qkv->panels) * panel_width - std::min(size_t(qkv->outputs), its.values()) + 2 * size_t(its.num_value_heads);
+                }
                 for (const Layer& each : self.layers)
-                    if (each.short_conv) conv.draft_start += each.short_conv->draft_size;
-                require(cache.size() >= size_t(conv.num_blocks) * conv.state_size * 4, "a cache has fewer blocks than its group");
-                conv.states = (float*)cache.data();
+                    if (each.stateful()) conv.draft_start += each.stateful()->short_conv->draft_size;
+                require(memory.size() >= size_t(conv.num_blocks) * conv.state_size * 4, "a cache has fewer blocks than its group");
+                conv.states = (float*)memory.data();
                 layer.short_conv = conv;
             }
-            require(short_conv || !mamba2, "a layer of Mamba 2 has no convolution");
+            require(short_conv || (!mamba2 && !delta_net), "a layer with states of heads has no convolution");
             if (mamba2) layer.mamba2 = *mamba2;
+            if (delta_net) layer.delta_net = *delta_net;
+            layer.gated = gated;
             layer.scale = scale;
             layer.rope = rope;
-            layer.qkv = qkv;
-            layer.output = output;
+            if (qkv) layer.qkv = *qkv;
+            if (output) layer.output = *output;
+            std::tie(layer.input_scale, layer.output_scale) = scales;
             if (mlp) layer.mlp = *mlp;
             if (mixture) layer.mixture = *mixture;
             int hidden = self.hidden_size();
@@ -476,14 +533,17 @@ NB_MODULE(_native, m) {
             require(layer.growth.period >= 0 && layer.growth.first >= 0, "a layer's queries cannot grow so");
             layer.parallel = parallel;
             layer.residual_scale = residual_scale;
-            layer.cache = {cache.data(), short_conv ? 0 : kv_block_bytes(layer.shape, KVKind(kv_kind), block_size), block_size, KVKind(kv_kind)};
-            layer.num_blocks = short_conv ? short_conv->num_blocks : int(std::min(cache.size() / layer.cache.block_bytes, size_t(INT32_MAX)));
+            layer.cache = {qkv ? memory.data() : nullptr, layer.attends() ? kv_block_bytes(layer.shape, KVKind(kv_kind), block_size) : 0, block_size, KVKind(kv_kind)};
+            layer.num_blocks = layer.attends() ? int(std::min(memory.size() / layer.cache.block_bytes, size_t(INT32_MAX))) : short_conv ? short_conv->num_blocks : 0;
             layer.group = group;
             check_layer(self, layer);
-            self.layers.push_back(layer);
-        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv"), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("output"), nb::arg("mlp").none(), nb::arg("mixture").none(),
+            if (!beside) return self.layers.push_back(layer);
+            require(layer.short_conv && !layer.feeds() && !self.layers.empty() && self.layers.back().attends() && !self.layers.back().beside,
+                    "a mixer with a state is beside no attention");
+            self.layers.back().beside = std::make_shared<Layer>(std::move(layer));
+        }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv").none(), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("delta_net").none(), nb::arg("gated"), nb::arg("output").none(), nb::arg("scales"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").noconvert(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").none(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"), nb::arg("beside"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");

@@ -68,7 +68,7 @@ static void bend_outputs(const Matrix& w, const float* outputs, int row, const S
             store_activated(row, panel, outputs, sink);
             continue;
         }
-        f32x16 low = load<f32x16>(outputs), high = load<f32x16>(outputs + 16);
+        f32x16 low = load<f32x16>(outputs) * sink.scale, high = load<f32x16>(outputs + 16);
         store_gated(w, row, panel, gated(low, high, sink), sink);
     }
 }
@@ -95,12 +95,12 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
         if (sink.activation == Activation::silu && sink.clipping.limit == 0) {
             for (int i = 0; i < count; i++) {
                 Outputs y = outputs(i);
-                store_gated(w, first + i, panel, silu(y.low) * y.high, sink);
+                store_gated(w, first + i, panel, silu(y.low * sink.scale) * y.high, sink);
             }
         } else {
             for (int i = 0; i < count; i++) {
                 Outputs y = outputs(i);
-                store_gated(w, first + i, panel, gated(y.low, y.high, sink), sink);
+                store_gated(w, first + i, panel, gated(y.low * sink.scale, y.high, sink), sink);
             }
         }
         return;
@@ -115,13 +115,16 @@ INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& s
     int left = w.outputs - panel * 32;
     float* out = sink.out + size_t(first) * sink.stride + size_t(panel) * 32;
     if (sink.finish == Finish::store) {
-        for (int i = 0; i < count; i++, out += sink.stride) store_outputs(out, left, outputs(i));
+        for (int i = 0; i < count; i++, out += sink.stride) {
+            Outputs y = outputs(i);
+            store_outputs(out, left, {y.low * sink.scale, y.high * sink.scale});
+        }
         return;
     }
     for (int i = 0; i < count; i++, out += sink.stride) {
         Outputs y = outputs(i);
-        store(out, y.low + load<f32x16>(out));
-        store(out + 16, y.high + load<f32x16>(out + 16));
+        store(out, fma(y.low, set(sink.scale), load<f32x16>(out)));
+        store(out + 16, fma(y.high, set(sink.scale), load<f32x16>(out + 16)));
     }
 }
 

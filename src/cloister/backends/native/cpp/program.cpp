@@ -47,7 +47,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 
 std::vector<Buffer*> Program::buffers() {
     std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
-                             &branch_, &parallel_, &exact_, &shared_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
+                             &branch_, &parallel_, &beside_, &exact_, &other_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -106,6 +106,7 @@ void Program::check(const Batch& batch) const {
     for (int i = 0; positions.codes && i < batch.num_tokens; i++)
         require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
     check_states(batch);
+    for (int i = 0; i < batch.num_embeddings; i++) require(within(batch.embedding_rows[i], batch.num_tokens), "a batch has an embedding of a token that it does not have");
     for (int i = 0; i < batch.num_rows; i++) require(within(batch.logit_rows[i], batch.num_tokens), "a batch asks for logits of a token that it does not have");
 }
 
@@ -325,7 +326,7 @@ void Program::move_positions(const int32_t* moves, int num_moves) {
         }), "a move names a position that the cache does not have");
     phase("move", int(layers.size()), [&](int i, int) {
         const Layer& layer = layers[size_t(i)];
-        if (layer.short_conv) return;
+        if (!layer.attends()) return;
         const KVGroup& group = groups[size_t(layer.group)];
         int first = group.first_block * layer.cache.block_size;
         for (int move = 0; move < num_moves; move++)
@@ -336,10 +337,17 @@ void Program::move_positions(const int32_t* moves, int num_moves) {
 void Program::embed(const Batch& batch) {
     float* x = (float*)residual_.reserve(size_t(batch.num_tokens) * stride_ * 4);
     float* learned = normed_.get<float>();
+    given_.assign(batch.num_embeddings ? size_t(batch.num_tokens) : 0, -1);
+    for (int i = 0; i < batch.num_embeddings; i++) given_[size_t(batch.embedding_rows[i])] = i;
     each_row("embed", batch.num_tokens, [&](int row, int thread) {
         float *to = x + size_t(row) * stride_, *position = learned + size_t(thread) * stride_;
-        kernels_.read_row(embedding, batch.token_ids[row], to);
-        if (embedding_scale != 1) kernels_.bend(to, hidden_size_, embedding_scale, 0);
+        int given = given_.empty() ? -1 : given_[size_t(row)];
+        if (given >= 0) {
+            std::copy_n(batch.embeddings + size_t(given) * size_t(hidden_size_), hidden_size_, to);
+        } else {
+            kernels_.read_row(embedding, batch.token_ids[row], to);
+            if (embedding_scale != 1) kernels_.bend(to, hidden_size_, embedding_scale, 0);
+        }
         if (!positions.codes) return;
         kernels_.read_row(positions, batch.positions[row], position);
         kernels_.add_scaled(position, 1, hidden_size_, to);
@@ -352,13 +360,15 @@ void Program::apply(const Norm& norm, const float* row, float* out) const {
     if (norm.bias) kernels_.add_scaled(norm.bias, 1, hidden_size_, out);
 }
 
-// The residual stream, normed, as inputs of a product with `w`, and of what else a mixture multiplies.
-Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer, const Mixture* mixture) {
-    InputForm form = w.form(), shared_form = mixture && mixture->shared ? mixture->shared->up.form() : form;
+// The residual stream, normed and scaled, as inputs of products with `w` and `other`, and of what else a mixture multiplies.
+Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer, const Mixture* mixture,
+                                   const Matrix* other, float scale) {
+    if (mixture && mixture->shared) other = &mixture->shared->up;
+    InputForm form = w.form(), other_form = other ? other->form() : form;
     Normed inputs;
-    inputs.rows = inputs.shared = shape_rows(buffer, form, num_tokens, hidden_size_);
+    inputs.rows = inputs.other = shape_rows(buffer, form, num_tokens, hidden_size_);
     if (mixture) inputs.exact = shape_rows(exact_, {Input::f32}, num_tokens, hidden_size_);
-    if (shared_form != form) inputs.shared = shape_rows(shared_inputs_, shared_form, num_tokens, hidden_size_);
+    if (other_form != form) inputs.other = shape_rows(other_inputs_, other_form, num_tokens, hidden_size_);
     const float* x = residual_.get<float>();
     float* normed = normed_.get<float>();
     each_row(name, num_tokens, [&](int row, int thread) {
@@ -368,9 +378,14 @@ Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Mat
             apply(norm, from, to);
             from = to;
         }
+        if (scale != 1) {
+            if (from != to) std::memcpy(to, from, size_t(hidden_size_) * 4);
+            kernels_.bend(to, hidden_size_, scale, 0);
+            from = to;
+        }
         kernels_.put_row(from, hidden_size_, inputs.rows, row);
         if (mixture) kernels_.put_row(from, hidden_size_, inputs.exact, row);
-        if (shared_form != form) kernels_.put_row(from, hidden_size_, inputs.shared, row);
+        if (other_form != form) kernels_.put_row(from, hidden_size_, inputs.other, row);
     });
     return inputs;
 }
@@ -403,7 +418,7 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
     });
 }
 
-void Program::attention_block(const Layer& layer, const Batch& batch, const Rows& inputs) {
+void Program::attention_block(const Layer& layer, const Batch& batch, const Rows& inputs, const Sink& sink) {
     int num_tokens = batch.num_tokens, width = layer.output.inputs;
     size_t stride = size_t(layer.qkv.panels) * 32;
     float* qkv = (float*)qkv_.reserve(size_t(num_tokens) * stride * 4);
@@ -414,11 +429,47 @@ void Program::attention_block(const Layer& layer, const Batch& batch, const Rows
     attention(layer, batch);
     const float* mixed = layer.latent ? expand_latents(layer, num_tokens) : mixed_.get<float>();
     Rows rows = shape_rows(inputs_, layer.output.form(), num_tokens, width);
-    each_row("round", num_tokens, [&](int row, int) { kernels_.put_row(mixed + size_t(row) * width, width, rows, row); });
-    Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
+    const float* gates = qkv + (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim;
+    each_row("round", num_tokens, [&](int row, int) {
+        if (layer.gated) kernels_.gate(mixed_.get<float>() + size_t(row) * width, gates + size_t(row) * stride, width, false);
+        kernels_.put_row(mixed + size_t(row) * width, width, rows, row);
+    });
     product("output", layer.output, rows, sink);
     adapt_output(layer, mixed, sink);
+}
+
+// What mixes tokens: attention, a mixer with a state, or both side by side, whose outputs are added in that order.
+void Program::mix(const Layer& layer, const Batch& batch, const Layer*& previous) {
+    int num_tokens = batch.num_tokens;
+    const Layer* beside = layer.beside.get();
+    auto norm = [&](const Layer& mixer, Buffer& buffer) {
+        const Matrix* steps = mixer.delta_net ? &mixer.delta_net->steps : nullptr;
+        return norm_rows("norm", layer.attention_norm, mixer.qkv, num_tokens, buffer, nullptr, steps, mixer.input_scale);
+    };
+    Normed inputs = norm(layer, inputs_), others;
+    if (beside) others = norm(*beside, beside_);
+    Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
+    sink.scale = layer.output_scale;
+    if (layer.attends()) {
+        if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
+        if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
+        previous = &layer;
+        attention_block(layer, batch, inputs.rows, sink);
+    } else {
+        mix_states(layer, batch, inputs, sink);
+    }
+    if (beside) {
+        sink.finish = Finish::add;
+        sink.scale = beside->output_scale;
+        mix_states(*beside, batch, others, sink);
+    }
     join_branch(layer, layer.attention_post_norm, num_tokens);
+}
+
+void Program::mix_states(const Layer& layer, const Batch& batch, const Normed& inputs, const Sink& sink) {
+    if (layer.delta_net) delta_net_block(layer, batch, inputs, sink);
+    else if (layer.mamba2) mamba2_block(layer, batch, inputs.rows, sink);
+    else short_conv_block(layer, batch, inputs.rows, sink);
 }
 
 // Where a branch's last product goes: onto the residual stream at once, or beside it where a norm or a scale comes between.
@@ -440,10 +491,11 @@ void Program::add_branch(const Layer& layer, const Norm& post, float* branch, in
 
 Sink Program::up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const {
     size_t stride = size_t(mlp.up.panels) * (mlp.gated ? 16 : 32);
-    return {mlp.gated ? Finish::glu : Finish::activate, nullptr, stride, mlp.activation, &next, input_of(mlp.down.kind), wide, mlp.clipping};
+    return {mlp.gated ? Finish::glu : Finish::activate, nullptr, stride, mlp.activation, &next, input_of(mlp.down.kind), wide, mlp.gate_scale, mlp.clipping};
 }
 
-void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted) {
+void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, Sink end, const Layer* adapted) {
+    end.scale = mlp.output_scale;
     int num_tokens = inputs.num_rows, inner = mlp.down.inputs;
     Input input = input_of(mlp.down.kind);
     Rows next = shape_rows(next_inputs_, mlp.down.form(), num_tokens, inner);
@@ -470,6 +522,10 @@ void Program::forward(const Batch& batch, float* logits) {
     embed(batch);
     const Layer* previous = nullptr;  // with attention
     for (const Layer& layer : layers) {
+        if (!layer.feeds()) {
+            if (layer.mixes()) mix(layer, batch, previous);
+            continue;
+        }
         const Mixture* experts = layer.mixture ? &*layer.mixture : nullptr;
         const Matrix& up = experts ? experts->experts[0].up : layer.mlp.up;
         Normed inputs;
@@ -477,17 +533,7 @@ void Program::forward(const Batch& batch, float* logits) {
             inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, parallel_, experts);
             keep_normed(layer);
         }
-        Rows heads = norm_rows("norm", layer.attention_norm, layer.qkv, num_tokens, inputs_).rows;
-        if (layer.mamba2) {
-            mamba2_block(layer, batch, heads);
-        } else if (layer.short_conv) {
-            short_conv_block(layer, batch, heads);
-        } else {
-            if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
-            if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
-            previous = &layer;
-            attention_block(layer, batch, heads);
-        }
+        if (layer.mixes()) mix(layer, batch, previous);
         if (!layer.parallel) inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, inputs_, experts);
         if (experts) {
             mixture(layer, inputs);

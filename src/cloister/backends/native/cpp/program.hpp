@@ -24,6 +24,7 @@ struct FeedForward {
     Matrix up, down;  // up: where gated, gate and up in one, 16 outputs of each in turn
     Activation activation = Activation::silu;
     bool gated = true;
+    float gate_scale = 1, output_scale = 1;  // of what the gate and `down` return
     Clipping clipping = {};
 };
 
@@ -49,7 +50,7 @@ struct Latent {
     int key_column = 0;  // where the latent of keys begins in outputs of `qkv`
 };
 
-// A gated short convolution in place of attention: `Layer::qkv` gives B, C and x, each of `size` numbers. Or the convolution of `Mamba2`.
+// A gated short convolution in place of attention: `Layer::qkv` gives B, C and x, each of `size` numbers. Or the convolution of `Mamba2` or `DeltaNet`.
 struct ShortConv {
     const float *filters = nullptr, *bias = nullptr;  // [kernel_size][size], the filter of the oldest input first; [size], or null
     int kernel_size = 0, size = 0;
@@ -69,8 +70,20 @@ struct Mamba2 {
     const float *a_log = nullptr, *skip = nullptr, *dt_bias = nullptr;  // [num_heads]
     const float* norm = nullptr;  // [inner], over each group; or null
     bool norms_before_gate = false;
+    Activation activation = Activation::silu;  // behind the convolution
+    float scales[5] = {1, 1, 1, 1, 1};  // of the gate, x, B, C and dt
+    bool is_scaled() const { return std::any_of(scales, scales + 5, [](float scale) { return scale != 1; }); }
     size_t inner() const { return size_t(num_heads) * size_t(head_dim); }
     size_t head_state() const { return size_t(head_dim) * size_t(d_state); }
+};
+
+// A gated delta net in place of attention: `Layer::qkv` gives z; and q, k and v, which pass `Layer::short_conv`.
+struct DeltaNet {
+    DeltaHeads heads;
+    Matrix steps;                 // gives b and a of each value head, beside `Layer::qkv`
+    const float* norm = nullptr;  // [value_dim], over each head
+    Activation activation = Activation::silu;
+    size_t features(const Matrix& qkv) const { return size_t(qkv.panels + steps.panels) * panel_width; }
 };
 
 // Queries are multiplied by 1 + beta * log(1 + (position + first) / period), rounded down; period 0: they are not.
@@ -80,15 +93,20 @@ struct QueryGrowth {
     float operator()(int position) const;
 };
 
+// A part that a layer lacks has no matrices.
 struct Layer {
     AttentionShape shape;
     float scale = 1;
     QueryGrowth growth;
     int rope = -1;  // -1: none
     Matrix qkv, output;
+    float input_scale = 1, output_scale = 1;  // of what `qkv` reads and `output` returns
     std::optional<Latent> latent;
     std::optional<ShortConv> short_conv;  // in place of attention
     std::optional<Mamba2> mamba2;         // with `short_conv`
+    std::optional<DeltaNet> delta_net;    // with `short_conv`
+    bool gated = false;                   // `qkv` gives gates too, with which outputs of heads are multiplied
+    std::shared_ptr<Layer> beside;        // a mixer with a state beside attention: it reads the same, and both outputs are added
     Norm attention_norm, mlp_norm, attention_post_norm, mlp_post_norm;
     const float *q_norm = nullptr, *k_norm = nullptr;
     bool norms_projection = false;  // q and k are normed over all heads together
@@ -99,6 +117,12 @@ struct Layer {
     Cache cache;
     int num_blocks = 0;  // of the cache
     int group = 0;       // of `Program::groups`
+
+    bool mixes() const { return qkv.codes; }
+    bool attends() const { return mixes() && !short_conv; }
+    bool feeds() const { return mixture || mlp.down.codes; }
+    // The mixer with a state, or null.
+    const Layer* stateful() const { return short_conv ? this : beside.get(); }
 };
 
 // Layers that share block tables. Blocks are numbered through all groups. With a window, what lies behind it need not be there:
@@ -137,6 +161,9 @@ struct Batch {
     const int32_t* adapters = nullptr;  // [num_sequences] slots, or null; one that is empty, or no slot, changes nothing
     const StateSpan* state_spans = nullptr;  // where layers have a state
     int num_state_spans = 0;
+    const float* embeddings = nullptr;  // [num_embeddings][hidden_size], in place of what tokens are looked up as
+    const int32_t* embedding_rows = nullptr;
+    int num_embeddings = 0;
 };
 
 // One caller at a time (`Pool::take_turn`).
@@ -222,8 +249,8 @@ public:
     size_t buffer_bytes();
 
 private:
-    // Rows of inputs; for a mixture, the same for its router, in float32, and as its shared feed-forward takes them.
-    struct Normed { Rows rows, exact, shared; };
+    // Rows of inputs; the same as another product takes them (a mixture's shared feed-forward), and for a router, in float32.
+    struct Normed { Rows rows, exact, other; };
     struct Product { const Matrix* w; Rows x; Sink sink; };
     // Where the tokens of a step go in a mixture. A pair is a token and one of its experts; pairs are gathered by expert.
     struct Routes {
@@ -248,8 +275,10 @@ private:
     void embed(const Batch& batch);
     void apply(const Norm& norm, const float* row, float* out) const;
     Normed norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer,
-                     const Mixture* mixture = nullptr);
-    void attention_block(const Layer& layer, const Batch& batch, const Rows& inputs);
+                     const Mixture* mixture = nullptr, const Matrix* other = nullptr, float scale = 1);
+    void mix(const Layer& layer, const Batch& batch, const Layer*& previous);
+    void mix_states(const Layer& layer, const Batch& batch, const Normed& inputs, const Sink& sink);
+    void attention_block(const Layer& layer, const Batch& batch, const Rows& inputs, const Sink& sink);
     void place_heads(const Layer& layer, const Batch& batch, float* qkv, size_t stride);
     void place_latents(const Layer& layer, const Batch& batch, float* first, size_t stride);
     const float* expand_latents(const Layer& layer, int num_tokens);
@@ -259,16 +288,21 @@ private:
     const ShortConv* first_state() const;
     void check_states(const Batch& batch) const;
     void place_states(const Batch& batch);
-    void short_conv_block(const Layer& layer, const Batch& batch, const Rows& inputs);
+    void short_conv_block(const Layer& layer, const Batch& batch, const Rows& inputs, const Sink& sink);
     const float* conv_input(const ShortConv& conv, const float* gated, size_t stride, int token, int back) const;
     void leave_states(const ShortConv& conv, const Batch& batch, const float* gated, size_t stride);
     // mamba2.cpp
-    void mamba2_block(const Layer& layer, const Batch& batch, const Rows& inputs);
-    void scan_head(const Layer& layer, const Batch& batch, int sequence, int head, const float* dts, size_t stride, const float* convolved, float* mixed, float* copies);
+    void mamba2_block(const Layer& layer, const Batch& batch, const Rows& inputs, const Sink& sink);
+    void scale_sections(const Mamba2& mamba, float* projected, size_t stride, int num_tokens);
     void accept_mamba2(const Layer& layer, const float* kept, int block);
+    // delta_net.cpp
+    void delta_net_block(const Layer& layer, const Batch& batch, const Normed& inputs, const Sink& sink);
+    void accept_delta_net(const Layer& layer, const float* kept, int block);
+    // scan.hpp
+    template <class StateIn, class Advance> void scan(const Batch& batch, int sequence, size_t size, float* copies, StateIn&& state_in, Advance&& advance) const;
 
     void list_tasks(const Layer& layer);
-    void feed_forward(const FeedForward& mlp, const Rows& inputs, const Sink& end, const Layer* adapted = nullptr);
+    void feed_forward(const FeedForward& mlp, const Rows& inputs, Sink end, const Layer* adapted = nullptr);
     Sink up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const;
     void mixture(const Layer& layer, const Normed& inputs);
     Routes route(const Mixture& mixture, const Rows& inputs);
@@ -296,15 +330,15 @@ private:
     using ReadRow = std::function<void(int token, int index, float* to)>;
     void list_adapters(const Batch& batch);
     bool changes(const Layer& layer, std::initializer_list<UpdatePlace> places) const;
-    void adapt(const Layer& layer, std::initializer_list<UpdatePlace> places, int length, const ReadRow& read, float* out, size_t stride);
-    void add_gained(const AdapterTask& task, const UpdatePlace& place, const float* gained, int panel, int outputs, float* out, size_t stride);
+    void adapt(const Layer& layer, std::initializer_list<UpdatePlace> places, int length, const ReadRow& read, float* out, size_t stride, float scale = 1);
+    void add_gained(const AdapterTask& task, const UpdatePlace& place, const float* gained, int panel, int outputs, float* out, size_t stride, float scale);
     void adapt_heads(const Layer& layer, float* qkv, size_t stride);
     void adapt_latent_queries(const Layer& layer, const float* latents, size_t stride, float* queries, size_t query_stride);
     void adapt_output(const Layer& layer, const float* mixed, const Sink& sink);
     void keep_normed(const Layer& layer);
     void product_adapted(const Layer& layer, const Rows& inputs, const Sink& sink);
     void adapt_down(const Layer& layer, const Rows& next, const Sink& bent, const Sink& sink);
-    void read_normed(const Norm& norm, int token, float* to) const;
+    void read_normed(const Norm& norm, float scale, int token, float* to) const;
     void product(const char* name, const Matrix& w, const Rows& x, const Sink& sink);
     void run_products(const char* name);
     Rows shape_rows(Buffer& buffer, const InputForm& form, int num_rows, int length);
@@ -318,7 +352,7 @@ private:
     size_t stride_;  // of the residual stream: whole panels
 
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, masked_, peaks_;
-    Buffer branch_, parallel_, exact_, shared_inputs_, scores_, routes_, gathered_, expert_outputs_;
+    Buffer branch_, parallel_, beside_, exact_, other_inputs_, scores_, routes_, gathered_, expert_outputs_;
     Buffer latent_, adapter_normed_, adapter_wide_, guesses_, drafts_;
     std::vector<DraftHeads> draft_heads_;
     std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
@@ -334,6 +368,7 @@ private:
     std::vector<Sequence> sequences_;
     std::vector<int> sequence_of_;           // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
+    std::vector<int> given_;                 // [num_tokens] rows of `Batch::embeddings`, or -1; empty where there are none
     std::vector<int> before_, state_of_, draft_of_;  // [num_tokens]: token before it; block before its sequence; number of a draft, or -1
     std::vector<int> span_starts_;  // the first state span of each sequence with tokens, and their number
     int num_drafts_ = 0, most_draft_states_ = 0;

@@ -18,6 +18,11 @@ INLINE f32x16 load_some(const uint16_t* p, int count) {
     return from_bf16(v);
 }
 
+INLINE void store_some(float* to, f32x16 v, int count) {
+    if (count >= 16) store(to, v);
+    else if (count > 0) memcpy(to, &v, size_t(count) * 4);
+}
+
 // Root mean square norm (Zhang and Sennrich 2019).
 static void norm(const float* row, const float* weight, float eps, int length, float* out) {
     f32x16 squares = {};
@@ -293,6 +298,30 @@ static int find_best(const float* values, int length) {
     for (int j = 0; j < length; j++)
         if (values[j] == best) return j;
     return -1;
+}
+
+// One row of a causal convolution over positions: `inputs` are the token's, after those of the tokens before it.
+static void convolve(const float* const* inputs, const float* filters, const float* bias, int kernel_size, int size, Activation activation, float* out) {
+    for (int at = 0; at < size; at += 16) {
+        int left = size - at;
+        f32x16 total = load_some(inputs[0] + at, left) * load_some(filters + at, left);
+        for (int j = 1; j < kernel_size; j++) total = fma(load_some(inputs[j] + at, left), load_some(filters + size_t(j) * size_t(size) + at, left), total);
+        if (bias) total += load_some(bias + at, left);
+        store_some(out + at, activate(total, int(activation)), left);
+    }
+}
+
+// What is no number stays none.
+INLINE f32x16 sigmoid(f32x16 x) {
+    return by_piece(x, [](f32p v) INLINE_LAMBDA { return invert(set_piece(1.0f) + exp2_piece(min(set_piece(100.0f), v * set_piece(-log2_e)))); });
+}
+
+static void gate(float* values, const float* gates, int length, bool times_gate) {
+    for (int at = 0; at < length; at += 16) {
+        int left = length - at;
+        f32x16 v = load_some(values + at, left), g = load_some(gates + at, left);
+        store_some(values + at, times_gate ? v * silu(g) : v * sigmoid(g), left);
+    }
 }
 
 }  // namespace cloister::CLOISTER_ISA

@@ -19,8 +19,8 @@ void require(bool fits, const char* otherwise) {
 
 // The mixer of the first layer with a state, or null. The blocks of all of them have the same numbers.
 const ShortConv* Program::first_state() const {
-    auto layer = std::find_if(layers.begin(), layers.end(), [](const Layer& each) { return each.short_conv.has_value(); });
-    return layer == layers.end() ? nullptr : &*layer->short_conv;
+    auto layer = std::find_if(layers.begin(), layers.end(), [](const Layer& each) { return each.stateful() != nullptr; });
+    return layer == layers.end() ? nullptr : &*layer->stateful()->short_conv;
 }
 
 void Program::check_states(const Batch& batch) const {
@@ -83,7 +83,7 @@ void Program::place_states(const Batch& batch) {
     if (!num_drafts_) return;
     size_t kept = 0;
     for (const Layer& layer : layers)
-        if (layer.short_conv) kept += layer.short_conv->draft_size;
+        if (layer.stateful()) kept += layer.stateful()->short_conv->draft_size;
     drafts_.reserve(kept * size_t(num_drafts_) * 4);
 }
 
@@ -95,7 +95,7 @@ const float* Program::conv_input(const ShortConv& conv, const float* gated, size
     return conv.state(state) + size_t(conv.kernel_size - 2 - back) * size_t(conv.size);
 }
 
-void Program::short_conv_block(const Layer& layer, const Batch& batch, const Rows& inputs) {
+void Program::short_conv_block(const Layer& layer, const Batch& batch, const Rows& inputs, const Sink& sink) {
     const ShortConv& conv = *layer.short_conv;
     int num_tokens = batch.num_tokens, size = conv.size;
     size_t stride = size_t(layer.qkv.panels) * panel_width;
@@ -121,8 +121,7 @@ void Program::short_conv_block(const Layer& layer, const Batch& batch, const Row
         kernels_.put_row(out, size, rows, row);
     });
     leave_states(conv, batch, gated, stride);
-    product("output", layer.output, rows, branch_sink(layer, layer.attention_post_norm, num_tokens));
-    join_branch(layer, layer.attention_post_norm, num_tokens);
+    product("output", layer.output, rows, sink);
 }
 
 // Writes the states behind spans, and keeps the inputs of drafts for `accept_drafts`.
@@ -149,14 +148,16 @@ void Program::accept_drafts(const int32_t* accepted, int num_accepted) {
         require(first_state()->has_block(block), "an accepted draft names a state that the cache does not have");
     }
     for (const Layer& layer : layers) {
-        if (!layer.short_conv) continue;
-        const ShortConv& conv = *layer.short_conv;
+        const Layer* mixer = layer.stateful();
+        if (!mixer) continue;
+        const ShortConv& conv = *mixer->short_conv;
         size_t size = size_t(conv.size), others = size_t(conv.kernel_size - 2) * size;
         const float* kept = drafts_.get<float>() + conv.draft_start * size_t(num_drafts_);
         for (int i = 0; i < num_accepted; i++) {
             float* state = conv.state(accepted[2 * i + 1]);
             const float* draft = kept + size_t(draft_of_[size_t(accepted[2 * i])]) * conv.draft_size;
-            if (layer.mamba2) accept_mamba2(layer, draft, accepted[2 * i + 1]);
+            if (mixer->mamba2) accept_mamba2(*mixer, draft, accepted[2 * i + 1]);
+            if (mixer->delta_net) accept_delta_net(*mixer, draft, accepted[2 * i + 1]);
             std::memmove(state, state + size, others * 4);
             std::memcpy(state + others, draft, size * 4);
         }

@@ -263,7 +263,10 @@ INLINE f32x16 clipped_swiglu(f32x16 gate, f32x16 up, float alpha, float limit) {
 
 INLINE f32x16 activate(f32x16 x, int kind) {
     if (kind == 0) return silu(x);
-    if (kind == 3) return select(x < 0.0f, set(0.0f), x);
+    if (kind == 3 || kind == 4) {
+        x = select(x < 0.0f, set(0.0f), x);
+        return kind == 3 ? x : x * x;
+    }
     if (kind == 1) return gelu(x);
     f32x16 inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
     return x / (1.0f + exp(-2.0f * inner));  // 0.5 (1 + tanh u) = 1 / (1 + e^-2u)

@@ -54,6 +54,8 @@ def _missing(spec: DecoderSpec) -> Iterator[str]:
         yield "a bias of the head"
     if spec.vision is not None:
         yield "a vision tower"
+    if spec.streams is not None:
+        yield "several residual streams"
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
@@ -78,6 +80,8 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "scaled feed-forwards"
     elif mlp.clipped is not None:
         yield "clipped SwiGLU"
+    elif mlp.sparsity:
+        yield "sparse gates"
 
 
 def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
@@ -95,5 +99,7 @@ def _missing_of_attention(attention: AttentionSpec) -> Iterator[str]:
         yield "norms over whole projections of q and k"
     if attention.sinks:
         yield "attention sinks"
+    if attention.v_norm or attention.shared_kv is not None:
+        yield "normalised values, or KV of an earlier layer"
     if attention.chunked or attention.query_growth is not None or not attention.qk_norm_weighted:
         yield "attention in chunks, or of queries that grow or are normalised without weights"
