@@ -215,8 +215,9 @@ def _assemble(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> PackedM
         parts[name][part] = array
 
     def matrix(name: str, described: list[int]) -> PackedMatrix:
-        kind, *sizes, group_inputs, rotation, e2m1 = described
-        packed = PackedMatrix(PackedKind(kind), *sizes, bool(group_inputs), rotation, bool(e2m1), parts[name])
+        kind, outputs, inputs, group, zero_point, group_inputs, rotation, e2m1 = described
+        shape = outputs, inputs, group, zero_point
+        packed = PackedMatrix(PackedKind(kind), *shape, bool(group_inputs), rotation, bool(e2m1), parts[name])
         packed.bind()  # refuses parts that are shorter than the shape asks for
         return packed
 
