@@ -51,7 +51,7 @@ def place_tiles(
 
 
 class Served:
-    """A scheduler and a runner on the torch back end.
+    """A scheduler and a runner on a back end, in float32.
 
     Attributes:
         num_hit, num_preempted: prompt tokens found in the prefix cache, and preemptions, so far.
@@ -72,10 +72,11 @@ class Served:
         num_seqs: int = 6,
         images_per_step: int = 16,
         answers: Sequence[Sequence[int]] = (),
+        backend: str = "torch",
     ) -> None:
         model = load(path)
-        backend = BACKENDS.get("torch")(num_threads=num_threads, device="cpu", dtype="float32")
-        program = backend.build(model.spec, model.weights, KVLayout(num_blocks, block_size))
+        maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype="float32")
+        program = maker.build(model.spec, model.weights, KVLayout(num_blocks, block_size))
         self.pool = BlockPool([BlockGroup(num_blocks, None, None)], block_size)
         config = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -37,28 +39,37 @@ def prompt_of(tiles: list[bytes], length: int = 40) -> tuple[list[int], tuple[Im
     return place_tiles([5 + 7 * i % 200 for i in range(length)], tiles[:5], PLACES, NUM_TOKENS)
 
 
+Make = Callable[..., Served]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def make(path: Path, request: pytest.FixtureRequest) -> Make:
+    """Makes a scheduler and a runner on each back end."""
+    return partial(Served, path, backend=request.param)
+
+
 @pytest.fixture(scope="module")
-def expected(path: Path, tiles: list[bytes]) -> list[int]:
-    return serve_one(Served(path), *prompt_of(tiles))
+def expected(make: Make, tiles: list[bytes]) -> list[int]:
+    return serve_one(make(), *prompt_of(tiles))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 200])
-def test_chunks_that_cut_an_image_change_no_token(chunk: int, path: Path, tiles: list[bytes], expected: list[int]) -> None:
-    served = Served(path, chunk=chunk, block_size=4, num_threads=2)
+def test_chunks_that_cut_an_image_change_no_token(chunk: int, make: Make, tiles: list[bytes], expected: list[int]) -> None:
+    served = make(chunk=chunk, block_size=4, num_threads=2)
     assert serve_one(served, *prompt_of(tiles)) == expected
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_step_encodes_few_images_and_each_once(most: int, path: Path, tiles: list[bytes], expected: list[int]) -> None:
-    served = Served(path, images_per_step=most)
+def test_a_step_encodes_few_images_and_each_once(most: int, make: Make, tiles: list[bytes], expected: list[int]) -> None:
+    served = make(images_per_step=most)
     found = served.serve([make_request("a", *prompt_of(tiles)), make_request("b", *prompt_of(tiles[5:]))])
     assert found["a", 0] == expected
     assert max(served.encoded) == most
     assert sum(served.encoded) == 10
 
 
-def test_the_time_of_images_is_not_learned_as_that_of_tokens(path: Path, tiles: list[bytes]) -> None:
-    served = Served(path)
+def test_the_time_of_images_is_not_learned_as_that_of_tokens(make: Make, tiles: list[bytes]) -> None:
+    served = make()
     prompt, images = prompt_of(tiles)
     served.scheduler.add(make_request("a", prompt, images), 0.0)
     plan = served.scheduler.plan(0.0)
@@ -70,11 +81,11 @@ def test_the_time_of_images_is_not_learned_as_that_of_tokens(path: Path, tiles: 
     assert served.scheduler.cost.predict(StepSize(plan.num_tokens, plan.num_attended, len(prompt))) < 1
 
 
-def test_logprobs_have_the_same_bits_in_any_chunks(path: Path, tiles: list[bytes]) -> None:
+def test_logprobs_have_the_same_bits_in_any_chunks(make: Make, tiles: list[bytes]) -> None:
     prompt, images = prompt_of(tiles)
     seen = []
     for chunk in (3, 64):
-        served, found = Served(path, chunk=chunk), []
+        served, found = make(chunk=chunk), []
         request = make_request("a", prompt, images)
         request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=2))
         served.scheduler.add(request, 0.0)
@@ -87,25 +98,25 @@ def test_logprobs_have_the_same_bits_in_any_chunks(path: Path, tiles: list[bytes
     assert seen[0] == seen[1]
 
 
-def test_another_image_gives_another_answer(path: Path, tiles: list[bytes], expected: list[int]) -> None:
-    assert serve_one(Served(path), *prompt_of(tiles[5:])) != expected
+def test_another_image_gives_another_answer(make: Make, tiles: list[bytes], expected: list[int]) -> None:
+    assert serve_one(make(), *prompt_of(tiles[5:])) != expected
     prompt, _ = prompt_of(tiles)
-    assert serve_one(Served(path), prompt, ()) != expected
+    assert serve_one(make(), prompt, ()) != expected
 
 
-def test_company_forks_and_preemption_change_no_token(path: Path, tiles: list[bytes], expected: list[int]) -> None:
+def test_company_forks_and_preemption_change_no_token(make: Make, tiles: list[bytes], expected: list[int]) -> None:
     requests = [make_request("a", *prompt_of(tiles)), make_request("b", *prompt_of(tiles[5:])), make_request("c", [7] * 50, ())]
     requests += [make_request("d", *prompt_of(tiles), n=3, temperature=1.0)]
-    alone = {request.request_id: Served(path).serve([request]) for request in requests}
-    crowded = Served(path, chunk=9, num_blocks=26, images_per_step=1)
+    alone = {request.request_id: make().serve([request]) for request in requests}
+    crowded = make(chunk=9, num_blocks=26, images_per_step=1)
     found = crowded.serve(requests)
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}
     assert found["a", 0] == expected
 
 
-def test_the_same_image_is_a_prefix_hit_and_another_one_is_none(path: Path, tiles: list[bytes], expected: list[int]) -> None:
-    served = Served(path, block_size=4)
+def test_the_same_image_is_a_prefix_hit_and_another_one_is_none(make: Make, tiles: list[bytes], expected: list[int]) -> None:
+    served = make(block_size=4)
     prompt, images = prompt_of(tiles)
     assert serve_one(served, prompt, images) == expected
     assert served.num_hit == 0
@@ -114,19 +125,19 @@ def test_the_same_image_is_a_prefix_hit_and_another_one_is_none(path: Path, tile
     served.num_hit = 0
     other, different = prompt_of([tiles[5], *tiles[1:5]])
     assert other == prompt
-    assert serve_one(served, prompt, different) == serve_one(Served(path), prompt, different) != expected
+    assert serve_one(served, prompt, different) == serve_one(make(), prompt, different) != expected
     assert served.num_hit == 0, "the first image stands in the first block"
     last = prompt_of([*tiles[:4], tiles[5]])[1]
-    assert serve_one(served, prompt, last) == serve_one(Served(path), prompt, last)
+    assert serve_one(served, prompt, last) == serve_one(make(), prompt, last)
     assert served.num_hit == images[4].offset // 4 * 4
     served.num_hit = 0
     serve_one(served, prompt, ())
     assert served.num_hit == 0, "placeholders without an image are others"
 
 
-def test_a_hit_that_ends_inside_an_image_changes_no_token(path: Path, tiles: list[bytes], expected: list[int]) -> None:
+def test_a_hit_that_ends_inside_an_image_changes_no_token(make: Make, tiles: list[bytes], expected: list[int]) -> None:
     prompt, images = prompt_of(tiles)
-    served = Served(path, block_size=3)
+    served = make(block_size=3)
     cut = images[3].offset + 2
     beginning = [image for image in images if image.end <= cut]
     broken = ImageTile(offset=images[3].offset, num_tokens=NUM_TOKENS, digest=images[3].digest, pixels=images[3].pixels)
@@ -135,8 +146,8 @@ def test_a_hit_that_ends_inside_an_image_changes_no_token(path: Path, tiles: lis
     assert served.num_hit
 
 
-def test_another_scope_finds_no_image(path: Path, tiles: list[bytes]) -> None:
-    served = Served(path)
+def test_another_scope_finds_no_image(make: Make, tiles: list[bytes]) -> None:
+    served = make()
     prompt, images = prompt_of(tiles)
     for name in ("first", "second"):
         served.serve([make_request(name, prompt, images, scope=Scope(ScopeKind.TENANT, name.encode()))])
@@ -174,10 +185,10 @@ def test_keys_name_place_length_and_digest_of_every_image() -> None:
     ],
 )
 def test_an_image_that_does_not_fit_fails_its_request_alone(
-    change: dict[str, object], word: str, path: Path, tiles: list[bytes], expected: list[int]
+    change: dict[str, object], word: str, make: Make, tiles: list[bytes], expected: list[int]
 ) -> None:
     prompt, images = place_tiles(list(range(5, 41)), tiles[:1], [3], NUM_TOKENS)
-    served = Served(path)
+    served = make()
     bad = make_request("bad", prompt, (msgspec.structs.replace(images[0], **change),))
     found = served.serve([bad, make_request("good", *prompt_of(tiles))])
     assert found["bad", 0] == []
@@ -201,10 +212,10 @@ def test_nothing_of_an_image_is_shown(tiles: list[bytes]) -> None:
     assert repr(images[0]) == "ImageTile(num_tokens=4)"
 
 
-def test_a_text_model_encodes_no_images(path: Path) -> None:
+def test_a_text_model_encodes_no_images(make: Make, path: Path) -> None:
     assert load(path).spec.vision is not None
     request = make_request("a", [5] * 20, (ImageTile(offset=2, num_tokens=4, digest=b"", pixels=b""),))
-    served = Served(path)
+    served = make()
     served.runner._batch._vision = None
     assert served.serve([request]) == {("a", 0): []}
     assert served.failures == ["this engine encodes no images; send text only"]

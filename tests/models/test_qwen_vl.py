@@ -181,7 +181,7 @@ def test_newer_processor_configs_have_their_bounds_in_size(path: Path, tmp_path:
 def test_other_back_ends_say_what_they_lack(path: Path) -> None:
     spec = load(path).spec
     for check in (partial(native_limits.check_computable, kv_dtype="float32"), cuda_limits.check_computable):
-        with pytest.raises(ConfigError, match=r"a vision tower.*rotation by time, row and column|rotation by .*a vision tower"):
+        with pytest.raises(ConfigError, match="rotation by time, row and column"):
             check(spec)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
+from cloister.backends.torch.vision import tower_bytes
 from cloister.backends.vision import VisionSpec
 from cloister.cli import main
 from cloister.models import load
@@ -82,21 +86,24 @@ def test_tiles_are_those_of_transformers(size: tuple[int, int], processor: dict[
     ],
     ids=lambda fields: "-".join(fields) or "plain",
 )
-def test_the_tower_and_the_logits_are_those_of_transformers(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_tower_and_the_logits_are_those_of_transformers(
+    backend: str, family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     path = make_vision_model(tmp_path, family, **fields)
     pictures = [make_picture(70, 40, 1), make_picture(24, 60, 2)]
     model, theirs = load(path), open_theirs(path)
     tiles, pixels = our_tiles(path, pictures), their_pixels(path, pictures)
     vision = model.spec.vision
     assert isinstance(vision, VisionSpec)
-    program = BACKENDS.get("torch")(num_threads=2, device="cpu", dtype="float32").build(
+    program = BACKENDS.get(backend)(num_threads=2, device="cpu", dtype="float32").build(
         model.spec, model.weights, KVLayout(4, 16)
     )
     with torch.no_grad():
         expected = torch.cat(theirs.get_image_features(pixels, return_dict=True).pooler_output).numpy()
     prompt, images = place_tiles(list(range(5, 40)), tiles, [3, 4, 9, 17, 20, 21, 30, 34], vision.num_tokens)
     assert np.abs(np.concatenate(program.encode_images(images)) - expected).max() <= 1e-4
-    served = serve_one(Served(path), prompt, images, max_tokens=60)
+    served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=60)
     ids = torch.tensor([[*prompt, *served]])
     with torch.no_grad():
         logits = theirs(input_ids=ids[:, :-1], pixel_values=pixels).logits[0, len(prompt) - 1 :]
@@ -179,11 +186,21 @@ def test_a_config_that_is_not_computed_is_refused(
         load(tmp_path)
 
 
-def test_the_native_back_end_says_what_it_lacks(path: Path) -> None:
+def test_the_native_back_end_counts_the_tower_and_says_what_it_is_computed_with(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load(path)
-    native = BACKENDS.get("native")(num_threads=1, device="cpu")
-    with pytest.raises(ConfigError, match=r"vision tower.*--backend torch"):
-        native.need(model.spec, model.weights, block_size=16, max_batched_tokens=64)
+    native = BACKENDS.get("native")(num_threads=2, device="cpu", dtype="float32")
+    sizes = {"block_size": 16, "max_batched_tokens": 64}
+    assert model.spec.vision is not None
+    needs = [native.need(spec, model.weights, **sizes) for spec in (model.spec, replace(model.spec, vision=None))]
+    tower = [math.prod(model.weights.shape(name)) for name in model.weights.names() if name.startswith("vision.")]
+    assert needs[0].weights_bytes - needs[1].weights_bytes == 4 * sum(tower)
+    assert needs[0].activations_bytes - needs[1].activations_bytes == 2 * tower_bytes(model.spec.vision)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"pip install 'cloister\[torch\]'"):
+        native.need(model.spec, model.weights, **sizes)
+    native.need(replace(model.spec, vision=None), model.weights, **sizes)
 
 
 def test_a_text_model_has_no_image_processor(tmp_path: Path) -> None:
@@ -203,4 +220,5 @@ def test_a_model_is_quantised_but_for_its_tower(tmp_path: Path) -> None:
             assert np.array_equal(few.weights.read(name), plain.weights.read(name))
     assert few.weights.form("layers.0.q.weight") is not None
     prompt, images = place_tiles(list(range(5, 20)), our_tiles(path, [make_picture(24, 24)])[:1], [3], NUM_TOKENS)
-    assert len(serve_one(Served(tmp_path / "few"), prompt, images)) == 12
+    for backend in ("torch", "native"):
+        assert len(serve_one(Served(tmp_path / "few", backend=backend), prompt, images)) == 12

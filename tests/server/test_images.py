@@ -169,6 +169,8 @@ BAD: dict[str, tuple[str, str]] = {
     "a bomb": (url_of(bomb(30_000, 30_000)), "million pixels"),
     "a bomb under Pillow's limit": (url_of(bomb(8_000, 8_000)), "million pixels"),
     "a bomb between Pillow's limits": (url_of(bomb(11_000, 11_000)), "million pixels"),
+    "a line of 33 million pixels": (url_of(bomb(2**25, 1)), "65,535 on a side"),
+    "a column of 65,536 pixels": (url_of(bomb(1, 2**16)), "65,535 on a side"),
     "another format": (url_of(encode_picture(make_picture(9, 9), "BMP")), "none of PNG"),
     "TIFF that says it is PNG": (url_of(encode_picture(make_picture(9, 9), "TIFF")), "none of PNG"),
     "text": (url_of(b"zanzibar" * 40), "none of PNG"),

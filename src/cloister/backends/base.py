@@ -424,6 +424,14 @@ class Program(ABC):
         return EngineError(f"{type(self).__name__} lacks the capability {capability.name}; ask its `capabilities` first")
 
 
+class ImageEncoder(Protocol):
+    """A vision tower with its weights, which a program may borrow from another back end."""
+
+    def encode(self, images: Sequence[ImageTile]) -> list[FloatArray]:
+        """Returns the embeddings of images (`Program.encode_images`)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """What a program will take, in bytes.

@@ -13,6 +13,7 @@ Norms have a bias only if they are layer norms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -131,6 +132,11 @@ class QwenVisionSpec:
 
 AnyVisionSpec: TypeAlias = VisionSpec | QwenVisionSpec
 Shapes: TypeAlias = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def tower_weights_bytes(spec: AnyVisionSpec, decoder_hidden: int, itemsize: int) -> int:
+    """Returns what the weights of a tower take in numbers of `itemsize` bytes."""
+    return itemsize * sum(math.prod(shape) for _, shape in vision_shapes(spec, decoder_hidden))
 
 
 def vision_shapes(spec: AnyVisionSpec, decoder_hidden: int) -> Shapes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -305,5 +306,6 @@ def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> 
     """Everything that the bits of an answer depend on, as `system_fingerprint`."""
     # the maximum length of a sequence may affect rotations
     turns = repr([layer.attention and layer.attention.rope for layer in model.spec.layers])
-    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns)
+    tower = [] if model.spec.vision is None else [version("torch")]  # it computes towers for every back end
+    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns, *tower)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -86,6 +86,7 @@ def _feature(
     return Feature(name, row, setting, title, does, endangers, rulings, on, instead, declared)
 
 
+_NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _FROM_CREDENTIAL = refuse("the class comes from the credential only")
 _DRAFTS_DIE = "a drafter's state of a request is overwritten when the request ends"
 _LENGTHS_SHOW = refuse(
@@ -447,6 +448,20 @@ _FEATURES: Final = (
             "prefix keys name an image by its digest, inside the scope",
             "embeddings are overwritten when the prompt is past them",
         ),
+    ),
+    _feature(
+        "remote-images",
+        row="images",
+        setting="remote_images",
+        title="Images by URL",
+        does="fetches the images that a request names by https:// URLs",
+        endangers="the servers of the images and who watches the network see what a request is about, and when",
+        part="remote-images",
+        open=mitigate("off by default: public addresses only, over HTTPS, with limits on bytes, redirects and time"),
+        team=mitigate("off by default: public addresses only, over HTTPS, with limits on bytes, redirects and time"),
+        private=_NOTHING_ELSEWHERE,
+        paranoid=_NOTHING_ELSEWHERE,
+        instead="leave the setting `remote_images` out, and send images as data URLs",
     ),
     _feature(
         "files",

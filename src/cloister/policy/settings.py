@@ -114,7 +114,7 @@ def apply_profile_to_front(policy: Policy, server: Resolved[ServerConfig]) -> Re
 
     Raises:
         PolicyError: a setting requests what the profile denies; the message names the rule and what to change.
-        ConfigError: a sealed node is configured to accept users' tokens.
+        ConfigError: a sealed node is configured to accept users' tokens, or to fetch images.
     """
     config = server.config
     policy.check({"identity-tokens": Use(config.oidc is not None, _source_of(server, "oidc"))})
@@ -122,6 +122,9 @@ def apply_profile_to_front(policy: Policy, server: Resolved[ServerConfig]) -> Re
         raise ConfigError("a sealed node accepts no users' tokens; leave `oidc` out", param="oidc")
     policy.check({"traces": Use(config.otlp_endpoint is not None, _source_of(server, "otlp_endpoint"))})
     policy.check({"files": Use(config.files is not None, _source_of(server, "files"))})
+    policy.check({"remote-images": Use(config.remote_images, _source_of(server, "remote_images"))})
+    if config.remote_images and config.sealed:
+        raise ConfigError("a sealed node takes no images; leave `remote_images` out", param="remote_images")
     server = _resolve_kept_responses(policy, server)
     chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
     if config.log_requests is None:

@@ -22,6 +22,7 @@ from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
 from cloister.server.files.service import FileService
+from cloister.server.image_fetching import ImageFetcher
 from cloister.server.images import ImageReader
 from cloister.server.logs import RequestLog
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
@@ -166,7 +167,8 @@ def create_routes(
     model_name, *other_names = names or (engine.model.name,)
     images = None  # a sealed node takes none: the shape of its requests does not cover them
     if not config.sealed and engine.model.path:
-        images = ImageReader.open(Path(engine.model.path), tokenizer, gate.policy, config.max_images)
+        fetcher = ImageFetcher(max_bytes=config.max_request_kb * 1024) if config.remote_images else None
+        images = ImageReader.open(Path(engine.model.path), tokenizer, gate.policy, config.max_images, fetcher)
     reader = PromptReader(
         model=engine.model,
         model_name=model_name,

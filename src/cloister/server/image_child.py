@@ -19,6 +19,8 @@ HEAD: Final = struct.Struct(">BII")
 NO_FAULT, UNKNOWN_FORMAT, TOO_LARGE, DAMAGED = range(4)
 MAX_IMAGE_PIXELS: Final = 2**25
 """Most pixels of one image, by the file's header: 33.5 million take 600 MB while transparency is taken out."""
+MAX_IMAGE_SIDE: Final = 2**16 - 1
+"""Longest side in pixels, as JPEG and GIF allow: a filter that shrinks a side takes 48 bytes for each of its pixels."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 CPU_S: Final = 20
 MEMORY_BYTES: Final = 1 << 30
@@ -53,7 +55,7 @@ def decode(data: bytes) -> Image:
             raise Fault(TOO_LARGE) from None
         except Exception:  # readers of formats may fail in any way, and what they say may hold content
             raise Fault(UNKNOWN_FORMAT) from None
-    if image.width * image.height > MAX_IMAGE_PIXELS:
+    if image.width * image.height > MAX_IMAGE_PIXELS or max(image.size) > MAX_IMAGE_SIDE:
         raise Fault(TOO_LARGE)
     try:
         image.load()

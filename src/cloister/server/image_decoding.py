@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import anyio.to_thread
 
 from cloister.server.errors import invalid
-from cloister.server.image_child import FORMATS, HEAD, MAX_IMAGE_PIXELS, NO_FAULT, TOO_LARGE, UNKNOWN_FORMAT
+from cloister.server.image_child import FORMATS, HEAD, MAX_IMAGE_PIXELS, MAX_IMAGE_SIDE, NO_FAULT, TOO_LARGE, UNKNOWN_FORMAT
 from cloister.server.pdf.reading import INHERITED
 from cloister.types.errors import InvalidRequestError
 
@@ -92,10 +92,12 @@ def _decode(decoder: _Decoder, data: bytes, number: int, take: Callable[[Image],
         raise refusal(number, "takes too much time or memory to decode; send a smaller one")
     fault, width, height = HEAD.unpack_from(answer)
     if fault == TOO_LARGE:
-        raise refusal(number, f"has more than {MAX_IMAGE_PIXELS / 1e6:.1f} million pixels; send a smaller one")
+        most = f"{MAX_IMAGE_PIXELS / 1e6:.1f} million pixels, or {MAX_IMAGE_SIDE:,} on a side"
+        raise refusal(number, f"has more than {most}; send a smaller one")
     if fault == UNKNOWN_FORMAT:
         raise refusal(number, f"is none of {', '.join(FORMATS)}, or its header is damaged")
-    is_whole = 0 < width * height <= MAX_IMAGE_PIXELS and len(answer) == HEAD.size + 3 * width * height
+    is_sized = 0 < width * height <= MAX_IMAGE_PIXELS and max(width, height) <= MAX_IMAGE_SIDE
+    is_whole = is_sized and len(answer) == HEAD.size + 3 * width * height
     if fault != NO_FAULT or not is_whole:
         raise refusal(number, "is damaged or cut off")
     return take(Image.frombytes("RGB", (width, height), answer[HEAD.size :]))

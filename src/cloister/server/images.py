@@ -22,6 +22,7 @@ from cloister.models.image_processing import ImageProcessor, has_pillow, open_im
 from cloister.policy.policy import Policy, Use
 from cloister.server.errors import invalid
 from cloister.server.image_decoding import decode_image, refusal
+from cloister.server.image_fetching import ImageFetcher
 from cloister.text import Tokenizer
 from cloister.types.errors import InvalidRequestError
 from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS, ImageTile
@@ -57,6 +58,7 @@ class ImageReader:
         processor: cuts them.
         token_id: of the placeholder, which the chat template writes once for each image.
         max_images: of one request.
+        fetcher: fetches images from elsewhere; None where the settings do not let it.
         slots: of requests whose images are decoded. These wait here and not for the threads of texts, so that others need not.
     """
 
@@ -65,17 +67,20 @@ class ImageReader:
     tokenizer: Tokenizer
     policy: Policy
     max_images: int
+    fetcher: ImageFetcher | None = None
     slots: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(SIDE_BY_SIDE), compare=False)
 
     @classmethod
-    def open(cls, path: Path, tokenizer: Tokenizer, policy: Policy, max_images: int) -> ImageReader | None:
+    def open(
+        cls, path: Path, tokenizer: Tokenizer, policy: Policy, max_images: int, fetcher: ImageFetcher | None = None
+    ) -> ImageReader | None:
         """Returns the reader of a model directory; None for a model that takes no images.
 
         Raises:
             ModelError: the model's image processor is missing, or asks for what is not computed here.
         """
         opened = open_image_processor(path)
-        return None if opened is None else cls(*opened, tokenizer, policy, max_images)
+        return None if opened is None else cls(*opened, tokenizer, policy, max_images, fetcher)
 
     @property
     def is_allowed(self) -> bool:
@@ -86,7 +91,7 @@ class ImageReader:
         """Returns the images of one request, in its order, as `ImagesPending.loaded` gives them.
 
         Args:
-            urls: data URLs, as the client sent them.
+            urls: data URLs and, with a fetcher, https:// URLs, as the client sent them.
 
         Raises:
             PolicyError: the profile refuses images.
@@ -110,15 +115,17 @@ class ImageReader:
                 return images
 
     async def load(self, urls: Sequence[str]) -> list[CutImage]:
-        """Decodes and cuts the images of one request.
+        """Fetches, decodes and cuts the images of one request.
 
         Raises:
             InvalidRequestError: one cannot be used; the message says why.
         """
+        remote = {number: url for number, url in enumerate(urls, 1) if url[:8].lower() == "https://"}
+        files = {} if self.fetcher is None or not remote else await self.fetcher.fetch(remote)
         images: list[CutImage] = []
         async with self.slots:
             for number, url in enumerate(urls, 1):
-                images.append(await self._cut(url, number))
+                images.append(await self._cut(files.pop(number, url), number))
                 if sum(len(tile) for image in images for tile in image.tiles) > MAX_REQUEST_PIXELS_BYTES:
                     raise invalid(TOO_MANY_PIXELS, "messages")
         return images
@@ -159,13 +166,28 @@ class ImageReader:
             grid=grid,
         )
 
-    async def _cut(self, url: str, number: int) -> CutImage:
+    async def _cut(self, source: str | bytes, number: int) -> CutImage:
+        """Returns an image of a data URL, or of a file."""
+
         def cut(image: Image) -> CutImage:
             if max(image.size) > self.processor.max_ratio * min(image.size):
                 raise refusal(number, f"has sides of a ratio of more than {self.processor.max_ratio:g}; crop it")
             return CutImage(self.processor.grid(*image.size), self.processor.cut(image))
 
-        return await decode_image(_decode_url(url, number), number, cut)
+        data = self._decode_url(source, number) if isinstance(source, str) else source
+        return await decode_image(data, number, cut)
+
+    def _decode_url(self, url: str, number: int) -> bytes:
+        found = _DATA_URL.match(url)
+        if found is None:
+            elsewhere = "this server fetches no images from elsewhere" if self.fetcher is None else "others begin with https://"
+            raise refusal(number, f"is no data URL of an image in base64; {elsewhere}")
+        if (len(url) - found.end()) * 3 // 4 > MAX_IMAGE_BYTES:
+            raise refusal(number, f"has more than {MAX_IMAGE_BYTES >> 20} MiB; send a smaller one")
+        try:
+            return base64.b64decode(url[found.end() :], validate=True)
+        except (binascii.Error, ValueError):
+            raise refusal(number, "is not valid base64") from None
 
 
 class ImagesPending(Exception):
@@ -198,15 +220,3 @@ class ImagesPending(Exception):
 
 LoadedImages = list[CutImage] | InvalidRequestError
 _loaded: ContextVar[LoadedImages | None] = ContextVar("images of this request", default=None)
-
-
-def _decode_url(url: str, number: int) -> bytes:
-    found = _DATA_URL.match(url)
-    if found is None:
-        raise refusal(number, "is no data URL of an image in base64; this server fetches no images from elsewhere")
-    if (len(url) - found.end()) * 3 // 4 > MAX_IMAGE_BYTES:
-        raise refusal(number, f"has more than {MAX_IMAGE_BYTES >> 20} MiB; send a smaller one")
-    try:
-        return base64.b64decode(url[found.end() :], validate=True)
-    except (binascii.Error, ValueError):
-        raise refusal(number, "is not valid base64") from None

@@ -50,12 +50,22 @@ class TextBlock(_Block):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class ImageSource(Strict):
-    """The image itself, in base64; this server fetches none."""
+class ImageData(Strict):
+    """The image itself, in base64."""
 
     type: Literal["base64"]
     media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
     data: str
+
+
+class ImageAddress(Strict):
+    """Where the image is, for a server that fetches images (`remote_images`)."""
+
+    type: Literal["url"]
+    url: str
+
+
+ImageSource = Annotated[ImageData | ImageAddress, Field(discriminator="type")]
 
 
 class ImageBlock(_Block):
@@ -298,7 +308,9 @@ def _others(message: MessageParam, path: str) -> list[dict[str, Any]]:
 def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
-    return {"type": "image_url", "image_url": {"url": f"data:{block.source.media_type};base64,{block.source.data}"}}
+    source = block.source
+    url = source.url if isinstance(source, ImageAddress) else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _text(blocks: list[TextBlock]) -> str:

@@ -192,6 +192,9 @@ class ServerConfig:
     )
     max_request_kb: int = setting(4096, "Largest request body, in KiB.", low=1)
     max_images: int = setting(8, "Most images in one request, for a model that sees; 0 refuses them.", low=0)
+    remote_images: bool = setting(
+        False, "Fetch images that requests name by https:// URLs, from public addresses; else only data URLs are read."
+    )
     strict_fields: bool = setting(
         False,
         "Refuse a request with an unknown field; else it is ignored, and the reply's header"

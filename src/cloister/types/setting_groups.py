@@ -26,7 +26,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "network": (
         "host", "port", "certfile", "keyfile", "allowed_origins", "page", "max_connections", "max_request_kb", "max_images",
-        "drain_timeout_s", "strict_fields",
+        "remote_images", "drain_timeout_s", "strict_fields",
     ),
     "observability": ("log_format", "log_requests", "log_clients", "otlp_endpoint"),
     "sealed": (

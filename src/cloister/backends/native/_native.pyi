@@ -194,6 +194,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -207,6 +209,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -220,6 +224,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -233,6 +239,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -247,6 +255,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -273,6 +283,8 @@ class Program:
         parents: _Ints | None,
         adapters: _Ints | None,
         state_spans: _Ints | None,
+        embeddings: _Floats | None,
+        embedding_rows: _Ints | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

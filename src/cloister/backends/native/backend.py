@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cloister.backends.base import KVLayout, MemoryNeed, Weights
+from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.limits import check_computable
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
@@ -12,6 +12,8 @@ from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.states import draft_bytes, draft_state_bytes
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec
+from cloister.backends.torch import load_torch
+from cloister.backends.vision import AnyVisionSpec, tower_weights_bytes
 from cloister.types.errors import ConfigError
 
 NUMERICS = 6  # raise it when an answer may change in its last bit
@@ -71,7 +73,7 @@ class NativeBackend:
             kv_block_bytes(layer.attention, self._kv_dtype, block_size) if layer.attention else 0 for layer in spec.layers
         )
         return MemoryNeed(
-            weights_bytes=packed_model_bytes(spec, weights, self._dense),
+            weights_bytes=packed_model_bytes(spec, weights, self._dense) + self._tower_weights_bytes(spec),
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
             state_bytes=sum(4 * layer.state.state_size for layer in spec.layers if layer.state is not None),
@@ -81,7 +83,8 @@ class NativeBackend:
                 num_threads=self._pool.num_threads,
                 kernels=self.kernels,
                 is_wide=self._dense is PackedKind.F32,
-            ),
+            )
+            + self._tower_buffer_bytes(spec.vision),
             logit_row_bytes=4 * spec.vocab_size,
             draft_bytes=draft_bytes(spec),
             draft_state_bytes=self._pool.num_threads * draft_state_bytes(spec),
@@ -105,7 +108,26 @@ class NativeBackend:
             pool=self._pool,
             kv_dtype=self._kv_dtype,
             packer=Packer(self._pool, self._dense),
+            encoder=None if spec.vision is None else self._load_tower(spec.vision, weights),
         )
+
+    def _tower_weights_bytes(self, spec: DecoderSpec) -> int:
+        itemsize = 4 if self._dense is PackedKind.F32 else 2
+        return 0 if spec.vision is None else tower_weights_bytes(spec.vision, spec.hidden_size, itemsize)
+
+    def _tower_buffer_bytes(self, vision: AnyVisionSpec | None) -> int:
+        if vision is None:
+            return 0
+        load_torch("cpu")
+        from cloister.backends.torch.vision import tower_bytes
+
+        return self._pool.num_threads * tower_bytes(vision)
+
+    def _load_tower(self, vision: AnyVisionSpec, weights: Weights) -> ImageEncoder:
+        from cloister.backends.torch.vision import load_tower  # a model without a tower needs no torch
+
+        dtype = "float32" if self._dense is PackedKind.F32 else "bfloat16"
+        return load_tower(vision, weights, num_threads=self._pool.num_threads, dtype=dtype)
 
     def _pack(self, spec: DecoderSpec, weights: Weights, identity: str | None) -> PackedModel:
         packer = Packer(self._pool, self._dense)

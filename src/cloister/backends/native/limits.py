@@ -12,6 +12,7 @@ from cloister.backends.spec import (
     GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
+    MoeSpec,
 )
 from cloister.types.errors import ConfigError
 
@@ -45,8 +46,6 @@ def list_missing(spec: DecoderSpec) -> list[str]:
     missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
     if isinstance(spec, EncoderSpec):
         missing.add("attention in both directions")
-    if spec.vision is not None:
-        missing.add("a vision tower")
     if spec.streams is not None:
         missing.add("several residual streams")
     return sorted(missing)

@@ -14,6 +14,7 @@ from cloister.backends.base import (
     Capability,
     FloatArray,
     ForwardBatch,
+    ImageEncoder,
     IntArray,
     KVGroup,
     KVLayout,
@@ -46,6 +47,7 @@ from cloister.backends.spec import (
     StateSpec,
 )
 from cloister.types.errors import ModelError
+from cloister.types.images import ImageTile
 
 # LoRA adapters for the native kernels, packed once when loaded, in the type of unquantized weights.
 
@@ -175,18 +177,19 @@ class LayerCache(NamedTuple):
 
 
 class NativeProgram(Program):
-    """A packed model with its KV cache; has every capability but that of another device.
+    """A packed model with its KV cache; has every capability but ASYNCHRONOUS and ENCODER, and IMAGES only with a tower.
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
         kv_dtype: one of `KV_KINDS`.
         packer: packs adapters and draft heads.
+        encoder: encodes images; None for a model that takes none.
 
     Raises:
         ModelError: experts of one layer are in several number formats.
     """
 
-    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER)
+    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER | Capability.IMAGES)
 
     def __init__(
         self,
@@ -198,7 +201,11 @@ class NativeProgram(Program):
         pool: _native.Pool,
         kv_dtype: str,
         packer: Packer,
+        encoder: ImageEncoder | None = None,
     ) -> None:
+        self._encoder = encoder
+        if encoder is not None:
+            self.capabilities |= Capability.IMAGES
         self._model = model  # the kernels hold pointers into its arrays
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
@@ -474,6 +481,10 @@ class NativeProgram(Program):
         self._program.draw_masked(logits, sampling.view(np.uint8), masks, tokens)
         return tokens
 
+    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
+        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
+        return super().encode_images(images) if self._encoder is None else self._encoder.encode(images)
+
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
         """Packs an adapter and puts it in a slot."""
         self._adapters.load(slot, adapter)
@@ -542,7 +553,10 @@ class NativeProgram(Program):
         return self._program.buffer_bytes
 
 
-_Arrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None]
+_Arrays = tuple[
+    IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None,
+    FloatArray | None, IntArray | None,
+]  # fmt: skip
 
 
 def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
@@ -557,4 +571,6 @@ def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
         batch.parents,
         batch.adapters,
         batch.state_spans if states is None or batch.state_spans is not None else states.spans(batch),
+        batch.embeddings,
+        batch.embedding_rows,
     )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cloister.backends.base import Weights
 from cloister.backends.torch.qwen_vision import QwenTower, qwen_tower_bytes
 from cloister.backends.torch.reading import WeightReader
 from cloister.backends.torch.schedule import Team
@@ -89,6 +90,19 @@ def tower_bytes(spec: AnyVisionSpec) -> int:
         return qwen_tower_bytes(spec)
     widest = max(8 * spec.hidden_size + 2 * spec.intermediate_size, 6 * 3 * spec.patch_size**2)
     return 4 * spec.patches_per_side**2 * widest
+
+
+def load_tower(spec: AnyVisionSpec, weights: Weights, *, num_threads: int, dtype: str) -> VisionTower:
+    """Loads a tower for a program of another back end.
+
+    Args:
+        weights: of the whole model.
+        num_threads: of its own, which compute while the program does not.
+        dtype: "float32" or "bfloat16".
+    """
+    team = Team(num_threads)
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return open_tower(spec, WeightReader(weights, types[dtype], torch.device("cpu"), team), team)
 
 
 def _position_ids(count: int) -> Tensor:

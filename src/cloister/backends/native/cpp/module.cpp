@@ -76,13 +76,16 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
 }
 
 #define STEP_ARRAYS Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts, \
-    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters, nb::object state_spans
-#define STEP_NAMES token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans
-#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none()
+    Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters, nb::object state_spans, \
+    nb::object embeddings, nb::object embedding_rows
+#define STEP_NAMES self.hidden_size(), token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans, embeddings, embedding_rows
+#define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), \
+    nb::arg().none(), nb::arg().none()
 
-Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
+Batch make_batch(int hidden_size, const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
                  const Array1<const int32_t>& context_lens, const Array2<const int32_t>& tables, const Array1<const int32_t>& logit_rows,
-                 const nb::object& parents, const nb::object& adapters, const nb::object& state_spans) {
+                 const nb::object& parents, const nb::object& adapters, const nb::object& state_spans,
+                 const nb::object& embeddings, const nb::object& embedding_rows) {
     Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
                 int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
     if (!adapters.is_none()) batch.adapters = kept<int32_t>(adapters, context_lens.size(), "a batch has fewer adapters than sequences");
@@ -93,6 +96,13 @@ Batch make_batch(const Array1<const int32_t>& token_ids, const Array1<const int3
         static_assert(sizeof(StateSpan) == 16);
         batch.state_spans = (const StateSpan*)spans.data();
         batch.num_state_spans = int(spans.shape(0));
+    }
+    if (!embeddings.is_none()) {
+        Array2<const float> rows;
+        require(nb::try_cast(embeddings, rows, false) && int(rows.shape(1)) == hidden_size, "the embeddings of a batch do not have the size of the model's");
+        batch.embeddings = rows.data();
+        batch.embedding_rows = kept<int32_t>(embedding_rows, rows.shape(0), "a batch has more embeddings than places for them");
+        batch.num_embeddings = batch.embedding_rows ? int(rows.shape(0)) : 0;
     }
     require(batch.num_tokens > 0 && positions.size() == token_ids.size() && query_starts.size() == context_lens.size() + 1 &&
             tables.shape(0) == context_lens.size(), "the arrays of a batch do not have the sizes of each other");

@@ -106,6 +106,7 @@ void Program::check(const Batch& batch) const {
     for (int i = 0; positions.codes && i < batch.num_tokens; i++)
         require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
     check_states(batch);
+    for (int i = 0; i < batch.num_embeddings; i++) require(within(batch.embedding_rows[i], batch.num_tokens), "a batch has an embedding of a token that it does not have");
     for (int i = 0; i < batch.num_rows; i++) require(within(batch.logit_rows[i], batch.num_tokens), "a batch asks for logits of a token that it does not have");
 }
 
@@ -336,10 +337,17 @@ void Program::move_positions(const int32_t* moves, int num_moves) {
 void Program::embed(const Batch& batch) {
     float* x = (float*)residual_.reserve(size_t(batch.num_tokens) * stride_ * 4);
     float* learned = normed_.get<float>();
+    given_.assign(batch.num_embeddings ? size_t(batch.num_tokens) : 0, -1);
+    for (int i = 0; i < batch.num_embeddings; i++) given_[size_t(batch.embedding_rows[i])] = i;
     each_row("embed", batch.num_tokens, [&](int row, int thread) {
         float *to = x + size_t(row) * stride_, *position = learned + size_t(thread) * stride_;
-        kernels_.read_row(embedding, batch.token_ids[row], to);
-        if (embedding_scale != 1) kernels_.bend(to, hidden_size_, embedding_scale, 0);
+        int given = given_.empty() ? -1 : given_[size_t(row)];
+        if (given >= 0) {
+            std::copy_n(batch.embeddings + size_t(given) * size_t(hidden_size_), hidden_size_, to);
+        } else {
+            kernels_.read_row(embedding, batch.token_ids[row], to);
+            if (embedding_scale != 1) kernels_.bend(to, hidden_size_, embedding_scale, 0);
+        }
         if (!positions.codes) return;
         kernels_.read_row(positions, batch.positions[row], position);
         kernels_.add_scaled(position, 1, hidden_size_, to);

@@ -161,6 +161,9 @@ struct Batch {
     const int32_t* adapters = nullptr;  // [num_sequences] slots, or null; one that is empty, or no slot, changes nothing
     const StateSpan* state_spans = nullptr;  // where layers have a state
     int num_state_spans = 0;
+    const float* embeddings = nullptr;  // [num_embeddings][hidden_size], in place of what tokens are looked up as
+    const int32_t* embedding_rows = nullptr;
+    int num_embeddings = 0;
 };
 
 // One caller at a time (`Pool::take_turn`).
@@ -365,6 +368,7 @@ private:
     std::vector<Sequence> sequences_;
     std::vector<int> sequence_of_;           // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
+    std::vector<int> given_;                 // [num_tokens] rows of `Batch::embeddings`, or -1; empty where there are none
     std::vector<int> before_, state_of_, draft_of_;  // [num_tokens]: token before it; block before its sequence; number of a draft, or -1
     std::vector<int> span_starts_;  // the first state span of each sequence with tokens, and their number
     int num_drafts_ = 0, most_draft_states_ = 0;
