@@ -84,7 +84,7 @@ _OWN_NAMES: dict[str, dict[str, str]] = {
 
 def convert(
     directory: Path, family: str, kind: str = "F32", *, old: bool = False, mtp: bool = False,
-    changed: Mapping[str, Any] | None = None, architecture: str = "", **config: Any,
+    fused: bool = False, changed: Mapping[str, Any] | None = None, architecture: str = "", **config: Any,
 ) -> Path:  # fmt: skip
     """Writes a random checkpoint to `directory`, and the GGUF file of the same beside it, which it returns.
 
@@ -92,6 +92,7 @@ def convert(
         kind: of matrices whose rows are whole blocks of it; F32 for all others.
         old: as converters wrote the file before they cut latent attention's `kv_b` and Qwen3-Next's projections.
         mtp: with a layer that predicts further tokens.
+        fused: gates and up-projections of experts are one tensor.
         changed: entries that say something else.
         architecture: what the file calls itself, where that is not what `ARCHITECTURES` has.
     """
@@ -116,6 +117,9 @@ def convert(
                 stacks[target].append(tensor)
             else:
                 _write_tensor(writer, target, tensor, kind)
+    for target in [target for target in stacks if fused and "ffn_gate_exps" in target]:
+        halves = zip(stacks.pop(target), stacks.pop(target.replace("gate", "up")), strict=True)
+        stacks[target.replace("gate", "gate_up")] = [np.concatenate(pair) for pair in halves]
     for target, parts in stacks.items():
         _write_tensor(writer, target, np.stack(parts), kind)
     if mtp:

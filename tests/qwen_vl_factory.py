@@ -15,7 +15,9 @@ from tests.vision_factory import VOCAB
 
 UNTYPED: Any = AutoModelForImageTextToText  # its constructors carry no types
 ARCHITECTURES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 IMAGE_TOKEN = VOCAB - 1
 PATCH = 6

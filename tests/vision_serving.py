@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from cloister.backends import BACKENDS
 from cloister.backends.base import FloatArray, KVGroup, KVLayout
+from cloister.backends.spec import group_layers
 from cloister.executor import ModelRunner
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.models import load
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.images import ImageTile
-from cloister.types.request import Request, SamplingParams
+from cloister.types.request import Request, SamplingParams, TokenLogprobs
 from cloister.types.scope import LOCAL_SCOPE, Scope
 from tests.tree_history import Erratic, Prophet
 from tests.vision_factory import VOCAB
@@ -29,12 +32,15 @@ def place_tiles(
     places: Sequence[int],
     num_tokens: int | None = None,
     grids: Sequence[tuple[int, int] | None] = (),
+    *,
+    bidirectional: bool = False,
 ) -> tuple[list[int], tuple[ImageTile, ...]]:
     """Returns a prompt with placeholders before the tokens of some numbers, and the tiles that stand there.
 
     Args:
         num_tokens: positions of each tile, unless it has a grid.
         grids: of the tiles, where they differ in size.
+        bidirectional: positions of a tile see each other.
     """
     prompt: list[int] = []
     images = []
@@ -44,7 +50,16 @@ def place_tiles(
             pixels, grid = starts[number]
             count = num_tokens or 0 if grid is None else grid[0] * grid[1]
             digest = hashlib.sha256(repr(grid).encode() + pixels).digest()
-            images.append(ImageTile(offset=len(prompt), num_tokens=count, digest=digest, pixels=pixels, grid=grid))
+            images.append(
+                ImageTile(
+                    offset=len(prompt),
+                    num_tokens=count,
+                    digest=digest,
+                    pixels=pixels,
+                    grid=grid,
+                    bidirectional=bidirectional,
+                )
+            )
             prompt += [PLACEHOLDER] * count
         prompt.append(token)
     return prompt, tuple(images)
@@ -58,6 +73,7 @@ class Served:
         encoded: how many pictures each step encoded that encoded some.
 
     Args:
+        target_s: what a step may take, as the scheduler predicts it.
         answers: prompts with their answers, which are drafted beside wrong tokens, in trees; nothing is drafted without them.
     """
 
@@ -73,15 +89,20 @@ class Served:
         images_per_step: int = 16,
         answers: Sequence[Sequence[int]] = (),
         backend: str = "torch",
+        target_s: float | None = None,
     ) -> None:
         model = load(path)
         maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype="float32")
-        program = maker.build(model.spec, model.weights, KVLayout(num_blocks, block_size))
-        self.pool = BlockPool([BlockGroup(num_blocks, None, None)], block_size)
+        groups = [KVGroup(num_blocks, group.layers, group.window) for group in group_layers(model.spec, MAX_MODEL_LEN)]
+        program = maker.build(model.spec, model.weights, KVLayout.of_groups(groups, block_size))
+        held = [None if group.window is None else -(-(group.window + chunk) // block_size) + 1 for group in groups]
+        self.pool = BlockPool(
+            [BlockGroup(num_blocks, group.window, most) for group, most in zip(groups, held, strict=True)], block_size
+        )
         config = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=num_seqs,
-            budget=BudgetConfig(max_tokens=chunk),
+            budget=BudgetConfig(max_tokens=chunk, target_s=target_s),
             max_images_per_step=images_per_step,
         )
         self.speculation = Erratic() if answers else None
@@ -92,7 +113,7 @@ class Served:
             max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
             drafters={"prophet": Prophet(answers, VOCAB)} if answers else {},
-            groups=(KVGroup(num_blocks),),
+            groups=groups,
             vision=model.spec.vision,
         )
         self.num_hit = self.num_preempted = 0
@@ -149,3 +170,16 @@ def make_request(
 def serve_one(served: Served, prompt: Sequence[int], images: tuple[ImageTile, ...], *, max_tokens: int = 12) -> list[int]:
     """Returns the greedy answer to one prompt."""
     return served.serve([make_request("one", prompt, images, max_tokens=max_tokens)])["one", 0]
+
+
+def score(served: Served, prompt: Sequence[int], images: tuple[ImageTile, ...]) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of every token of a prompt but the first, and the two most likely ones at its place."""
+    request = make_request("scored", prompt, images, max_tokens=1)
+    request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=2))
+    served.scheduler.add(request, 0.0)
+    found: list[TokenLogprobs] = []
+    while (plan := served.scheduler.plan(0.0)) is not None:
+        result = served.runner.run(plan)
+        found += [entry for entries in result.prompt_logprobs.values() for entry in entries]
+        served.scheduler.commit(result, {}, 0.0)
+    return found

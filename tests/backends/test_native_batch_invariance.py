@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -31,6 +31,9 @@ SLOW = ("scalar",)
 WIDE = make_spec(hidden=1024, intermediate=2816, heads=(8, 2), head_dim=128, num_layers=1, vocab=1100)
 
 
+random_weights = cache(RandomWeights)
+
+
 def make(
     spec: DecoderSpec, weights: Weights, dtype: str, kv_dtype: str | None, kernels: str, block_size: int, num_threads: int
 ) -> Driver:
@@ -40,7 +43,7 @@ def make(
 
 def differing(spec: DecoderSpec, form: str, kernels: str, count: int, **arrangements: tuple[int, ...]) -> list[str]:
     quant, dtype, kv_dtype = FORMS[form]
-    weights: Weights = RandomWeights(spec)
+    weights: Weights = random_weights(spec)
     if quant.startswith("Q"):
         weights = stored(spec, weights, bits=int(quant[1]), with_offsets=quant.endswith("1"))
     elif quant != "none":

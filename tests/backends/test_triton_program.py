@@ -87,7 +87,7 @@ class Prefilled:
 @pytest.fixture(scope="module")
 def prefilled() -> Prefilled:
     spec = replace(NARROW, layers=NARROW.layers[:1])
-    weights, tokens = RandomWeights(spec), tokens_of(spec, 264)
+    weights, tokens = RandomWeights(spec), tokens_of(spec, 260)
     driver = open_driver(spec, weights, dtype=torch.bfloat16)
     return Prefilled(spec, weights, tokens, driver, driver.run("a", tokens))
 

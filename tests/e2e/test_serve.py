@@ -34,7 +34,7 @@ def test_the_start_says_what_it_took_and_the_phases_add_up(server):
     took = {name: float(duration) for name, duration in (phase.split() for phase in phases.split(", "))}
     assert list(took) == ["import", "locate", "read", "build", "front"]
     assert sum(took.values()) == pytest.approx(float(whole), abs=0.1)
-    assert took["import"] > 0.1
+    assert took["import"] > 0
     assert server.metric("startup_seconds") == pytest.approx(float(whole), abs=0.1)
 
 

@@ -13,7 +13,7 @@ from cloister.models.image_processing import open_image_processor
 from cloister.types.images import ImageTile
 from tests.qwen_vl_factory import ARCHITECTURES, make_qwen_vl
 from tests.vision_factory import make_picture
-from tests.vision_serving import Served, make_request, place_tiles, serve_one
+from tests.vision_serving import Served, make_request, place_tiles, score, serve_one
 
 PLACES = [2, 11, 12, 30]
 SIZES = [(70, 40), (24, 60), (30, 30), (100, 20)]
@@ -47,19 +47,9 @@ def test_chunks_that_cut_an_image_change_no_token(chunk: int, path: Path, expect
 
 def test_logprobs_have_the_same_bits_in_any_chunks(path: Path) -> None:
     prompt, images = prompt_of(path)
-    seen = []
-    for chunk in (3, 64):
-        served, found = Served(path, chunk=chunk), []
-        request = make_request("a", prompt, images)
-        request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=2))
-        served.scheduler.add(request, 0.0)
-        while (plan := served.scheduler.plan(0.0)) is not None:
-            result = served.runner.run(plan)
-            found += [entry.top for entries in result.prompt_logprobs.values() for entry in entries]
-            served.scheduler.commit(result, {}, 0.0)
-        seen.append(found)
-    assert len(seen[0]) == len(prompt) - 1
-    assert seen[0] == seen[1]
+    found = score(Served(path, chunk=3), prompt, images)
+    assert len(found) == len(prompt) - 1
+    assert found == score(Served(path, chunk=64, num_threads=2), prompt, images)
 
 
 def test_company_forks_and_preemption_change_no_token(path: Path, expected: list[int]) -> None:

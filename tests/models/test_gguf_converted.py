@@ -30,6 +30,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2, V3, with a layer that predicts further": ("deepseek_v3", {"mtp": True, "old": True}),
     "glm4moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "mtp": True}),
     "glm4moe, without norms of q and k": ("glm4_moe", {"use_qk_norm": False}),
+    "glm4moe, with fused experts": ("glm4_moe", {"fused": True}),
     "minimax-m2": (
         "minimax_m2",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},

@@ -49,17 +49,17 @@ def convert(
     """
     make_encoder(directory, architecture, pooling=pooling, **config)
     settings = json.loads((directory / "config.json").read_text())
-    is_bert = settings["model_type"] == "bert"
+    kind, offset = settings["model_type"], 2 if settings["model_type"] == "xlm-roberta" else 0  # of its first position
     file = directory.parent / f"{directory.name}.gguf"
-    writer = GGUFWriter(file, "bert" if is_bert else "modern-bert")
+    writer = GGUFWriter(file, "modern-bert" if kind == "modernbert" else "bert")
     writer.add_block_count(settings["num_hidden_layers"])
-    writer.add_context_length(settings["max_position_embeddings"])
+    writer.add_context_length(settings["max_position_embeddings"] - offset)
     writer.add_embedding_length(settings["hidden_size"])
     writer.add_feed_forward_length(settings["intermediate_size"])
     writer.add_head_count(settings["num_attention_heads"])
     writer.add_causal_attention(False)
     writer.add_uint32(f"{writer.arch}.pooling_type", {"mean": 1, "cls": 2}[pooling])
-    if is_bert:
+    if kind != "modernbert":
         writer.add_layer_norm_eps(settings["layer_norm_eps"])
         writer.add_uint32("tokenizer.ggml.token_type_count", settings["type_vocab_size"])
     else:
@@ -71,52 +71,75 @@ def convert(
         writer.add_string("modern-bert.hidden_activation", settings["hidden_activation"])
     if labels:
         writer.add_array(f"{writer.arch}.classifier.output_labels", labels)
-    _write_tokens(writer, directory, is_bert=is_bert, old=old)
+    _WRITERS[kind](writer, json.loads((directory / "tokenizer.json").read_text()), old)
     for name, tensor in load_file(directory / "model.safetensors").items():
         module, _, last = name.rpartition(".")
-        parts = [part for part in module.split(".") if part not in ("encoder", "layer", "layers", "model", "bert")]
+        parts = [part for part in module.split(".") if part not in ("encoder", "layer", "layers", "model", "bert", "roberta")]
         target = NAMES.get(".".join(part for part in parts if not part.isdigit()))
         if target is not None:  # a bare encoder has a pooler, which converters leave out
+            tensor = tensor[offset:] if target == "position_embd" else tensor
             writer.add_tensor(f"blk.{parts[0]}.{target}.{last}" if parts[0].isdigit() else f"{target}.{last}", tensor)
     finish(writer)
     return file
 
 
-def _write_tokens(writer: GGUFWriter, directory: Path, *, is_bert: bool, old: bool) -> None:
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+def _write_word_pieces(writer: GGUFWriter, tokenizer: dict[str, Any], old: bool) -> None:
     special = {token["content"] for token in tokenizer["added_tokens"]}
+    pieces = [piece if piece in special else f"\u2581{piece}" for piece in _in_order(tokenizer)]
+    _write_tokens(writer, "bert", [piece.removeprefix("\u2581##") for piece in pieces], special)
+    _write_ends(writer, 2, 3, old=old)
+
+
+def _write_byte_level(writer: GGUFWriter, tokenizer: dict[str, Any], _old: bool) -> None:
+    _write_tokens(writer, "gpt2", _in_order(tokenizer), {token["content"] for token in tokenizer["added_tokens"]})
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]])
+    _write_ends(writer, 2, 3)
+
+
+def _write_unigram(writer: GGUFWriter, tokenizer: dict[str, Any], _old: bool) -> None:
     vocab = tokenizer["model"]["vocab"]
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    marked = [
-        token if token in special else token[2:] if token.startswith("##") else f"\u2581{token}" for token in tokens
-    ]  # fmt: skip
-    tokens = marked if is_bert else tokens
+    special = {token["content"] for token in tokenizer["added_tokens"]} - {"<unk>"}
+    _write_tokens(writer, "t5", [piece for piece, _ in vocab], special)
+    writer.add_token_scores([*(score for _, score in vocab), *([-10000.0] * (320 - len(vocab)))])
+    writer.add_add_space_prefix(True)
+    writer.add_bool("tokenizer.ggml.remove_extra_whitespaces", True)
+    _write_ends(writer, 0, 2)
+
+
+_WRITERS = {"bert": _write_word_pieces, "modernbert": _write_byte_level, "xlm-roberta": _write_unigram}
+
+
+def _in_order(tokenizer: dict[str, Any]) -> list[str]:
+    vocab = tokenizer["model"]["vocab"]
+    return sorted(vocab, key=vocab.__getitem__)
+
+
+def _write_tokens(writer: GGUFWriter, kind: str, tokens: list[str], special: set[str]) -> None:
     filled = [*tokens, *(f"[PAD{number}]" for number in range(len(tokens), 320))]
-    kinds = [
-        TokenType.CONTROL if t in special else TokenType.UNUSED if t.startswith("[PAD") else TokenType.NORMAL for t in filled
-    ]
-    writer.add_tokenizer_model("bert" if is_bert else "gpt2")
+    names = {**dict.fromkeys(special, TokenType.CONTROL), "<unk>": TokenType.UNKNOWN}
+    normal = [names.get(token, TokenType.NORMAL) for token in tokens]
+    writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(filled)
-    writer.add_token_types(kinds)
+    writer.add_token_types([*normal, *([TokenType.UNUSED] * (320 - len(tokens)))])
+
+
+def _write_ends(writer: GGUFWriter, first: int, last: int, *, old: bool = False) -> None:
+    writer.add_sep_token_id(last)
     if old:
-        writer.add_uint32("tokenizer.ggml.cls_token_id", 2)
-    else:
-        writer.add_bos_token_id(2)
-        writer.add_eos_token_id(3)
-        writer.add_add_bos_token(True)
-        writer.add_add_eos_token(True)
-        writer.add_bool("tokenizer.ggml.add_sep_token", False)
-    writer.add_sep_token_id(3)
-    if not is_bert:
-        writer.add_token_merges(
-            [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
-        )
+        writer.add_uint32("tokenizer.ggml.cls_token_id", first)
+        return
+    writer.add_bos_token_id(first)
+    writer.add_eos_token_id(last)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    writer.add_bool("tokenizer.ggml.add_sep_token", False)
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", {}),
     "bert, old": ("BertModel", {"old": True, "pooling": "mean"}),
+    "bert, of XLM-RoBERTa": ("XLMRobertaModel", {}),
     "modern-bert": ("ModernBertModel", {}),
     "modern-bert, biases": ("ModernBertModel", {"norm_bias": True, "attention_bias": True, "mlp_bias": True}),
 }
@@ -130,7 +153,7 @@ def test_a_file_encodes_as_its_directory(name: str, tmp_path: Path) -> None:
     assert np.abs(encode(file)[0] - expected(tmp_path / "tiny")[0]).max() <= 1e-5
     assert read_pooling(file, is_encoder=True).kind == config.get("pooling", "cls")
     ours, theirs = Tokenizer(file), Tokenizer(tmp_path / "tiny")
-    for text in TEXTS:
+    for text in TEXTS if "XLM" not in architecture else [" ".join(text.split()) for text in TEXTS]:
         for add_special_tokens in (False, True):
             assert ours.encode(text, add_special_tokens) == theirs.encode(text, add_special_tokens), text
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL against transformers: processor, tower, positions, logits and greedy tokens."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers: processor, tower, positions, logits and greedy tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from cloister.backends.vision import QwenVisionSpec
 from cloister.models import load
 from cloister.models.image_processing import open_image_processor
 from cloister.types.errors import ConfigError, ModelError
-from tests.qwen_vl_factory import IMAGE_TOKEN, PATCH, TOKEN, UNTYPED, make_qwen_vl
+from cloister.types.images import ImageTile
+from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, PATCH, TOKEN, UNTYPED, make_qwen_vl
 from tests.vision_factory import make_picture
-from tests.vision_serving import Served, place_tiles, serve_one
+from tests.vision_serving import Served, make_request, place_tiles, score, serve_one
 
-FAMILIES = ["qwen2_5_vl"]
+FAMILIES = list(ARCHITECTURES)
 SIZES = [(48, 48), (100, 30), (30, 100), (7, 3), (33, 90), (500, 499), (2, 300), (TOKEN, TOKEN), (61, 47)]
 
 
@@ -57,7 +58,8 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int], path: Path) -> 
     model = load(path)
     tower = build(path)._vision  # type: ignore[attr-defined]
     assert isinstance(model.spec.vision, QwenVisionSpec)
-    assert model.spec.vision.find_misfit(grid[0] * grid[1], grid, len(pixels)) is None
+    image = ImageTile(offset=0, num_tokens=grid[0] * grid[1], digest=b"", pixels=pixels, grid=grid)
+    assert model.spec.vision.find_misfit(image) is None
     assert np.array_equal(tower._cut_patches(pixels, *grid).numpy(), expected["pixel_values"])
 
 
@@ -106,6 +108,31 @@ def test_windows_are_those_of_transformers(vision: dict[str, Any], tmp_path: Pat
 )
 def test_the_decoder_is_that_of_qwen2(text: dict[str, Any], tmp_path: Path) -> None:
     compare(make_qwen_vl(tmp_path, "qwen2_5_vl", text=text), num_tokens=20)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vision": {"deepstack_visual_indexes": []}},
+        {"vision": {"deepstack_visual_indexes": [3, 1]}},
+        {"vision": {"num_position_embeddings": 9}},
+        {"text": {"attention_bias": True}},
+        {"text": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 3, 7]}}},
+    ],
+    ids=str,
+)
+def test_deepstack_and_learned_positions_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+    compare(make_qwen_vl(tmp_path, "qwen3_vl", **fields), num_tokens=8)
+
+
+def test_deepstack_behind_a_step_of_text_and_images_of_several_requests(tmp_path: Path) -> None:
+    """Every sequence of a step has what its own images add, whatever stands before it."""
+    path = make_qwen_vl(tmp_path, "qwen3_vl")
+    pixels, grids = prepare(path, [make_picture(70, 40, 1), make_picture(24, 60, 2)])
+    parts = [place_tiles(list(range(5, 20)), [tile], [3], grids=[grid]) for tile, grid in zip(pixels, grids, strict=True)]
+    requests = [make_request("a", *parts[0]), make_request("t", list(range(30)), ()), make_request("b", *parts[1])]
+    alone = [Served(path).serve([request]) for request in requests]
+    assert Served(path, chunk=300).serve(requests) == {name: tokens for one in alone for name, tokens in one.items()}
 
 
 def test_a_config_whose_decoder_is_not_apart_is_read(tmp_path: Path) -> None:
@@ -186,11 +213,12 @@ def test_other_back_ends_say_what_they_lack(path: Path) -> None:
 
 
 def compare(path: Path, num_tokens: int = 40) -> None:
+    """Compares a model with transformers: embeddings of images, log-probabilities of a prompt, and a greedy answer."""
     pictures = [make_picture(70, 40, 1), make_picture(24, 60, 2)]
     theirs = open_theirs(path)
     pixels, grids = prepare(path, pictures)
     batch = Qwen2VLImageProcessorPil.from_pretrained(path)(pictures, return_tensors="pt")
-    prompt, images = place_tiles(list(range(5, 40)), pixels, [3, 17], grids=grids)
+    prompt, images = place_tiles([5 + 41 * i % 300 for i in range(60)], pixels, [3, 17], grids=grids)
     with torch.no_grad():
         found = theirs.model.get_image_features(batch["pixel_values"], batch["image_grid_thw"], return_dict=True)
     deepstack = getattr(found, "deepstack_features", None) or []
@@ -205,9 +233,13 @@ def compare(path: Path, num_tokens: int = 40) -> None:
             pixel_values=batch["pixel_values"],
             image_grid_thw=batch["image_grid_thw"],
             mm_token_type_ids=(ids[:, :-1] == IMAGE_TOKEN).int(),
-        ).logits[0, len(prompt) - 1 :]
+        ).logits[0]
+    logprobs = logits.log_softmax(-1)[torch.arange(len(prompt) - 1), ids[0, 1 : len(prompt)]]
+    scored = torch.tensor([entry.logprob for entry in score(Served(path), prompt, images)])
+    assert (scored - logprobs[: len(scored)]).abs().max() <= 1e-4
+    assert scored.std() > 0.3
+    logits = logits[len(prompt) - 1 :]
     logits[:, IMAGE_TOKEN] -= 100
     best = logits.topk(2).values
     equal = (logits.argmax(-1) == ids[0, len(prompt) :]) | (best[:, 0] - best[:, 1] < 1e-4)
     assert int(equal.sum()) == num_tokens
-    assert len(set(served)) > 3

@@ -1,4 +1,4 @@
-"""Models whose images differ in size, over HTTP: what stands in the prompt, what is counted, and what is refused."""
+"""Qwen and Gemma 3 with images, over HTTP: what stands in the prompt, what is counted, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from cloister.engine import EngineClient, ThreadTransport
 from cloister.launch.engine import build_engine
 from cloister.policy import Policy
+from cloister.server.conversation import ChatFormat
 from cloister.server.images import ImageReader
-from cloister.text import Tokenizer
+from cloister.server.schemas import ChatBody
+from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import EngineConfig, ServerConfig
+from tests.gemma_vision_factory import IMAGE_TOKEN as GEMMA_IMAGE_TOKEN
+from tests.gemma_vision_factory import NUM_TOKENS, make_gemma_vision
 from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, make_qwen_vl
 from tests.server.running_server import RunningServer, serving
 from tests.vision_factory import encode_picture, make_picture
@@ -104,3 +108,44 @@ def test_a_very_thin_image_is_refused(server: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="Image 2 of `messages` has sides of a ratio of more than 200"):
         complete(server, image(48, 48), image(201, 1), TEXT)
     assert complete(server, image(200, 1), TEXT).usage.completion_tokens
+
+
+# Gemma 3
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma_vision(tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture(scope="module")
+def gemma_server(gemma: Path) -> Iterator[RunningServer]:
+    with serving(gemma, lambda: start(gemma), config=ServerConfig(port=0, drain_timeout_s=1.0, max_images=3)) as server:
+        yield server
+
+
+def test_the_prompt_of_gemma_is_that_of_transformers(gemma: Path) -> None:
+    """The processor writes empty lines around an image before the text is tokenized, so newlines beside it join them."""
+    tokenizer = Tokenizer(gemma)
+    reader = ImageReader.open(gemma, tokenizer, Policy("open"), 3)
+    assert reader is not None
+    conversation = ChatFormat.of(tokenizer, ChatTemplate.load(gemma, tokenizer.special), ServerConfig(), reader)
+    parts = [image(48, 48), {"type": "text", "text": "\na <start_of_image>?"}, image(30, 90, 1)]
+    body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": parts}]})
+    opened = conversation.open(body)
+    whole = f"\n\n<start_of_image>{'<image_soft_token>' * NUM_TOKENS}<end_of_image>\n\n"
+    asked = "a <|placeholder|>?"
+    text = f"<|endoftext|><|user|>\n{whole}\n{asked}{whole}<|end|>\n<|assistant|>\n"
+    before, after = (tokenizer.encode(part) for part in text.split("<|placeholder|>"))
+    assert opened.token_ids == [*before, *tokenizer.encode("<start_of_image>", parse_special=False), *after]
+    places = [place for place, token in enumerate(opened.token_ids) if token == GEMMA_IMAGE_TOKEN]
+    assert places == [place for tile in opened.images for place in range(tile.offset, tile.end)]
+    assert all(tile.bidirectional for tile in opened.images)
+
+
+def test_gemma_answers_and_counts(gemma_server: RunningServer) -> None:
+    one = complete(gemma_server, image(48, 48), TEXT).usage
+    two = complete(gemma_server, image(48, 48), image(90, 20), TEXT).usage
+    assert two.prompt_tokens - one.prompt_tokens >= NUM_TOKENS + 2
+    answers = {complete(gemma_server, image(60, 40, seed), TEXT).choices[0].message.content for seed in (1, 2, 3, 4)}
+    assert len(answers) > 1

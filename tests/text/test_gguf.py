@@ -277,7 +277,8 @@ def test_a_user_cannot_write_the_control_tokens_of_a_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": "t5"}, "of kind 't5'; supported are: gpt2, llama, bert"),
+        ({"model": "rwkv"}, "of kind 'rwkv'; supported are: gpt2, llama, bert, t5"),
+        ({"model": "t5"}, "needs one score for each token"),
         ({"pre": "jais-2"}, r"not supported \('jais-2'\); supported are: default, gpt-2, mpt"),
         ({"merges": None}, "without merges"),
         ({"merges": ["ab"]}, "something else than pairs"),

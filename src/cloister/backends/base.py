@@ -120,6 +120,8 @@ class ForwardBatch:
             first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0 of a
             row is added behind layer i - 1.
         embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
+        last_seen: None, or [num_tokens] int32: the last position that each token sees, of this step or one before; None: its
+            own. A token of an image may see the image to its end.
         rope_positions: None, or [3, num_tokens] int32: time, row and column that each token is turned by (`RopeSpec.axes`);
             none is greater than the token's position. None: `positions` is all three.
         state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens
@@ -140,6 +142,7 @@ class ForwardBatch:
     token_types: IntArray | None = None
     embeddings: FloatArray | None = None
     embedding_rows: IntArray | None = None
+    last_seen: IntArray | None = None
     rope_positions: IntArray | None = None
     state_spans: IntArray | None = None
 

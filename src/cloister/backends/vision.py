@@ -3,7 +3,8 @@
 Canonical weight names (L is the layer number from 0): `vision.patch.weight [hidden, 3, patch, patch]`, `vision.patch.bias`,
 `vision.positions.weight [num_patches, hidden]`, `vision.layers.L.attention_norm`, `.q`, `.k`, `.v`, `.o`, `.mlp_norm`, `.up
 [intermediate, hidden]`, `.down`, `vision.norm`, each with `.weight` and `.bias`, and `vision.projector.weight [decoder's
-hidden, hidden * merge ** 2]`.
+hidden, hidden * merge ** 2]`. Where squares of patches are averaged, it is [decoder's hidden, hidden], behind
+`vision.pool_norm.weight [hidden]`.
 
 Qwen's towers differ: `vision.patch.weight [hidden, 3, temporal_patch, patch, patch]`, `vision.layers.L.gate` where there is a
 gate, and no `vision.norm` and projector, but mergers: `vision.merger.norm`, `vision.merger.up [inner, inner]` and
@@ -18,18 +19,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from cloister.types.images import ImageTile
+
+WRONG_POSITIONS: Final = "the positions of the images do not fit the prompt"
+WRONG_SIZE: Final = "an image is not of the size that the model takes"
 MAX_SIDE_RATIO: Final = 200
 """Of the sides of an image that Qwen's processor takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """SigLIP (Zhai et al. 2023) on square images, and a projection of pixel-shuffled patches (Idefics3, arXiv:2408.12637).
+    """SigLIP (Zhai et al. 2023) on square images, and a projection of squares of patches (Idefics3, arXiv:2408.12637; Gemma 3,
+    arXiv:2503.19786).
 
     Attributes:
         image_size: side of an image in pixels.
         patch_size: side of a patch in pixels.
-        merge: side of the square of patches that become one token (pixel shuffle, Shi et al. 2016).
+        merge: side of the square of patches that become one token.
+        projection: "shuffle" puts the patches of a square beside each other (pixel shuffle, Shi et al. 2016); "mean" averages
+            them, and norms the mean (RMSNorm).
+        bidirectional: the positions of an image see each other in the decoder.
         rescale: multiplies the bytes of an image, before mean and deviation of each channel.
         mean, std: what the image is normalised by, one for each of red, green and blue.
     """
@@ -43,6 +52,8 @@ class VisionSpec:
     merge: int
     activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu_tanh"
     norm_eps: float = 1e-6
+    projection: Literal["shuffle", "mean"] = "shuffle"
+    bidirectional: bool = False
     rescale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -61,11 +72,11 @@ class VisionSpec:
         """Bytes of an image, [image_size, image_size, 3]."""
         return 3 * self.image_size**2
 
-    def find_misfit(self, num_tokens: int, grid: tuple[int, int] | None, num_bytes: int) -> str | None:
-        """Returns why an image of so many positions and bytes is none that the tower takes, or None."""
-        if num_tokens != self.num_tokens or grid is not None:
-            return "the positions of the images do not fit the prompt"
-        return None if num_bytes == self.image_bytes else "an image is not of the size that the model takes"
+    def find_misfit(self, image: ImageTile) -> str | None:
+        """Returns why an image is none that the tower takes, or None."""
+        if image.num_tokens != self.num_tokens or image.grid is not None or image.bidirectional is not self.bidirectional:
+            return WRONG_POSITIONS
+        return None if len(image.pixels) == self.image_bytes else WRONG_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +132,13 @@ class QwenVisionSpec:
         """Side of a token in pixels."""
         return self.patch_size * self.merge
 
-    def find_misfit(self, num_tokens: int, grid: tuple[int, int] | None, num_bytes: int) -> str | None:
-        """Returns why an image of so many positions and bytes is none that the tower takes, or None."""
-        if grid is None or min(grid) < 1 or grid[0] * grid[1] != num_tokens:
-            return "the positions of the images do not fit the prompt"
-        num_pixels = num_tokens * self.token_size**2
-        is_fitting = num_bytes == 3 * num_pixels and num_pixels <= self.most_pixels
-        return None if is_fitting else "an image is not of the size that the model takes"
+    def find_misfit(self, image: ImageTile) -> str | None:
+        """Returns why an image is none that the tower takes, or None."""
+        rows, columns = image.grid or (0, 0)
+        if min(rows, columns) < 1 or rows * columns != image.num_tokens or image.bidirectional:
+            return WRONG_POSITIONS
+        num_pixels = image.num_tokens * self.token_size**2
+        return None if len(image.pixels) == 3 * num_pixels and num_pixels <= self.most_pixels else WRONG_SIZE
 
 
 AnyVisionSpec: TypeAlias = VisionSpec | QwenVisionSpec
@@ -163,7 +174,9 @@ def _siglip_shapes(spec: VisionSpec, decoder_hidden: int) -> Shapes:
             yield f"{prefix}.{name}.bias", (num_outputs,)
     yield "vision.norm.weight", (hidden,)
     yield "vision.norm.bias", (hidden,)
-    yield "vision.projector.weight", (decoder_hidden, hidden * spec.merge**2)
+    if spec.projection == "mean":
+        yield "vision.pool_norm.weight", (hidden,)
+    yield "vision.projector.weight", (decoder_hidden, hidden if spec.projection == "mean" else hidden * spec.merge**2)
 
 
 def _qwen_shapes(spec: QwenVisionSpec, decoder_hidden: int) -> Shapes:

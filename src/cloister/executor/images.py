@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cloister.backends.base import FloatArray, IntArray, Program
-from cloister.backends.vision import AnyVisionSpec
+from cloister.backends.vision import WRONG_POSITIONS, AnyVisionSpec
+from cloister.types.errors import EngineError
 from cloister.types.images import ImageTile
 
 NOT_OFFERED = "this engine encodes no images; send text only"
@@ -107,6 +108,27 @@ def gather(parts: Sequence[tuple[SequenceImages, int, int, int]]) -> tuple[Float
     return (np.concatenate(pieces), np.concatenate(places)) if pieces else None
 
 
+def find_last_seen(parts: Sequence[tuple[SequenceImages, int, int, int]], positions: IntArray) -> IntArray | None:
+    """Returns the last position that each token sees (`ForwardBatch.last_seen`); None where no token sees further than itself.
+
+    Args:
+        parts: as `gather` takes them.
+
+    Raises:
+        EngineError: the step ends inside an image whose positions see each other.
+    """
+    found: IntArray | None = None
+    for images, start, end, first_token in parts:
+        for tile in images.tiles:
+            if not tile.bidirectional or tile.offset >= end or tile.end <= start:
+                continue
+            if tile.end > end:
+                raise EngineError("the step plan ends inside an image whose positions see each other")
+            found = positions.copy() if found is None else found
+            found[first_token + max(tile.offset, start) - start : first_token + tile.end - start] = tile.end - 1
+    return found
+
+
 def find_objection(vision: AnyVisionSpec | None, tiles: Sequence[ImageTile], num_tokens: int) -> str | None:
     """Returns why a sequence of `num_tokens` known tokens cannot have these images, or None."""
     if vision is None:
@@ -114,8 +136,8 @@ def find_objection(vision: AnyVisionSpec | None, tiles: Sequence[ImageTile], num
     end = 0
     for tile in tiles:
         if tile.offset < end or tile.end > num_tokens:
-            return "the positions of the images do not fit the prompt"
-        if misfit := vision.find_misfit(tile.num_tokens, tile.grid, len(tile.pixels)):
+            return WRONG_POSITIONS
+        if misfit := vision.find_misfit(tile):
             return misfit
         end = tile.end
     return None

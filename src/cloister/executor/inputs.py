@@ -13,7 +13,7 @@ import numpy as np
 from cloister.backends.base import FloatArray, ForwardBatch, IntArray
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
-from cloister.executor.images import gather
+from cloister.executor.images import find_last_seen, gather
 from cloister.executor.state import SequenceState
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
@@ -137,7 +137,9 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         has_adapter = has_adapter or part.state.adapter >= 0
         has_images = has_images or part.state.images is not None
         has_grids = has_grids or part.state.grids is not None
-    embeddings, embedding_rows = _images(parts, query_starts) if has_images else (None, None)
+    embeddings = embedding_rows = last_seen = None
+    if has_images:
+        embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
     return ForwardBatch(
         token_ids=as_ints(token_ids),
         positions=as_ints(positions),
@@ -149,21 +151,22 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
         embeddings=embeddings,
         embedding_rows=embedding_rows,
+        last_seen=last_seen,
         rope_positions=_rope_positions(parts, query_starts, as_ints(positions)) if has_grids else None,
         state_spans=None if tables.state_group is None else _state_spans(parts, tables),
     )
 
 
-def _images(parts: Sequence[ScheduledSequence], query_starts: Sequence[int]) -> tuple[FloatArray | None, IntArray | None]:
-    """Returns what stands at the positions of images, and where these are."""
-    found = gather(
-        [
-            (part.state.images, part.plan.start, part.end, first)
-            for part, first in zip(parts, query_starts, strict=False)
-            if part.state.images is not None
-        ]
-    )
-    return (None, None) if found is None else found
+def _images(
+    parts: Sequence[ScheduledSequence], query_starts: Sequence[int], positions: IntArray
+) -> tuple[FloatArray | None, IntArray | None, IntArray | None]:
+    """Returns what stands at the positions of images, where these are, and the last position that each token sees."""
+    own = [
+        (part.state.images, part.plan.start, part.end, first)
+        for part, first in zip(parts, query_starts, strict=False)
+        if part.state.images is not None
+    ]
+    return *(gather(own) or (None, None)), find_last_seen(own, positions)
 
 
 def _rope_positions(parts: Sequence[ScheduledSequence], query_starts: Sequence[int], positions: IntArray) -> IntArray:

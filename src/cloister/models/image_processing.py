@@ -27,7 +27,9 @@ PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _MOST_SIDE: Final = 4096
 """Longest side that transformers resizes to, whatever the config says."""
 _LANCZOS: Final = 1
+_BILINEAR: Final = 2
 _FAKE, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+_START, _SOFT = "<start_of_image>", "<image_soft_token>"
 
 
 class ImageProcessor(Protocol):
@@ -36,6 +38,15 @@ class ImageProcessor(Protocol):
     @property
     def max_ratio(self) -> float:
         """What the longer side of an image may be of the shorter one."""
+        ...
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether the positions of a tile see each other in the decoder (`ImageTile.bidirectional`)."""
+        ...
+
+    def expand(self, prompt: str) -> str:
+        """Returns a rendered prompt with what the model's processor writes in it before it is tokenized."""
         ...
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
@@ -79,6 +90,11 @@ class TileProcessor:
     resizes: bool = True
     resample: int = _LANCZOS
     max_ratio: float = math.inf
+    bidirectional: bool = False
+
+    def expand(self, prompt: str) -> str:
+        """Returns the prompt: `marks` has all there is, and no text at its ends that could join what stands beside it."""
+        return prompt
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Returns (rows, columns) of tiles beside the one of the whole image; (0, 0) where that is the only one."""
@@ -130,6 +146,50 @@ class TileProcessor:
             width, height = _round_up(width, height, self.tile_size)
             sizes.append((width, height))
         return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class SquareProcessor:
+    """Resizes an image to the square that the tower takes, whatever its shape (Gemma 3).
+
+    Attributes:
+        size: side of the square in pixels.
+        tile_tokens: positions of an image.
+        resample: number of Pillow's filter.
+    """
+
+    size: int
+    tile_tokens: int
+    resample: int = _BILINEAR
+    max_ratio: float = math.inf
+    bidirectional: bool = True
+
+    def expand(self, prompt: str) -> str:
+        """Returns the prompt with an empty line around each image, as transformers has it."""
+        return prompt.replace(_START, f"\n\n{_START}{_SOFT}<end_of_image>\n\n")
+
+    def grid(self, _width: int, _height: int) -> tuple[int, int]:
+        """Returns (1, 1): an image is one tile."""
+        return 1, 1
+
+    def cut(self, image: Image) -> list[bytes]:
+        """Returns the resized image, RGB bytes [size, size, 3].
+
+        Args:
+            image: of the mode RGB.
+        """
+        return [image.resize((self.size, self.size), self.resample).tobytes()]
+
+    def marks(self, _grid: tuple[int, int]) -> str:
+        """Returns the placeholder: `expand` has written what stands around it."""
+        return _SOFT
+
+    def num_tokens(self, _grid: tuple[int, int]) -> int:
+        """Returns the positions of an image."""
+        return self.tile_tokens
+
+    def token_grid(self, _grid: tuple[int, int]) -> None:
+        """Returns None: all images have one size."""
 
 
 def _fit(width: int, height: int, longest: int) -> tuple[int, int]:
@@ -190,6 +250,8 @@ def open_image_processor(path: Path) -> tuple[ImageProcessor, int] | None:
     outer = ConfigFields(config)
     if isinstance(vision, QwenVisionSpec):
         return read_qwen_processor(fields, vision), outer.take("image_token_id", int, 151655)
+    if vision.projection == "mean":
+        return _read_square_processor(fields, vision), outer.take("image_token_index", int, 262144)
     return _read_tile_processor(fields, vision), outer.take("image_token_id", int, 128257)
 
 
@@ -208,6 +270,18 @@ def _read_tile_processor(fields: ConfigFields, vision: VisionSpec) -> TileProces
         resizes=fields.take("do_resize", bool, True),
         resample=fields.take("resample", int, _LANCZOS),
     )
+
+
+def _read_square_processor(fields: ConfigFields, vision: VisionSpec) -> SquareProcessor:
+    fields.require("do_resize", True)
+    fields.require("do_pan_and_scan", False)
+    side = vision.image_size
+    if fields.take_any("size") not in (None, {"height": side, "width": side}):
+        raise ModelError(
+            "size of the image processor must be image_size of vision_config: others are not computed here", param="size"
+        )
+    fields.require("image_seq_length", vision.num_tokens)
+    return SquareProcessor(side, vision.num_tokens, fields.take("resample", int, _BILINEAR))
 
 
 def read_processor(path: Path) -> ConfigFields:

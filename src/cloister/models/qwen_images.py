@@ -33,6 +33,11 @@ class QwenImageProcessor:
     max_pixels: int
     resample: int = _BICUBIC
     max_ratio: float = MAX_SIDE_RATIO
+    bidirectional: bool = False
+
+    def expand(self, prompt: str) -> str:
+        """Returns the prompt: the template writes what stands around an image."""
+        return prompt
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Returns the rows and columns of tokens (transformers: `smart_resize`)."""
@@ -56,7 +61,7 @@ class QwenImageProcessor:
         return [image.resize((columns * self.token_size, rows * self.token_size), self.resample).tobytes()]
 
     def marks(self, _grid: tuple[int, int]) -> str:
-        """Returns the placeholder; the template writes what stands around it."""
+        """Returns the placeholder."""
         return "<|image_pad|>"
 
     def num_tokens(self, grid: tuple[int, int]) -> int:

@@ -49,12 +49,18 @@ def keep_text_part(found: dict[str, TensorEntry], *, has_tower: bool = False) ->
     """Returns the tensors of a checkpoint's decoder by the names of a model of text alone; all where it is one.
 
     Args:
-        has_tower: the tower is read too; its tensors lose a "model." that they begin with.
+        has_tower: the tower is read too; its tensors lose what only some releases of transformers write.
     """
     if has_tower:
-        found = {name.removeprefix("model.") if name.startswith(_TOWERS) else name: entry for name, entry in found.items()}
+        found = {_shorten(name): entry for name, entry in found.items()}
     prefix = next((prefix for prefix in _DECODERS if any(name.startswith(prefix) for name in found)), None)
     if prefix is None:
         return found
     kept = found if has_tower else {name: entry for name, entry in found.items() if not name.startswith(_OTHERS)}
     return {_DECODERS[prefix] + name[len(prefix) :] if name.startswith(prefix) else name: kept[name] for name in kept}
+
+
+def _shorten(name: str) -> str:
+    """Returns the name of a tower's tensor without "model." before it, and without the name of SigLIP's inner module."""
+    short = name.removeprefix("model.") if name.startswith(_TOWERS) else name
+    return short.replace("vision_tower.vision_model.", "vision_tower.", 1)

@@ -22,12 +22,14 @@ class EngineLimits:
         max_num_seqs: sequences that run at once.
         num_kv_tokens: KV positions of the whole pool.
         block_size: positions in one KV block.
+        max_step_tokens: tokens of one step.
     """
 
     max_model_len: int
     max_num_seqs: int
     num_kv_tokens: int
     block_size: int = 1
+    max_step_tokens: int = 2**31
 
 
 def find_refusal(request: Request, limits: EngineLimits) -> str | None:
@@ -36,6 +38,7 @@ def find_refusal(request: Request, limits: EngineLimits) -> str | None:
         find_wrong_sampling(request.sampling)
         or find_wrong_beams(request.sampling)
         or _find_wrong_pooling(request)
+        or _find_wide_image(request, limits)
         or _find_misfit(request, limits)
     )
 
@@ -92,6 +95,18 @@ def _find_wrong_pooling(request: Request) -> str | None:
     if pooling.dimensions is not None and pooling.dimensions < 1:
         return "dimensions must be 1 or more"
     return None
+
+
+def _find_wide_image(request: Request, limits: EngineLimits) -> str | None:
+    """An image whose positions see each other is computed in one step, beside a token of each sequence that runs."""
+    widest = max((image.num_tokens for image in request.images if image.bidirectional), default=0)
+    num_needed = widest + limits.max_num_seqs - 1
+    if not widest or num_needed <= limits.max_step_tokens:
+        return None
+    return (
+        f"an image of this model takes {widest} tokens of one step, which has {limits.max_step_tokens} for up to "
+        f"{limits.max_num_seqs} sequences; the operator can set --max-batched-tokens to {num_needed} or more"
+    )
 
 
 def _find_misfit(request: Request, limits: EngineLimits) -> str | None:

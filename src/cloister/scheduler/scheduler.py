@@ -180,7 +180,13 @@ class Scheduler:
         if state.beams is not None:
             state.beams.start({sequence.seq_id: 0.0})
         num_kv_tokens = self._count_usable(1 if request.sampling.beams is None else request.sampling.beams.width)
-        limits = EngineLimits(self.config.max_model_len, self._max_num_seqs, num_kv_tokens, self.pool.block_size)
+        limits = EngineLimits(
+            self.config.max_model_len,
+            self._max_num_seqs,
+            num_kv_tokens,
+            self.pool.block_size,
+            self.config.budget.max_tokens,
+        )
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and state.beams is not None:
             refusal = state.beams.find_excess()
@@ -358,10 +364,13 @@ class Scheduler:
 
     def _extend_chunk(self, step: Step, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
-        num_most = sequence.max_chunk
-        if sequence.request_state.request.images:
+        num_most, strict = sequence.max_chunk, step.prefill_level is not None
+        has_images = bool(sequence.request_state.request.images)
+        if has_images:
             num_most = step.fit_images(sequence, num_most, self.config.max_images_per_step)
-        num_tokens = step.budget.fit(sequence.num_planned, num_most, strict=step.prefill_level is not None)
+        num_tokens = step.budget.fit(sequence.num_planned, num_most, strict=strict)
+        if has_images:
+            num_tokens = step.keep_images_whole(sequence, num_tokens, strict=strict)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 

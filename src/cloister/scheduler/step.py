@@ -65,6 +65,21 @@ class Step:
             self.num_images += 1
         return num_wanted
 
+    def keep_images_whole(self, sequence: SequenceRecord, num_tokens: int, *, strict: bool) -> int:
+        """Returns how many of the next positions a chunk has that would have `num_tokens`: it ends inside no image whose
+        positions see each other. Such an image is left to a later chunk, if something stands before it.
+
+        Args:
+            strict: else an image that the chunk begins with is computed whatever its time, if the step's tokens suffice.
+        """
+        start = sequence.num_planned
+        for image in sequence.request_state.request.images:
+            if image.bidirectional and image.offset < start + num_tokens < image.end:
+                if image.offset > start:
+                    return image.offset - start
+                return 0 if strict or image.end - start > self.budget.num_left else image.end - start
+        return num_tokens
+
     def planned(self) -> set[int]:
         """Returns the ids of the sequences that are in this step."""
         return {part[0].seq_id for part in self.parts} | {sequence.seq_id for sequence in self.forked}

@@ -212,6 +212,8 @@ class ChatFormat:
         grammar = tools.grammar(self.family, self._spell, grammar)
         # A grammar applies from the first token on, so there is no reasoning, for which the prompt may have opened a marker.
         form = self._form(tools, prompt, self.marks if grammar is None else None)
+        if self.images is not None and images:
+            prompt = self.images.processor.expand(prompt)
         token_ids = self.tokenizer.encode(prompt)
         tiles: tuple[ImageTile, ...] = ()
         if self.images is not None and images:

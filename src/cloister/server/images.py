@@ -163,6 +163,7 @@ class ImageReader:
             num_tokens=self.processor.num_tokens(image_grid),
             digest=hashlib.sha256(shape + pixels).digest(),
             pixels=pixels,
+            bidirectional=self.processor.bidirectional,
             grid=grid,
         )
 

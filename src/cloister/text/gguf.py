@@ -1,13 +1,15 @@
 """Converts the tokenizer and chat templates in a GGUF file's metadata to tokenizer.json.
 
 The tokenizers library then does the work, as for any other model. Kinds: "gpt2" is byte-level BPE, whose words a regular
-expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges follow from its scores; "bert" is WordPiece.
+expression with a name cuts out; "llama" is SentencePiece's BPE, whose merges follow from its scores; "bert" is WordPiece,
+and "t5" SentencePiece's unigram.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +19,15 @@ from typing import Any, Final
 
 import msgspec
 
-from cloister.text.sentencepiece import merges_by_score
+from cloister.text.sentencepiece import (
+    ModelKind,
+    PieceKind,
+    SentencePiece,
+    SentencePieceFile,
+    check_charsmap,
+    convert_pieces,
+    merges_by_score,
+)
 from cloister.text.spelling import SPLITS, surround
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFArray, GGUFFile, read_gguf
@@ -251,9 +261,7 @@ def _sentence_piece(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
     """Llama 2's: spaces are `▁`, one is put before a text, and bytes stand for letters that the vocabulary lacks."""
     if file.get("tokenizer.ggml.remove_extra_whitespaces", bool):
         raise ModelError(f"{file.path.name} has a tokenizer that removes spaces, which is not supported; use safetensors")
-    scores = file.numbers("tokenizer.ggml.scores") or []
-    if len(scores) != len(vocabulary.tokens):
-        raise ModelError(f"{file.path.name} needs one score for each token of its tokenizer; download it again")
+    scores = _scores_of(file, vocabulary)
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -311,6 +319,45 @@ def _word_piece(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
     }
 
 
+def _unigram(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
+    """SentencePiece's unigram (XLM-RoBERTa), with its table that normalises letters."""
+    scores = _scores_of(file, vocabulary)
+    table = file.metadata.get("tokenizer.ggml.precompiled_charsmap")
+    num_used = max(place for place, kind in enumerate(vocabulary.kinds, 1) if kind != _UNUSED)  # behind them are empty places
+    try:
+        pieces = [
+            SentencePiece(token, score, PieceKind(kind))
+            for token, score, kind in zip(vocabulary.tokens, scores, vocabulary.kinds[:num_used], strict=False)
+        ]
+        charsmap = check_charsmap(table.as_bytes() if isinstance(table, GGUFArray) else b"")
+    except (ValueError, struct.error):
+        raise ModelError(f"the tokenizer of {file.path.name} is damaged; download it again") from None
+    adds = {f"add_{name}_token": file.get(f"tokenizer.ggml.add_{name}_token", bool) for name in ("bos", "eos")}
+    model = SentencePieceFile(
+        kind=ModelKind.UNIGRAM,
+        pieces=pieces,
+        byte_fallback=any(piece.kind is PieceKind.BYTE for piece in pieces),
+        suffixes_space=False,
+        unk_id=next((place for place, piece in enumerate(pieces) if piece.kind is PieceKind.UNKNOWN), None),
+        bos_id=_token_id(file, "bos", num_used),
+        eos_id=_token_id(file, "eos", num_used),
+        charsmap=charsmap,
+        denormalizes=False,
+        adds_prefix=file.get("tokenizer.ggml.add_space_prefix", bool) is not False,
+        removes_spaces=bool(file.get("tokenizer.ggml.remove_extra_whitespaces", bool)),
+        escapes_spaces=True,
+    )
+    config = {"add_bos_token": bool(adds["add_bos_token"]), "add_eos_token": adds["add_eos_token"] is not False}
+    return convert_pieces(model, config, file.path.name)
+
+
+def _scores_of(file: GGUFFile, vocabulary: _Vocabulary) -> list[float]:
+    scores = file.numbers("tokenizer.ggml.scores") or []
+    if len(scores) != len(vocabulary.tokens):
+        raise ModelError(f"{file.path.name} needs one score for each token of its tokenizer; download it again")
+    return scores
+
+
 def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     pairs = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
     return merges_by_score({token: token_id for token_id, (token, kind) in enumerate(pairs) if kind == _NORMAL}, scores)
@@ -337,4 +384,5 @@ _KINDS: Final[Mapping[str, Callable[[GGUFFile, _Vocabulary], dict[str, Any]]]] =
     "gpt2": _byte_level,
     "llama": _sentence_piece,
     "bert": _word_piece,
+    "t5": _unigram,
 }

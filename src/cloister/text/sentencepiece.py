@@ -127,7 +127,7 @@ def _read_model(data: bytes) -> SentencePieceFile:
         unk_id=next((place for place, piece in enumerate(pieces) if piece.kind == PieceKind.UNKNOWN), None),
         bos_id=token(41, 1),
         eos_id=token(42, 2),
-        charsmap=_check_charsmap(_as_bytes(normalizer.get(2, b""))),
+        charsmap=check_charsmap(_as_bytes(normalizer.get(2, b""))),
         denormalizes=bool(denormalizer.get(2)),
         adds_prefix=bool(normalizer.get(3, 1)),
         removes_spaces=bool(normalizer.get(4, 1)),
@@ -135,8 +135,14 @@ def _read_model(data: bytes) -> SentencePieceFile:
     )
 
 
-def _check_charsmap(charsmap: bytes) -> bytes:
-    """The size of its trie stands first: what reads it makes room for so much before it looks at how much there is."""
+def check_charsmap(charsmap: bytes) -> bytes:
+    """Returns the table.
+
+    The size of its trie stands first: what reads it makes room for so much before it looks at how much there is.
+
+    Raises:
+        ValueError, struct.error: that is no size that it can have.
+    """
     if charsmap:
         (size,) = struct.unpack_from("<I", charsmap)
         if size % 4 or size > len(charsmap) - 4:
@@ -211,8 +217,12 @@ def convert_model(data: bytes, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ModelError: the file is damaged, or asks for something that is not supported.
     """
-    model = read_model(data)
-    _refuse_unsupported(model)
+    return convert_pieces(read_model(data), config)
+
+
+def convert_pieces(model: SentencePieceFile, config: Mapping[str, Any], source: str = "tokenizer.model") -> dict[str, Any]:
+    """As `convert_model`, of what a file says; `source` is what messages call that."""
+    _refuse_unsupported(model, source)
     adds_prefix = model.adds_prefix and config.get("add_prefix_space") is not False
     only_first = adds_prefix and config.get("legacy") is False
     bos = model.bos_id if config.get("add_bos_token") is not False else None
@@ -266,7 +276,7 @@ def _token(model: SentencePieceFile, token_id: int | None) -> list[tuple[str, in
     return [] if token_id is None else [(model.pieces[token_id].text, token_id)]
 
 
-def _refuse_unsupported(model: SentencePieceFile) -> None:
+def _refuse_unsupported(model: SentencePieceFile, source: str) -> None:
     refused = {
         f"of the kind {model.kind.name.lower()}": model.kind not in (ModelKind.UNIGRAM, ModelKind.BPE),
         "without a piece for unknown letters": model.unk_id is None and model.kind is ModelKind.UNIGRAM,
@@ -278,7 +288,7 @@ def _refuse_unsupported(model: SentencePieceFile) -> None:
     }
     for what, applies in refused.items():
         if applies:
-            raise ModelError(f"tokenizer.model is a tokenizer {what}, which is not supported; use one with tokenizer.json")
+            raise ModelError(f"{source} is a tokenizer {what}, which is not supported; use one with tokenizer.json")
 
 
 def _added_ids(model: SentencePieceFile) -> list[int]:

@@ -23,6 +23,7 @@ _MAX_ENTRIES: Final = 100_000
 _MAX_DIMENSIONS: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32
 _STRING, _ARRAY = 8, 9
+_OF_BYTES = (0, 1)
 _NUMBERS: Final[Mapping[int, str]] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -69,6 +70,16 @@ class GGUFArray:
         if self.kind not in _NUMBERS:
             raise ValueError("not an array of numbers")
         return struct.unpack(f"<{self.num_items}{_NUMBERS[self.kind]}", self.raw)
+
+    def as_bytes(self) -> bytes:
+        """Returns the items of an array of bytes, with a sign or without.
+
+        Raises:
+            ValueError: they are no bytes.
+        """
+        if self.kind not in _OF_BYTES:
+            raise ValueError("not an array of bytes")
+        return self.raw
 
 
 GGUFValue: TypeAlias = int | float | bool | str | GGUFArray

@@ -20,6 +20,7 @@ class ImageTile(msgspec.Struct, frozen=True, kw_only=True):
         offset, num_tokens: the positions [offset, offset + num_tokens).
         digest: SHA-256 of its pixels, by which prefix keys know it.
         pixels: RGB, one byte each, [height, width, 3] of the size that the model's tower takes.
+        bidirectional: its positions see each other in the decoder, so one step computes all of them.
         grid: rows and columns in which its positions stand, for models whose images differ in size; `digest` covers them too.
     """
 
@@ -27,6 +28,7 @@ class ImageTile(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     digest: bytes
     pixels: bytes
+    bidirectional: bool = False
     grid: tuple[int, int] | None = None
 
     @property

@@ -14,6 +14,7 @@ from cloister.backends.spec import (
     LayerSpec,
     MoeSpec,
 )
+from cloister.backends.vision import VisionSpec
 from cloister.types.errors import ConfigError
 
 MOST_DELTA_DIM: Final = 256  # cpp/kernels.hpp
@@ -46,6 +47,8 @@ def list_missing(spec: DecoderSpec) -> list[str]:
     missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
     if isinstance(spec, EncoderSpec):
         missing.add("attention in both directions")
+    if isinstance(spec.vision, VisionSpec) and spec.vision.bidirectional:
+        missing.add("positions of an image that see each other")
     if spec.streams is not None:
         missing.add("several residual streams")
     return sorted(missing)

@@ -198,6 +198,7 @@ def _cut_units(
     batch: ForwardBatch, shape: AttentionShape, tiles: Sequence[int], largest: int, num_threads: int
 ) -> Iterator[_Unit]:
     """Cuts the rows of each sequence into units; many rows into one for each thread at least."""
+    last_seen = batch.positions if batch.last_seen is None else batch.last_seen
     for seq, (begin, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
         if begin == end:
             continue
@@ -209,8 +210,9 @@ def _cut_units(
             at_once = min(largest, next((size for size in tiles if size >= share), largest))
         for start in range(0, num_rows, at_once):
             stop = min(start + at_once, num_rows)
-            lowest, highest = position + start // shape.group, position + (stop - 1) // shape.group
-            yield _Unit(seq, start, stop, max(0, shape.first_seen(lowest)), highest)
+            tokens = slice(begin + start // shape.group, begin + (stop - 1) // shape.group + 1)
+            first = max(0, shape.first_seen(position + start // shape.group))
+            yield _Unit(seq, start, stop, first, int(last_seen[tokens].max()))
 
 
 def _make_batch(
@@ -233,12 +235,13 @@ def _make_batch(
     sources = tokens * shape.num_heads + heads
     targets = np.where(padding, num_padded * shape.num_heads, sources)
     positions = batch.positions[tokens]
+    last_seen = positions if batch.last_seen is None else batch.last_seen[tokens]
     return UnitBatch(
         num_units=len(units),
         num_rows=size,
         sources=torch.from_numpy(sources.reshape(-1)).to(device),
         targets=torch.from_numpy(targets.reshape(-1)).to(device),
-        runs=tuple(_make_runs(keys, shape, widths, units, seqs, positions, device)),
+        runs=tuple(_make_runs(keys, shape, widths, units, seqs, positions, last_seen, device)),
     )
 
 
@@ -249,6 +252,7 @@ def _make_runs(
     units: Sequence[_Unit],
     seqs: Int64Array,
     positions: npt.NDArray[np.int32],
+    last_seen: npt.NDArray[np.int32],
     device: torch.device,
 ) -> Iterator[Run]:
     """Yields the splits in order; units are sorted by their last key, so those still at work stand in front.
@@ -263,7 +267,8 @@ def _make_runs(
         if not open_splits:
             begin = number * SPLIT
             width = next(width for width in widths if width >= min(units[0].last + 1 - begin, SPLIT))
-            count, hidden = 1, torch.from_numpy(_hidden(begin, begin + width, positions[:active], shape)).to(device)
+            mask = _hidden(begin, begin + width, positions[:active], last_seen[:active], shape)
+            count, hidden = 1, torch.from_numpy(mask).to(device)
         numbers = number + np.arange(count)
         slots = keys.slots[keys.starts[seqs[:active]] + numbers[:, None], :width].reshape(-1)
         page_size = keys.block_size if hidden is None and SPLIT % keys.block_size == 0 else 1
@@ -279,10 +284,12 @@ def _count_open(number: int, positions: npt.NDArray[np.int32], shape: AttentionS
     return min(most, max(0, (int(positions.min()) + 1) // SPLIT - number))
 
 
-def _hidden(begin: int, end: int, positions: npt.NDArray[np.int32], shape: AttentionShape) -> npt.NDArray[np.bool_]:
+def _hidden(
+    begin: int, end: int, positions: npt.NDArray[np.int32], last_seen: npt.NDArray[np.int32], shape: AttentionShape
+) -> npt.NDArray[np.bool_]:
     """[num_units, num_rows, end - begin]: where a row must not see a key."""
     places = np.arange(begin, end)
-    hidden: npt.NDArray[np.bool_] = places > positions[..., None]
+    hidden: npt.NDArray[np.bool_] = places > last_seen[..., None]
     if shape.window is not None:
         hidden |= places < shape.first_seen(positions)[..., None]
     return hidden

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cloister.backends.base import Weights
+from cloister.backends.torch.layers import rms_norm
 from cloister.backends.torch.qwen_vision import QwenTower, qwen_tower_bytes
 from cloister.backends.torch.reading import WeightReader
 from cloister.backends.torch.schedule import Team
@@ -48,9 +49,11 @@ class SiglipTower(VisionTower):
         super().__init__(spec, team)
         self._spec = spec
         self._patch = TowerProduct(reader, "vision.patch")
-        self._positions = reader.vector("vision.positions.weight").index_select(0, _position_ids(spec.patches_per_side))
+        places = torch.arange(spec.patches_per_side**2) if spec.projection == "mean" else _position_ids(spec.patches_per_side)
+        self._positions = reader.vector("vision.positions.weight").index_select(0, places)
         self._layers = [_Layer(spec, reader, number) for number in range(spec.num_layers)]
         self._norm = TowerLayerNorm(reader, "vision.norm", spec.norm_eps)
+        self._pool_norm = reader.vector("vision.pool_norm.weight") if spec.projection == "mean" else None
         self._projector = TowerProduct(reader, "vision.projector", bias=False)
 
     def count_operations(self, image: ImageTile) -> float:
@@ -64,7 +67,10 @@ class SiglipTower(VisionTower):
         hidden = self._patch(self._cut_patches(image.pixels)) + self._positions
         for layer in self._layers:
             hidden = layer(hidden)
-        return self._projector(self._shuffle(self._norm(hidden)))
+        hidden = self._norm(hidden)
+        if self._pool_norm is None:
+            return self._projector(self._shuffle(hidden).flatten(1))
+        return self._projector(rms_norm(self._shuffle(hidden).mean(1), self._pool_norm, self._spec.norm_eps))
 
     def _cut_patches(self, pixels: bytes) -> Tensor:
         """Returns the normalised pixels of each patch, row by row, [num_patches, 3 * patch_size ** 2]."""
@@ -73,10 +79,10 @@ class SiglipTower(VisionTower):
         return normed.permute(1, 3, 0, 2, 4).reshape(count * count, 3 * side * side)
 
     def _shuffle(self, hidden: Tensor) -> Tensor:
-        """Returns squares of `merge` x `merge` patches as one row each, row by row."""
+        """Returns squares of `merge` x `merge` patches, row by row, [num_tokens, merge ** 2, hidden]."""
         count, merge = self._spec.patches_per_side, self._spec.merge
         rows = hidden.view(count // merge, merge, count // merge, merge, -1)
-        return rows.permute(0, 2, 1, 3, 4).reshape(self._spec.num_tokens, -1)
+        return rows.permute(0, 2, 1, 3, 4).reshape(self._spec.num_tokens, merge**2, -1)
 
 
 def open_tower(spec: AnyVisionSpec, reader: WeightReader, team: Team) -> VisionTower:

@@ -3,6 +3,7 @@ arXiv:2511.21631): a tower for images of any size before Qwen2 or Qwen3, whose t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 from cloister.backends.spec import RopeSpec
 from cloister.backends.vision import QwenVisionSpec
 from cloister.models.config import ConfigFields
-from cloister.models.families.qwen import QWEN2
+from cloister.models.families.qwen import QWEN2, QWEN3
 from cloister.models.family import Family, VisionConfig
-from cloister.models.rope import RopeReader
+from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
 from cloister.types.errors import ModelError
 
@@ -46,7 +47,7 @@ def _in_turns(sections: Sequence[int]) -> tuple[int, ...]:
     """Time, row and column take turns as long as rows and columns have frequencies left; the rest turn by time."""
     axes = [0] * sum(sections)
     for axis in (1, 2):
-        for place in range(axis, 3 * sections[axis], 3):
+        for place in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[place] = axis
     return tuple(axes)
 
@@ -70,12 +71,14 @@ def _turn(
 # The tower
 
 
-def _take_parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ConfigFields, tuple[str, ...]]:
+def _take_parts(
+    config: Mapping[str, Any], defaults: Mapping[str, object]
+) -> tuple[Mapping[str, Any], ConfigFields, tuple[str, ...]]:
     """Returns the decoder's fields, those of the tower, and unknown ones outside; old configs have the decoder's outside."""
     text, vision = config.get("text_config"), config.get("vision_config")
     if not isinstance(vision, dict) or not (text is None or isinstance(text, dict)):
         raise ModelError("config.json must have the object vision_config", param="vision_config")
-    fields = ConfigFields(vision, "vision_config of config.json")
+    fields = ConfigFields(vision, "vision_config of config.json", defaults=defaults)
     if text is None:
         return {name: value for name, value in config.items() if name not in ("vision_config", *_OUTER)}, fields, ()
     outer = ConfigFields({name: value for name, value in config.items() if name not in ("vision_config", "text_config")})
@@ -84,9 +87,11 @@ def _take_parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ConfigFie
     return {**text, "tie_word_embeddings": tied}, fields, tuple(outer.find_unknown())
 
 
-def _read_vision(config: Mapping[str, Any], read_own: Callable[[ConfigFields, int], dict[str, Any]]) -> VisionConfig:
+def _read_vision(
+    config: Mapping[str, Any], defaults: Mapping[str, object], read_own: Callable[[ConfigFields, int], dict[str, Any]]
+) -> VisionConfig:
     """Returns the parts of a config; `read_own` reads what differs, of the tower's fields and the decoder's hidden size."""
-    text, fields, unknown = _take_parts(config)
+    text, fields, unknown = _take_parts(config, defaults)
     for name, only in (("in_channels", 3), ("in_chans", 3)):
         fields.require(name, only)
     activation = fields.take("hidden_act", str, "silu")
@@ -122,9 +127,10 @@ def _check_output(fields: ConfigFields, name: str, hidden: int) -> None:
 def _take_layers(fields: ConfigFields, name: str, default: Sequence[int], num_layers: int) -> list[int]:
     layers = fields.take_any(name)
     layers = [number for number in default if number < num_layers] if layers is None else layers
-    if not isinstance(layers, list) or not all(type(number) is int and 0 <= number < num_layers for number in layers):
+    is_list = isinstance(layers, list) and all(type(number) is int and 0 <= number < num_layers for number in layers)
+    if not is_list or len(set(layers)) < len(layers):
         raise ModelError(f"{name} of vision_config must list numbers of its layers", param=name)
-    return layers
+    return list(layers)
 
 
 def _read_qwen2_5(fields: ConfigFields, hidden: int) -> dict[str, Any]:
@@ -143,18 +149,55 @@ def _read_qwen2_5(fields: ConfigFields, hidden: int) -> dict[str, Any]:
     }
 
 
+def _read_qwen2(fields: ConfigFields, hidden: int) -> dict[str, Any]:
+    _check_output(fields, "hidden_size", hidden)
+    size = fields.take_size("embed_dim", 1280)
+    return {"hidden_size": size, "intermediate_size": fields.take_size("mlp_ratio", 4) * size}
+
+
+def _read_qwen3(fields: ConfigFields, hidden: int) -> dict[str, Any]:
+    _check_output(fields, "out_hidden_size", hidden)
+    num_positions = fields.take_size("num_position_embeddings", 2304)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise ModelError("num_position_embeddings of vision_config must be a square", param="num_position_embeddings")
+    return {
+        "hidden_size": fields.take_size("hidden_size", 1152),
+        "intermediate_size": fields.take_size("intermediate_size", 4304),
+        "patch_bias": True,
+        "grid_size": math.isqrt(num_positions),
+        "deepstack": tuple(_take_layers(fields, "deepstack_visual_indexes", (8, 16, 24), fields.peek("depth"))),
+    }
+
+
+def read_qwen2_vision(config: Mapping[str, Any]) -> VisionConfig:
+    """Returns the decoder's config and the tower of Qwen2-VL.
+
+    Raises:
+        ModelError: a part is missing, or of a shape that nothing here computes.
+    """
+    return _read_vision(config, {"hidden_act": "quick_gelu"}, _read_qwen2)
+
+
+def read_qwen3_vision(config: Mapping[str, Any]) -> VisionConfig:
+    """Returns the decoder's config and the tower of Qwen3-VL.
+
+    Raises:
+        ModelError: a part is missing, or of a shape that nothing here computes.
+    """
+    return _read_vision(config, {"hidden_act": "gelu_pytorch_tanh", "patch_size": 16, "depth": 27}, _read_qwen3)
+
+
 def read_qwen2_5_vision(config: Mapping[str, Any]) -> VisionConfig:
     """Returns the decoder's config and the tower of Qwen2.5-VL.
 
     Raises:
         ModelError: a part is missing, or of a shape that nothing here computes.
     """
-    return _read_vision(config, _read_qwen2_5)
+    return _read_vision(config, {}, _read_qwen2_5)
 
 
 _QKV = Source(f"{_LAYER}.attn.qkv", ("q", "k", "v"))
-_TENSORS: Mapping[str, Source] = {
-    **QWEN2.tensors,
+_OF_ALL: Mapping[str, Source] = {
     "vision.patch": Source("visual.patch_embed.proj"),
     "vision.attention_norm": Source(f"{_LAYER}.norm1"),
     "vision.mlp_norm": Source(f"{_LAYER}.norm2"),
@@ -162,25 +205,69 @@ _TENSORS: Mapping[str, Source] = {
     "vision.k": _QKV,
     "vision.v": _QKV,
     "vision.o": Source(f"{_LAYER}.attn.proj"),
+}
+_OF_QWEN2: Mapping[str, Source] = {
+    **QWEN2.tensors,
+    **_OF_ALL,
     "vision.merger.norm": Source("visual.merger.ln_q"),
     "vision.merger.up": Source("visual.merger.mlp.0"),
     "vision.merger.down": Source("visual.merger.mlp.2"),
 }
 
-QWEN2_5_VL: Family = replace(
+QWEN2_VL: Family = replace(
     QWEN2,
-    name="qwen2_5_vl",
-    architecture="Qwen2_5_VLForConditionalGeneration",
-    model_type="qwen2_5_vl",
-    other_model_types=("qwen2_5_vl_text",),
+    name="qwen2_vl",
+    architecture="Qwen2VLForConditionalGeneration",
+    model_type="qwen2_vl",
+    other_model_types=("qwen2_vl_text",),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
     rope_types={"mrope": "default"},
     ropes=_turn(1000000.0, (16, 24, 24), _in_runs),
     tensors={
-        **_TENSORS,
+        **_OF_QWEN2,
+        "vision.up": Source(f"{_LAYER}.mlp.fc1"),
+        "vision.down": Source(f"{_LAYER}.mlp.fc2"),
+    },
+    vision=read_qwen2_vision,
+)
+
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    name="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    model_type="qwen2_5_vl",
+    other_model_types=("qwen2_5_vl_text",),
+    tensors={
+        **_OF_QWEN2,
         "vision.gate": Source(f"{_LAYER}.mlp.gate_proj"),
         "vision.up": Source(f"{_LAYER}.mlp.up_proj"),
         "vision.down": Source(f"{_LAYER}.mlp.down_proj"),
     },
     vision=read_qwen2_5_vision,
+)
+
+QWEN3_VL = replace(
+    QWEN3,
+    name="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    model_type="qwen3_vl",
+    other_model_types=("qwen3_vl_text",),
+    max_positions=128000,
+    rope_types={"mrope": "default"},
+    windows=see_everything,
+    ropes=_turn(500000.0, (24, 20, 20), _in_turns),
+    tensors={
+        **QWEN3.tensors,
+        **_OF_ALL,
+        "vision.positions": Source("visual.pos_embed"),
+        "vision.up": Source(f"{_LAYER}.mlp.linear_fc1"),
+        "vision.down": Source(f"{_LAYER}.mlp.linear_fc2"),
+        "vision.merger.norm": Source("visual.merger.norm"),
+        "vision.merger.up": Source("visual.merger.linear_fc1"),
+        "vision.merger.down": Source("visual.merger.linear_fc2"),
+        "vision.deepstack.norm": Source("visual.deepstack_merger_list.{}.norm"),
+        "vision.deepstack.up": Source("visual.deepstack_merger_list.{}.linear_fc1"),
+        "vision.deepstack.down": Source("visual.deepstack_merger_list.{}.linear_fc2"),
+    },
+    vision=read_qwen3_vision,
 )

@@ -15,8 +15,39 @@ from cloister.types.errors import ModelError
 
 _MOST_LAYERS = 10000
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "relu": "relu"}
-_IGNORED = ("_pad_token_id", "vocab_size", "max_image_size", "size", "use_base_siglip", "tie_word_embeddings", "num_channels")
+_IGNORED = (
+    "_pad_token_id", "vocab_size", "max_image_size", "size", "use_base_siglip", "vision_use_head", "tie_word_embeddings",
+    "num_channels",
+)  # fmt: skip
 _ENCODER = "model.vision_model.encoder.layers.{}"
+
+
+def read_siglip(vision: Mapping[str, Any], defaults: Mapping[str, object]) -> tuple[VisionSpec, tuple[str, ...]]:
+    """Returns the tower of a `vision_config`, with patches that become a token each, and fields of which nothing is known.
+
+    Raises:
+        ModelError: it is of a shape that nothing here computes.
+    """
+    fields = ConfigFields(vision, "vision_config of config.json", defaults=defaults)
+    fields.require("num_channels", 3)
+    activation = fields.take("hidden_act", str, "gelu_pytorch_tanh")
+    if activation not in _ACTIVATIONS:
+        raise ModelError(f"hidden_act {activation!r} of vision_config is not supported", param="vision_config")
+    spec = VisionSpec(
+        image_size=fields.take_size("image_size", 224),
+        patch_size=fields.take_size("patch_size", 32),
+        hidden_size=fields.take_size("hidden_size", 1152),
+        intermediate_size=fields.take_size("intermediate_size", 3072),
+        num_layers=fields.take_size("num_hidden_layers", 12),
+        num_heads=fields.take_size("num_attention_heads", 16),
+        merge=1,
+        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        norm_eps=fields.take("layer_norm_eps", float, 1e-6),
+    )
+    fields.drop(_IGNORED)
+    if spec.hidden_size % spec.num_heads or spec.num_layers > _MOST_LAYERS or not spec.num_tokens:
+        raise ModelError("the heads, layers or patches of vision_config do not fit together", param="vision_config")
+    return spec, tuple(f"vision_config.{name}" for name in fields.find_unknown())
 
 
 def read_vision(config: Mapping[str, Any]) -> VisionConfig:
@@ -32,29 +63,10 @@ def read_vision(config: Mapping[str, Any]) -> VisionConfig:
     outer.drop(("image_token_id", *_IGNORED))
     merge = outer.take_size("scale_factor", 2)
     tied = config.get("tie_word_embeddings") or False  # of the whole model, whatever the decoder's part says
-    fields = ConfigFields(vision, "vision_config of config.json")
-    fields.require("num_channels", 3)
-    activation = fields.take("hidden_act", str, "gelu_pytorch_tanh")
-    if activation not in _ACTIVATIONS:
-        raise ModelError(f"hidden_act {activation!r} of vision_config is not supported", param="vision_config")
-    spec = VisionSpec(
-        image_size=fields.take_size("image_size", 224),
-        patch_size=fields.take_size("patch_size", 32),
-        hidden_size=fields.take_size("hidden_size", 1152),
-        intermediate_size=fields.take_size("intermediate_size", 3072),
-        num_layers=fields.take_size("num_hidden_layers", 12),
-        num_heads=fields.take_size("num_attention_heads", 16),
-        merge=merge,
-        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
-        norm_eps=fields.take("layer_norm_eps", float, 1e-6),
-    )
-    fields.drop(_IGNORED)
-    if spec.hidden_size % spec.num_heads or spec.num_layers > _MOST_LAYERS:
-        raise ModelError("the heads or layers of vision_config do not fit together", param="vision_config")
-    if not spec.num_tokens or spec.patches_per_side % merge:
+    spec, unknown = read_siglip(vision, {})
+    if spec.patches_per_side % merge:
         raise ModelError("scale_factor must divide the patches along a side of an image", param="scale_factor")
-    unknown = (*outer.find_unknown(), *(f"vision_config.{name}" for name in fields.find_unknown()))
-    return VisionConfig({**text, "tie_word_embeddings": tied}, spec, unknown)
+    return VisionConfig({**text, "tie_word_embeddings": tied}, replace(spec, merge=merge), (*outer.find_unknown(), *unknown))
 
 
 SMOLVLM = replace(

@@ -32,6 +32,7 @@ from cloister.models.gguf.hybrids import (
 from cloister.models.gguf.latent import DEEPSEEK_V2_FILES, choose_deepseek
 from cloister.models.gguf.layout import (
     EXPERTS,
+    FUSED_EXPERTS,
     GATE_UP,
     GRANITE_NAMES,
     LOG_MULTIPLIER,
@@ -140,7 +141,7 @@ def find_architecture(file: GGUFFile) -> tuple[str, Architecture]:
 
 def sources_of(architecture: Architecture, name: str) -> Iterator[Source]:
     """Yields where files may have the module of a canonical tensor name (`backends.base`), the most likely place first."""
-    for places in (architecture.sources, architecture.other_sources, SOURCES):
+    for places in (architecture.sources, architecture.other_sources, SOURCES, FUSED_EXPERTS):
         if source := entry_of(places, name):
             yield source
 

@@ -27,7 +27,7 @@ from cloister.models.gguf.layout import (
     Array,
     Names,
     Order,
-    Recipe,
+    TensorRecipe,
     has_tensor,
     take_by_layer,
 )
@@ -51,11 +51,11 @@ def _as_it_is(_layer: LayerSpec, parts: Sequence[Array]) -> Array:
     return parts[0]
 
 
-_DECAY: Mapping[str, Recipe] = {"mixer.A_log": Recipe(("blk.{}.ssm_a",), _undo_exponential)}
-_MAMBA_RECIPES: Mapping[str, Recipe] = {
+_DECAY: Mapping[str, TensorRecipe] = {"mixer.A_log": TensorRecipe(("blk.{}.ssm_a",), _undo_exponential)}
+_MAMBA_RECIPES: Mapping[str, TensorRecipe] = {
     **_DECAY,
-    "mixer.D": Recipe(("blk.{}.ssm_d",), _as_it_is),
-    "mixer.norm": Recipe(("blk.{}.ssm_norm.weight",), _as_it_is),
+    "mixer.D": TensorRecipe(("blk.{}.ssm_d",), _as_it_is),
+    "mixer.norm": TensorRecipe(("blk.{}.ssm_norm.weight",), _as_it_is),
 }
 _MIXER_SOURCES: Mapping[str, Source] = {
     "mixer.A_log": Source("blk.{}.ssm_a", is_tensor=True),
@@ -107,7 +107,7 @@ MAMBA2_FILES = Architecture(
 def _list_kinds(fields: ConfigFields) -> dict[str, Any]:
     """Returns the kind of each layer and the KV heads of those with attention: others have none."""
     counts = take_by_layer(fields, "num_key_value_heads")
-    return {"layer_types": [FULL if count else LINEAR for count in counts], "num_key_value_heads": max(1, *counts, 1)}
+    return {"layer_types": [FULL if count else LINEAR for count in counts], "num_key_value_heads": max([1, *counts])}
 
 
 # Granite 4: each layer has a feed-forward or a mixture; rotation where the file says that it was trained so.
@@ -195,8 +195,8 @@ def _translate_nemotron(file: GGUFFile, fields: ConfigFields) -> Mapping[str, An
     return {
         **said, **routing, **unused,
         "layer_types": kinds,
-        "intermediate_size": max((*dense, *sizes, 1)),
-        "num_key_value_heads": max(1, *take_by_layer(fields, "num_key_value_heads"), 1),
+        "intermediate_size": max([1, *dense, *sizes]),
+        "num_key_value_heads": max([1, *take_by_layer(fields, "num_key_value_heads")]),
         "mamba_d_head": inner // num_heads,
     }  # fmt: skip
 
@@ -297,7 +297,7 @@ def _delta_net(layer: LayerSpec) -> GatedDeltaNetSpec:
 def _place_heads(spec: GatedDeltaNetSpec, size: int) -> npt.NDArray[np.int32]:
     """Returns where each of `size` numbers of each value head lies, [num_value_heads * size]."""
     heads = np.arange(spec.num_value_heads, dtype=np.int32).reshape(-1, spec.num_key_heads).T.reshape(-1, 1)
-    return (heads * size + np.arange(size, dtype=np.int32)).ravel()
+    return np.asarray(heads * size + np.arange(size, dtype=np.int32), np.int32).ravel()
 
 
 def _place_values(layer: LayerSpec) -> npt.NDArray[np.int32]:

@@ -16,7 +16,7 @@ import numpy as np
 from cloister.backends.spec import LatentAttentionSpec, LayerSpec
 from cloister.models.config import ConfigFields
 from cloister.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from cloister.models.gguf.layout import LOG_MULTIPLIER, MAX_HEAD_DIM, SIGMOID, SOFTMAX, Architecture, Array, Recipe
+from cloister.models.gguf.layout import LOG_MULTIPLIER, MAX_HEAD_DIM, SIGMOID, SOFTMAX, Architecture, Array, TensorRecipe
 from cloister.models.gguf.mixtures import ROUTED, default_routing
 from cloister.models.sources import Shape, Source
 from cloister.types.errors import ModelError
@@ -102,7 +102,7 @@ DEEPSEEK_V3_FILES = Architecture(
         "kv_a_norm": Source("blk.{}.attn_kv_a_norm"),
         "kv_b": Source("blk.{}.attn_kv_b"),
     },
-    recipes={"kv_b": Recipe(("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"), _join_halves, _shapes_of_halves)},
+    recipes={"kv_b": TensorRecipe(("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"), _join_halves, _shapes_of_halves)},
     head_size=_read_turned,
     rope_entries=dict.fromkeys(("mscale", "mscale_all_dim"), (LOG_MULTIPLIER, 10.0)),
 )

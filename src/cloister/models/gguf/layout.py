@@ -33,6 +33,8 @@ SOURCES: Mapping[str, Source] = {
 }
 QKV = {module: Source("blk.{}.attn_qkv", ("q", "k", "v")) for module in "qkv"}
 GATE_UP = {module: Source("blk.{}.ffn_up", ("gate", "up")) for module in ("gate", "up")}
+FUSED_EXPERTS = {module: Source("blk.{}.ffn_gate_up_exps", ("gate", "up")) for module in ("experts.gate", "experts.up")}
+"""Where a converter was asked to join the two."""
 
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 NAMES: Names = {
@@ -66,7 +68,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TensorRecipe:
     """How a tensor is computed from others of its layer.
 
     Attributes:
@@ -147,7 +149,7 @@ class Architecture:
     translate: Callable[[GGUFFile, ConfigFields], Mapping[str, Any]] = _says_all
     sources: Mapping[str, Source] = field(default_factory=dict)
     other_sources: Mapping[str, Source] = field(default_factory=dict)
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    recipes: Mapping[str, TensorRecipe] = field(default_factory=dict)
     orders: Mapping[str, Order] = field(default_factory=dict)
     head_size: Callable[[ConfigFields], int] | None = check_heads
     local_base: float | None = None

@@ -13,7 +13,7 @@ from cloister.backends.spec import DecoderSpec, LayerSpec
 from cloister.backends.tensors import Tensor, dequantized
 from cloister.models.decoder import list_tensors
 from cloister.models.gguf.architecture import entry_of, find_architecture, read_spec, sources_of
-from cloister.models.gguf.layout import Architecture, Recipe
+from cloister.models.gguf.layout import Architecture, TensorRecipe
 from cloister.models.gguf.rotation import OF_ROPE
 from cloister.models.gguf.tensors import Reordered, find_entry
 from cloister.models.location import Digests
@@ -119,7 +119,7 @@ def _find_stored(file: GGUFFile, architecture: Architecture, name: str, numbers:
     raise ModelError(f"{file.path.name} lacks the tensor {places[0]!r} that its metadata asks for; download it again")
 
 
-def _compute(file: GGUFFile, recipe: Recipe, parts: Sequence[str], shape: Shape, layer: LayerSpec) -> StoredMatrix:
+def _compute(file: GGUFFile, recipe: TensorRecipe, parts: Sequence[str], shape: Shape, layer: LayerSpec) -> StoredMatrix:
     """Returns a tensor that is computed from parts when it is read."""
     for part in parts:
         if part not in file.tensors:
@@ -147,8 +147,8 @@ def _predicts_further(file: GGUFFile, name: str, num_layers: int) -> bool:
 
 
 def _count_parts(file: GGUFFile, shape: tuple[int, ...]) -> int:
-    """Returns how many tensors one of a file can be at most: as many as experts, or three where it is fused."""
-    return min(shape[0], file.size_bytes) if len(shape) == 3 else 3
+    """Returns how many tensors one of a file can be at most: two for each expert, or three where it is fused."""
+    return min(2 * shape[0], file.size_bytes) if len(shape) == 3 else 3
 
 
 def _num_paired_heads(spec: DecoderSpec, name: str) -> int | None:
