@@ -98,7 +98,7 @@ def test_a_block_is_counted_as_the_latents_and_rotated_keys_that_it_holds(dtype:
     assert need.kv_block_bytes == 2 * 16 * (48 + 16) * width
     program: Any = backend.build(SPEC, weights, KVLayout(10, 16))
     if name == "native":
-        assert sum(cache.nbytes for cache in program._caches) == 10 * need.kv_block_bytes
+        assert sum(each.cache.nbytes for each in program._caches) == 10 * need.kv_block_bytes
         return
     assert sum(layer[:-1].nbytes for layer in program._cache.layers) == 10 * need.kv_block_bytes
     assert need.weights_bytes == width * sum(weights.read(name).size for name in weights.names() if name != "embed.weight")

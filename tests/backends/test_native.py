@@ -166,7 +166,7 @@ def test_a_wiped_block_is_all_zeros_and_a_copied_one_is_the_same() -> None:
     program = backend.build(spec, RandomWeights(spec), KVLayout(4, 16))
     driver = Driver(program, 4, 16)
     driver.run("a", tokens_of(spec, 30))
-    caches = program._caches
+    caches = [each.cache for each in program._caches]
     used = [block for block in range(4) if caches[0][block].any()]
     assert len(used) == 2
     free = next(block for block in range(4) if block not in used)

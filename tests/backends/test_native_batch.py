@@ -63,14 +63,14 @@ def changed(batch: ForwardBatch, name: str, at: Sequence[int], value: int) -> Fo
 @pytest.mark.parametrize(("what", "change"), WRONG)
 def test_a_number_that_leads_out_of_an_array_is_refused(what: str, change: Change) -> None:
     _, program, batch = make_batch()
-    before = [cache.tobytes() for cache in program._caches]
+    before = [each.cache.tobytes() for each in program._caches]
     bad = changed(batch, *change)
     for wants in (LOGITS, GREEDY, Wants(sampling=np.zeros(0, SAMPLING_METADATA))):
         with pytest.raises(ValueError, match="batch") as caught:
             program.step(bad, wants)
         assert what in str(caught.value)
         assert not any(letter.isdigit() for letter in str(caught.value))
-    assert [cache.tobytes() for cache in program._caches] == before
+    assert [each.cache.tobytes() for each in program._caches] == before
 
 
 def test_after_refusals_a_step_is_as_if_nothing_had_been() -> None:
@@ -126,7 +126,7 @@ def with_states() -> tuple[NativeProgram, ForwardBatch]:
 )
 def test_spans_of_states_that_lead_out_of_an_array_are_refused(what: str, at: tuple[int, int], value: int) -> None:
     program, batch = with_states()
-    before = [cache.tobytes() for cache in program._caches]
+    before = [each.cache.tobytes() for each in program._caches]
     spans = batch.state_spans
     assert spans is not None
     spans[at] = value
@@ -136,18 +136,18 @@ def test_spans_of_states_that_lead_out_of_an_array_are_refused(what: str, at: tu
         spans[1, 2] = 0
     with pytest.raises(ValueError, match=what):
         program.step(batch, LOGITS)
-    assert [cache.tobytes() for cache in program._caches] == before
+    assert [each.cache.tobytes() for each in program._caches] == before
 
 
 @pytest.mark.parametrize("accepted", [(3, 1), (5, 1), (-1, 1), (LARGEST, 1), (4, NUM_BLOCKS), (4, -1)])
 def test_drafts_that_the_last_step_did_not_have_are_refused(accepted: tuple[int, int]) -> None:
     program, batch = with_states()
     program.step(batch, LOGITS)
-    before = [cache.tobytes() for cache in program._caches]
+    before = [each.cache.tobytes() for each in program._caches]
     with pytest.raises(ValueError, match=r"no such draft|does not have"):
         program.accept_drafts(np.array([(4, 1), accepted], np.int32))
-    assert [cache.tobytes() for cache in program._caches] == before
+    assert [each.cache.tobytes() for each in program._caches] == before
     program.accept_drafts(np.array([(4, 1)], np.int32))
-    assert [cache.tobytes() for cache in program._caches] != before
+    assert [each.cache.tobytes() for each in program._caches] != before
     with pytest.raises(ValueError, match="no such draft"):
         program.accept_drafts(np.array([(4, 1)], np.int32))
