@@ -69,6 +69,7 @@ class Served:
     """A scheduler and a runner on a back end, in float32.
 
     Attributes:
+        program: what the runner computes with.
         num_hit, num_preempted: prompt tokens found in the prefix cache, and preemptions, so far.
         encoded: how many pictures each step encoded that encoded some.
 
@@ -94,7 +95,7 @@ class Served:
         model = load(path)
         maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype="float32")
         groups = [KVGroup(num_blocks, group.layers, group.window) for group in group_layers(model.spec, MAX_MODEL_LEN)]
-        program = maker.build(model.spec, model.weights, KVLayout.of_groups(groups, block_size))
+        self.program = program = maker.build(model.spec, model.weights, KVLayout.of_groups(groups, block_size))
         held = [None if group.window is None else -(-(group.window + chunk) // block_size) + 1 for group in groups]
         self.pool = BlockPool(
             [BlockGroup(num_blocks, group.window, most) for group, most in zip(groups, held, strict=True)], block_size

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from cloister.backends.base import ForwardBatch, StepOutput, Wants
 from cloister.executor.images import SequenceImages
 from cloister.kv import PrefixKeys
 from cloister.models import load
@@ -113,6 +114,23 @@ def test_company_forks_and_preemption_change_no_token(make: Make, tiles: list[by
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}
     assert found["a", 0] == expected
+
+
+def test_no_copy_of_embeddings_outlives_its_step(make: Make, tiles: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    served, given = make(chunk=9), []
+    step = served.program.step
+
+    def watch(batch: ForwardBatch, wants: Wants) -> StepOutput:
+        if batch.embeddings is not None:
+            assert batch.embeddings.any()
+            given.append(batch.embeddings)
+        return step(batch, wants)
+
+    monkeypatch.setattr(served.program, "step", watch)
+    prompt, images = prompt_of(tiles)
+    served.serve([make_request("a", prompt, images), make_request("b", prompt, images, temperature=1.0)])
+    assert len(given) > 2
+    assert not any(embeddings.any() for embeddings in given)
 
 
 def test_the_same_image_is_a_prefix_hit_and_another_one_is_none(make: Make, tiles: list[bytes], expected: list[int]) -> None:

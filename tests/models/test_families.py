@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from cloister.models import load
+from cloister.types.errors import ModelError
 from tests.driving import build_from
 from tests.model_factory import make_model
 from tests.reference import compare, reference_logits
@@ -169,6 +171,16 @@ def test_scaling_by_length_depends_on_the_greatest_length_alone(name: str, tmp_p
     short, long = (load(path, max_model_len=length).spec.layers[0].attention.rope for length in (64, 200))
     assert short != long
     assert load(path).spec.layers[0].attention.rope == (short if name == "llama, dynamic" else long)
+
+
+@pytest.mark.parametrize("low", [0.0, -1.0, 5.0])
+def test_factors_of_frequencies_that_cut_no_range_are_refused(low: float, tmp_path: Path) -> None:
+    path = make_model(tmp_path, "llama", rope_parameters=LLAMA3)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"]["low_freq_factor"] = low
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="low_freq_factor"):
+        load(path)
 
 
 @pytest.mark.parametrize(("asked", "reached"), [(None, 64), (32, 64), (200, 200), (256, 256), (1000, 256)])

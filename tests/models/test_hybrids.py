@@ -200,6 +200,14 @@ def test_the_letters_of_nemotron_mean_the_same(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("kind", ["attends", ["moe"], {}])
+def test_a_kind_of_layer_that_nemotron_does_not_have_is_refused(kind: object, tmp_path: Path) -> None:
+    path = make_model(tmp_path, "nemotron_h")
+    configure(path, layers_block_type=["linear_attention", kind, "full_attention", "mlp", "linear_attention"])
+    with pytest.raises(ModelError, match="layers_block_type"):
+        load(path)
+
+
 def test_qwen3_next_without_a_list_of_layers_attends_in_every_fourth(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen3_next", num_hidden_layers=4, layer_types=None)
     configure(path, "layer_types")

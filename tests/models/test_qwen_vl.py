@@ -159,6 +159,7 @@ def test_a_config_whose_decoder_is_not_apart_is_read(tmp_path: Path) -> None:
         ("vision_config", "fullatt_block_indexes", [3], "fullatt_block_indexes"),
         ("vision_config", "window_size", 5, "window_size"),
         ("vision_config", "rope_parameters", {"rope_type": "yarn"}, "rope_type"),
+        ("vision_config", "rope_parameters", ["axial"], "rope_parameters"),
         ("text_config", "rope_parameters", {"mrope_section": [1, 2, 3]}, "mrope_section"),
         (None, "vision_config", None, "vision_config"),
         (None, "text_config", "qwen2", "vision_config"),

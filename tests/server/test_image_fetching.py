@@ -147,7 +147,8 @@ def test_a_file_is_fetched_as_it_is_over_redirects(site: Site) -> None:
 PRIVATE = [
     "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254",
     "100.64.0.1", "100.100.100.200", "192.0.2.1", "198.18.0.1", "198.51.100.7", "203.0.113.5", "224.0.0.1", "240.0.0.1",
-    "255.255.255.255", "168.63.129.16", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1",
+    "255.255.255.255", "168.63.129.16", "192.0.0.9", "192.0.0.10", "192.88.99.1",
+    "2606:4700::1111%eth0", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1",
     "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe",
     "64:ff9b:1::1", "2002:7f00:1::", "2001:db8::1", "2001::1", "3fff::1", "100::1", "5f00::1", "localhost",
 ]  # fmt: skip
@@ -224,10 +225,11 @@ def test_each_redirect_is_checked_and_they_are_few(site: Site) -> None:
         "/file": leads_to("file:///etc/passwd"),
         "/round": leads_to("/round"),
         "/login": leads_to(f"https://user:pass@localhost:{site.port}/cat.png"),
+        "/port": leads_to("//localhost:65536/cat.png"),
         "/cat.png": sends(PNG),
     }
     site.heard.clear()
-    for path in ("/inside", "/plain", "/file", "/round", "/login"):
+    for path in ("/inside", "/plain", "/file", "/round", "/login", "/port"):
         with pytest.raises(InvalidRequestError, match="cannot be fetched"):
             fetch(site.fetcher(resolve=names, permits=lambda address: address == "127.0.0.1"), site.url(path))
     paths = [path for path, _ in site.heard]

@@ -45,11 +45,18 @@ class ProgramExecutor:
         self._sampler = None if self._is_sampling else Sampler(vocab_size)
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
-        """Computes one step (`backends.base.Program.step`).
+        """Computes one step (`backends.base.Program.step`), and overwrites the embeddings of its images, which are copies.
 
         Raises:
             EngineError: the program returned logits of another shape.
         """
+        try:
+            return self._step(batch, wants)
+        finally:
+            if batch.embeddings is not None:
+                batch.embeddings.fill(0)
+
+    def _step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
         if self._lacks_something and not self._can_choose(wants):
             return self._choose_on_host(self._program.step(batch, _logits_first(wants)), batch, wants)
         output = self._program.step(batch, wants)

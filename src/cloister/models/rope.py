@@ -217,8 +217,8 @@ def _llama3(plain: Plain, rope: ConfigFields) -> Scaled:
     inv_freq, context = plain.inv_freq, plain.original
     factor = np.float32(_take_factor(rope))
     low, high = rope.take("low_freq_factor", float), rope.take("high_freq_factor", float)
-    if high < low:
-        raise ModelError("high_freq_factor must not be less than low_freq_factor", param="high_freq_factor")
+    if not 0 < low <= high:
+        raise ModelError("low_freq_factor must be positive, and high_freq_factor not less", param="low_freq_factor")
     wavelength = np.float32(2 * math.pi) / inv_freq
     slowed = np.where(wavelength > context / low, inv_freq / factor, inv_freq)
     if high == low:  # nothing lies between them (Llama 4)

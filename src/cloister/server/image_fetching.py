@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -30,7 +30,13 @@ SIDE_BY_SIDE: Final = 8
 """Requests whose images are fetched at once."""
 _FAILED: Final = "cannot be fetched; its address must be public and answer in time. Or send a data URL"
 _GLOBAL_UNICAST: Final = IPv6Network("2000::/3")
-_NEVER: Final = (IPv6Network("2002::/16"), IPv6Network("3fff::/20"))  # 6to4 holds an IPv4 address; documentation
+_MOST_PORT: Final = 65535
+_NEVER: Final = (
+    IPv6Network("2002::/16"),  # 6to4, which holds an IPv4 address
+    IPv6Network("3fff::/20"),  # documentation
+    IPv4Network("192.0.0.0/24"),  # of IETF protocols: PCP and TURN answer there from the network of this machine
+    IPv4Network("192.88.99.0/24"),  # relays of 6to4
+)
 _PLATFORM: Final = IPv4Address("168.63.129.16")
 """Public, but of Azure's host: it answers virtual machines only, with their metadata."""
 
@@ -40,11 +46,13 @@ def is_public(address: str) -> bool:
     stands for an IPv4 address."""
     try:
         found = ip_address(address)
-    except ValueError:  # with a zone (`%eth0`), which only local ones have
+    except ValueError:
+        return False
+    if not found.is_global or any(found in network for network in _NEVER):
         return False
     if isinstance(found, IPv6Address):
-        return found in _GLOBAL_UNICAST and found.is_global and not any(found in network for network in _NEVER)
-    return found.is_global and not found.is_multicast and not found.is_reserved and found != _PLATFORM
+        return found in _GLOBAL_UNICAST and found.scope_id is None  # only local ones have a zone (`%eth0`)
+    return not found.is_multicast and not found.is_reserved and found != _PLATFORM
 
 
 async def resolve(host: str) -> list[str]:
@@ -122,7 +130,7 @@ class ImageFetcher:
         """Returns a request to the checked address of a URL, whose certificate must be that of its name."""
         import httpx
 
-        if url.scheme != "https" or not url.host or url.userinfo:
+        if url.scheme != "https" or not url.host or url.userinfo or (url.port or 0) > _MOST_PORT:
             raise ValueError("an image is fetched over HTTPS, without a login")
         name = url.raw_host.decode("ascii").strip("[]")
         addresses = await self.resolve(name)

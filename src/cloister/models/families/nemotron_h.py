@@ -27,7 +27,7 @@ _KINDS = {
 def _peek_kinds(fields: ConfigFields) -> Sequence[str]:
     """Returns the kind of each layer; the fields are taken by `_feed`, the last to read them."""
     names = fields.peek_any("layer_types") or fields.peek_any("hybrid_override_pattern")
-    if not isinstance(names, list | str) or not names or any(name not in _KINDS for name in names):
+    if not isinstance(names, list | str) or not names or any(type(name) is not str or name not in _KINDS for name in names):
         raise ModelError(
             f"layers_block_type in {fields.source} must list the kind of each layer; known: {', '.join(_KINDS)}",
             param="layers_block_type",

@@ -97,7 +97,10 @@ def _read_vision(
     activation = fields.take("hidden_act", str, "silu")
     if activation not in _ACTIVATIONS:
         raise ModelError(f"hidden_act {activation!r} of vision_config is not supported", param="vision_config")
-    rope = ConfigFields(fields.take_any("rope_parameters") or {}, "rope_parameters of vision_config")
+    parameters = fields.take_any("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise ModelError("rope_parameters of vision_config must be an object", param="rope_parameters")
+    rope = ConfigFields(parameters, "rope_parameters of vision_config")
     rope.require("rope_type", "axial")
     own = read_own(fields, text["hidden_size"] if type(text.get("hidden_size")) is int else 0)
     spec = QwenVisionSpec(
