@@ -10,13 +10,12 @@ from typing import Any
 
 from cloister.models.config import ConfigFields
 from cloister.models.families.gemma import GEMMA3
-from cloister.models.families.smolvlm import read_siglip
+from cloister.models.families.smolvlm import read_siglip, siglip_tensors
 from cloister.models.family import VisionConfig
 from cloister.models.sources import Source
 from cloister.types.errors import ModelError
 
 _OUTER = ("boi_token_index", "eoi_token_index", "image_token_index", "tie_word_embeddings")
-_LAYER = "vision_tower.encoder.layers.{}"
 
 
 def read_gemma_vision(config: Mapping[str, Any]) -> VisionConfig:
@@ -54,17 +53,7 @@ GEMMA3_VISION = replace(
     only={**GEMMA3.only, "final_logit_softcapping": None},  # transformers ignores it here
     tensors={
         **GEMMA3.tensors,
-        "vision.patch": Source("vision_tower.embeddings.patch_embedding"),
-        "vision.positions": Source("vision_tower.embeddings.position_embedding"),
-        "vision.attention_norm": Source(f"{_LAYER}.layer_norm1"),
-        "vision.mlp_norm": Source(f"{_LAYER}.layer_norm2"),
-        "vision.q": Source(f"{_LAYER}.self_attn.q_proj"),
-        "vision.k": Source(f"{_LAYER}.self_attn.k_proj"),
-        "vision.v": Source(f"{_LAYER}.self_attn.v_proj"),
-        "vision.o": Source(f"{_LAYER}.self_attn.out_proj"),
-        "vision.up": Source(f"{_LAYER}.mlp.fc1"),
-        "vision.down": Source(f"{_LAYER}.mlp.fc2"),
-        "vision.norm": Source("vision_tower.post_layernorm"),
+        **siglip_tensors("vision_tower"),
         "vision.pool_norm": Source("multi_modal_projector.mm_soft_emb_norm", added=1.0),
         "vision.projector": Source("multi_modal_projector.mm_input_projection_weight", is_tensor=True, transposed=True),
     },

@@ -19,7 +19,24 @@ _IGNORED = (
     "_pad_token_id", "vocab_size", "max_image_size", "size", "use_base_siglip", "vision_use_head", "tie_word_embeddings",
     "num_channels",
 )  # fmt: skip
-_ENCODER = "model.vision_model.encoder.layers.{}"
+
+
+def siglip_tensors(prefix: str) -> dict[str, Source]:
+    """Returns where a checkpoint has the tensors of a SigLIP tower, whose names begin with `prefix`."""
+    layer = f"{prefix}.encoder.layers.{{}}"
+    return {
+        "vision.patch": Source(f"{prefix}.embeddings.patch_embedding"),
+        "vision.positions": Source(f"{prefix}.embeddings.position_embedding"),
+        "vision.attention_norm": Source(f"{layer}.layer_norm1"),
+        "vision.mlp_norm": Source(f"{layer}.layer_norm2"),
+        "vision.q": Source(f"{layer}.self_attn.q_proj"),
+        "vision.k": Source(f"{layer}.self_attn.k_proj"),
+        "vision.v": Source(f"{layer}.self_attn.v_proj"),
+        "vision.o": Source(f"{layer}.self_attn.out_proj"),
+        "vision.up": Source(f"{layer}.mlp.fc1"),
+        "vision.down": Source(f"{layer}.mlp.fc2"),
+        "vision.norm": Source(f"{prefix}.post_layernorm"),
+    }
 
 
 def read_siglip(vision: Mapping[str, Any], defaults: Mapping[str, object]) -> tuple[VisionSpec, tuple[str, ...]]:
@@ -81,17 +98,7 @@ SMOLVLM = replace(
     )),
     tensors={
         **{name: Source(source.name.replace("model.", "model.text_model.", 1)) for name, source in PLAIN_TENSORS.items()},
-        "vision.patch": Source("model.vision_model.embeddings.patch_embedding"),
-        "vision.positions": Source("model.vision_model.embeddings.position_embedding"),
-        "vision.attention_norm": Source(f"{_ENCODER}.layer_norm1"),
-        "vision.mlp_norm": Source(f"{_ENCODER}.layer_norm2"),
-        "vision.q": Source(f"{_ENCODER}.self_attn.q_proj"),
-        "vision.k": Source(f"{_ENCODER}.self_attn.k_proj"),
-        "vision.v": Source(f"{_ENCODER}.self_attn.v_proj"),
-        "vision.o": Source(f"{_ENCODER}.self_attn.out_proj"),
-        "vision.up": Source(f"{_ENCODER}.mlp.fc1"),
-        "vision.down": Source(f"{_ENCODER}.mlp.fc2"),
-        "vision.norm": Source("model.vision_model.post_layernorm"),
+        **siglip_tensors("model.vision_model"),
         "vision.projector": Source("model.connector.modality_projection.proj"),
     },
     vision=read_vision,
