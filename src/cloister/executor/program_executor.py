@@ -51,18 +51,15 @@ class ProgramExecutor:
             EngineError: the program returned logits of another shape.
         """
         try:
-            return self._step(batch, wants)
+            if self._lacks_something and not self._can_choose(wants):
+                return self._choose_on_host(self._program.step(batch, _logits_first(wants)), batch, wants)
+            output = self._program.step(batch, wants)
+            if wants.logits:
+                self._check_logits(output, batch)
+            return output
         finally:
             if batch.embeddings is not None:
                 batch.embeddings.fill(0)
-
-    def _step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
-        if self._lacks_something and not self._can_choose(wants):
-            return self._choose_on_host(self._program.step(batch, _logits_first(wants)), batch, wants)
-        output = self._program.step(batch, wants)
-        if wants.logits:
-            self._check_logits(output, batch)
-        return output
 
     def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
         """Starts one step of an asynchronous program; returns a function that waits for it (`backends.base.Program.launch`)."""
