@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.lacking import KERNELS, lacking
+from tests.vision_factory import make_vision_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +36,14 @@ def test_without_kernels_and_torch_a_verb_says_in_one_line_what_to_install(verb:
 def test_without_torch_the_torch_back_end_says_how_to_install_it(tmp_path: Path) -> None:
     done = cloister("run", "cloister-5m", "Hello", "--backend", "torch", environment=lacking(tmp_path, "torch"))
     assert done.stderr == "error: torch is not installed; install it with: pip install 'cloister[torch]'\n"
+
+
+def test_without_torch_a_model_with_an_image_tower_says_what_needs_it(tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path / "model")
+    done = cloister("run", "--model", str(path), "Hello", environment=lacking(tmp_path, "torch"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the image tower of this model needs torch: torch is not installed; ")
+    assert "pip install 'cloister[torch]'" in done.stderr
 
 
 def test_a_torch_that_does_not_load_says_why(tmp_path: Path) -> None:

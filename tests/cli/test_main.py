@@ -12,7 +12,7 @@ import pytest
 from cloister.cli import doctor, main
 from cloister.cli.reference import write_reference
 from cloister.engine.machine import Machine
-from tests.model_factory import make_model
+from tests.encoder_factory import make_encoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -187,11 +187,12 @@ def test_the_doctor_misses_torch_only_where_it_is_needed():
 
 
 def test_the_doctor_says_which_back_end_a_model_needs_before_serve_refuses_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("cloister.launch.backend.find_spec", lambda _: None)  # torch is not installed
-    check = doctor.check_memory(str(make_model(tmp_path, "mamba2")))
+    monkeypatch.setattr("cloister.backends.torch.find_spec", lambda _: None)  # torch is not installed
+    check = doctor.check_memory(str(make_encoder(tmp_path, "BertModel")))
     assert check.essential
     assert not check.good
-    assert "--backend torch" in check.advice
+    assert "attention in both directions" in check.advice
+    assert "pip install 'cloister[torch]'" in check.advice
 
 
 def test_the_doctor_counts_memory_as_serve_does(monkeypatch):

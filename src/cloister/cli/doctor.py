@@ -127,13 +127,14 @@ def _find_kernels() -> tuple[Sequence[str], Sequence[str]]:
 
 
 def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Check:
-    """Checks whether torch is installed. Only a GPU, or a machine without native kernels, needs it."""
+    """Checks whether torch is installed. Needed by a GPU, a machine without native kernels, and models those do not compute."""
     try:
         detail = (describe or _describe_torch)()
     except (ImportError, OSError) as error:
         why = "not installed" if isinstance(error, ModuleNotFoundError) else f"it cannot be loaded ({type(error).__name__})"
         advice = "get the native kernels, or `pip install 'cloister[torch]'`; a GPU needs the latter"
-        return Check("torch", not needed, why if needed else f"{why}; the native kernels do without", advice, essential=needed)
+        detail = why if needed else f"{why}; only encoders, images, a GPU and a few families need it"
+        return Check("torch", not needed, detail, advice, essential=needed)
     return Check("torch", True, detail, essential=needed)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,6 +12,7 @@ from cloister.backends.base import Backend
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.native.limits import list_missing
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.backends.torch import has_torch
 from cloister.engine.machine import Machine
 from cloister.models import LoadedModel
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
@@ -67,7 +67,7 @@ def choose_backend_for(config: EngineConfig, spec: DecoderSpec) -> str:
     if spec.family == FOREIGN_FAMILY:
         return FOREIGN_FAMILY
     name = chosen_backend(config)
-    if config.backend is None and name == "native" and list_missing(spec) and find_spec("torch") is not None:
+    if config.backend is None and name == "native" and list_missing(spec) and has_torch():
         return "torch"
     return name
 

@@ -118,7 +118,7 @@ class NativeBackend:
     def _tower_buffer_bytes(self, vision: AnyVisionSpec | None) -> int:
         if vision is None:
             return 0
-        load_torch("cpu")
+        load_torch("cpu", "the image tower of this model")
         from cloister.backends.torch.vision import tower_bytes
 
         return self._pool.num_threads * tower_bytes(vision)

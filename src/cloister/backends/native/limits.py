@@ -14,6 +14,7 @@ from cloister.backends.spec import (
     LayerSpec,
     MoeSpec,
 )
+from cloister.backends.torch import INSTALL_TORCH, has_torch
 from cloister.backends.vision import VisionSpec
 from cloister.types.errors import ConfigError
 
@@ -28,9 +29,9 @@ def check_computable(spec: DecoderSpec, kv_dtype: str) -> None:
     """
     missing = list_missing(spec)
     if missing:
+        remedy = "choose the torch back end (--backend torch)" if has_torch() else f"install torch, which does: {INSTALL_TORCH}"
         raise ConfigError(
-            f"the native back end does not compute {', '.join(missing)}, which the family {spec.family!r} needs; choose the "
-            "torch back end (--backend torch)",
+            f"the native back end does not compute {', '.join(missing)}, which the family {spec.family!r} needs; {remedy}",
             param="backend",
         )
     is_latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
