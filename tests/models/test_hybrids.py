@@ -208,6 +208,14 @@ def test_a_kind_of_layer_that_nemotron_does_not_have_is_refused(kind: object, tm
         load(path)
 
 
+@pytest.mark.parametrize("kind", ["attends", ["full_attention"], {}])
+def test_a_kind_of_layer_that_granite_does_not_have_is_refused(kind: object, tmp_path: Path) -> None:
+    path = make_model(tmp_path, "granitemoehybrid")
+    configure(path, layer_types=["linear_attention", kind, "full_attention"])
+    with pytest.raises(ModelError, match="layer_types"):
+        load(path)
+
+
 def test_qwen3_next_without_a_list_of_layers_attends_in_every_fourth(tmp_path: Path) -> None:
     path = make_model(tmp_path, "qwen3_next", num_hidden_layers=4, layer_types=None)
     configure(path, "layer_types")

@@ -36,7 +36,7 @@ def take_kinds(fields: ConfigFields, num_layers: int, known: Collection[str]) ->
     kinds = fields.take_any("layer_types")
     if kinds is None:
         return None
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(str(kind) not in known for kind in kinds):
         raise ModelError(
             f"{fields.name_of('layer_types')} must list one kind for each of {num_layers} layers; known: {', '.join(known)}",
             param="layer_types",
