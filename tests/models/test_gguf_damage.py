@@ -128,7 +128,7 @@ CHANGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no layers": (replace(number(b"llama.block_count", 2), number(b"llama.block_count", 0)), "must be positive"),
     "huge heads": (grow_heads, "even size up to"),
     "wide rows": (
-        replace(number(b"llama.feed_forward_length", 512), number(b"llama.feed_forward_length", 2**31)),
+        replace(number(b"llama.feed_forward_length", 512), number(b"llama.feed_forward_length", 2**30)),
         "has the shape",
     ),
     "a tensor beyond the end": (lambda content: content[:-5000], "cut short at the tensor"),

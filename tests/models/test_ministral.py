@@ -134,3 +134,10 @@ def test_a_config_of_the_hub_is_read_whole() -> None:
     spec = read_spec(find_family(HUB), HUB, None, unknown.extend)
     assert unknown == []
     assert spec.max_positions == 262144
+
+
+@pytest.mark.parametrize("period", [2**31, 2**40, 0])
+def test_a_period_that_kernels_cannot_count_is_refused(period: int) -> None:
+    config = {**HUB, "rope_parameters": {**HUB["rope_parameters"], "original_max_position_embeddings": period}}
+    with pytest.raises(ModelError, match="original_max_position_embeddings"):
+        read_spec(find_family(config), config, None, [].extend)

@@ -13,7 +13,7 @@ from cloister.types.errors import ModelError
 T = TypeVar("T", int, float, bool, str)
 
 _MOST = 1 << 63  # of an integer that stands for a float: some configs write 1e9 as an integer
-_MOST_SIZE = 1 << 32
+MAX_SIZE = 2**31 - 1  # what the kernels count in
 _MOST_FLOAT = 3.4e38  # of float32, in which models compute
 
 _NAMES_AND_DATES = (
@@ -182,8 +182,8 @@ class ConfigFields:
         size = self.take(name, int) if default is None else self.take(name, int, default)
         if size <= 0:
             raise ModelError(f"{stored!r} in {self.source} must be positive, not {size}", param=stored)
-        if size > _MOST_SIZE:
-            raise ModelError(f"{stored!r} in {self.source} must be at most {_MOST_SIZE}", param=stored)
+        if size > MAX_SIZE:
+            raise ModelError(f"{stored!r} in {self.source} must be at most {MAX_SIZE}", param=stored)
         return size
 
     def look(self, name: str) -> Any:

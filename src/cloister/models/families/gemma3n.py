@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cloister.backends.spec import AttentionSpec, MlpSpec, StreamsSpec
-from cloister.models.config import ConfigFields
+from cloister.models.config import MAX_SIZE, ConfigFields
 from cloister.models.families.gemma import turn_by_kind
 from cloister.models.family import PLAIN_TENSORS, Bias, Ends, Family, FeedForwards
 from cloister.models.rope import see_by_pattern
@@ -61,7 +61,7 @@ def _feed(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> FeedForwards:
     """`intermediate_size` is one number, or one for each layer; the first ten of more than ten layers are sparse by default."""
     widths = fields.take_any("intermediate_sizes")
     widths = [widths] * num_layers if isinstance(widths, int) else widths
-    if not _is_list(widths, num_layers) or not all(type(width) is int and 0 < width <= 1 << 32 for width in widths):
+    if not _is_list(widths, num_layers) or not all(type(width) is int and 0 < width <= MAX_SIZE for width in widths):
         raise ModelError("intermediate_size must be a size, or one for each layer", param="intermediate_size")
     num_sparse = 10 if num_layers > 10 else 0
     parts = fields.take_any("activation_sparsity_pattern") or [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)

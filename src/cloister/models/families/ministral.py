@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cloister.backends.spec import AttentionSpec, QueryGrowth, RopeSpec
-from cloister.models.config import ConfigFields
+from cloister.models.config import MAX_SIZE, ConfigFields
 from cloister.models.families.mistral import MISTRAL
 from cloister.models.rope import RopeReader, see_typed_windows
 from cloister.types.errors import ModelError
@@ -46,8 +46,8 @@ def _grow(fields: ConfigFields, layers: list[AttentionSpec]) -> list[AttentionSp
     fields.take_any("rope_parameters")
     if beta is None:
         return layers
-    if not isinstance(beta, int | float) or not isinstance(period, int) or period < 1:
-        raise ModelError(f"{_BETA} must be a number, and {_PERIOD} beside it a positive integer", param=_BETA)
+    if not isinstance(beta, int | float) or not isinstance(period, int) or not 0 < period <= MAX_SIZE:
+        raise ModelError(f"{_BETA} must be a number, and {_PERIOD} beside it an integer of 1 to {MAX_SIZE}", param=_BETA)
     growth = QueryGrowth(float(beta), period)
     return [replace(layer, query_growth=growth) for layer in layers]
 
