@@ -111,8 +111,8 @@ ROWS: tuple[Row, ...] = (
             "paging, continuous batching, chunked prefill, TP, SP", "",
             residue="KV blocks until free, activations until overwritten", where=(_DEVICE,),
             attack="reuse of an unwiped block",
-            mitigation="wipe on free, before the block can be given to another request; wipe of the step's buffers when no "
-            "sequence is left",
+            mitigation="wipe on free, before the block can be given to another request; native: wipe of the step's "
+            "buffers when no sequence is left; torch: their memory is used again by later steps",
         ),
         open=_WIPE, team=_WIPE, private=_WIPE, paranoid=_WIPE,
     ),

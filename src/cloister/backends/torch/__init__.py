@@ -15,7 +15,7 @@ from cloister.types.threat import ThreatProfile
 INSTALL_TORCH = "pip install 'cloister[torch]'"
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",
-    residue="KV blocks until free",
+    residue="KV blocks until free; rows of a step and of an image tower until their memory is used again",
     where=("device memory",),
     attack="reuse of an unwiped block",
     mitigations=("wipe on free, before the block can be given to another request",),
