@@ -247,3 +247,21 @@ def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
     assert sum(line["logger"] == "cloister.requests" for line in lines) >= 13
     assert any(line["level"] == "error" for line in lines)
     assert marker not in printed + figures
+
+
+def test_two_replicas_answer_as_one_engine_does_though_one_is_killed(client):
+    wanted = {"model": MODEL, "prompt": [[300 + number] * 30 for number in range(6)], "max_tokens": 120, "temperature": 0}
+    whole = [choice.text for choice in client.completions.create(**wanted).choices]
+    replicated = ServeProcess("--replicas", "2", "--num-threads", "1")
+    try:
+        assert any(line.startswith("2 replicas, router least_load") for line in replicated.lines)
+        with ThreadPoolExecutor() as pool:
+            reply = pool.submit(lambda: httpx.post(f"{replicated.url}/v1/completions", json=wanted, timeout=60).json())
+            replicated.wait_until(lambda: replicated.metric("num_requests_running") >= 4)
+            os.kill(replicated.engine_pid, signal.SIGKILL)
+            assert [choice["text"] for choice in reply.result()["choices"]] == whole
+        assert replicated.metric("replica_routed_total") >= 6
+        replicated.wait_until(lambda: replicated.metric("replica_up") == 2)
+        assert replicated.is_well()
+    finally:
+        replicated.stop()

@@ -75,6 +75,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister import kv, scheduler
     from cloister.backends.base import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT
+    from cloister.cluster.routers import ROUTERS
     from cloister.executor.drafters import DRAFTERS
     from cloister.scheduler.policies import POLICIES
     from cloister.scheduler.speculation import SPECULATION_THREAT
@@ -90,7 +91,7 @@ def list_entries() -> tuple[Entry, ...]:
         "metrics of sealed nodes": WINDOWS_THREAT,
         **declared_threats(),
     }
-    return gather((BACKENDS, POLICIES, DRAFTERS), declared)
+    return gather((BACKENDS, POLICIES, ROUTERS, DRAFTERS), declared)
 
 
 def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:

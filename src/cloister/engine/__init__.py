@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cloister.engine.adapters import AdapterRegister as AdapterRegister
     from cloister.engine.client import EngineClient as EngineClient
     from cloister.engine.client import Health as Health
+    from cloister.engine.client import RequestClient as RequestClient
     from cloister.engine.core import EngineCore as EngineCore
     from cloister.engine.output_processor import OutputProcessor as OutputProcessor
     from cloister.engine.supervision import Supervision as Supervision
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters": ("AdapterRegister",),
-    "client": ("EngineClient", "Health"),
+    "client": ("EngineClient", "Health", "RequestClient"),
     "core": ("EngineCore",),
     "output_processor": ("OutputProcessor",),
     "supervision": ("Supervision",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from cloister.types.errors import (
@@ -133,6 +133,23 @@ class AdapterRegister:
 CALL_TIMEOUT_S: Final = 30.0
 """Timeout for loading or unloading an adapter."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+class AdapterManager(Protocol):
+    """Loaded adapters, and calls to load and unload them."""
+
+    @property
+    def loaded(self) -> Mapping[str, AdapterInfo]:
+        """Name -> adapter, for all adapters that a request may use."""
+        ...
+
+    async def load(self, name: str, path: str) -> AdapterInfo:
+        """Loads an adapter's directory. Raises as `AdapterCalls.load`."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Unloads an adapter. Raises as `AdapterCalls.unload`."""
+        ...
 
 
 class AdapterCalls:

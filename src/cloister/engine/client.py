@@ -6,20 +6,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cloister.engine.adapters import AdapterCalls
-from cloister.engine.in_flight import EventListener, InFlightRequests, RequestObserver, Sink
+from cloister.engine.adapters import AdapterCalls, AdapterManager
+from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
+from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.engine.supervision import Supervision, Watchdog
 from cloister.engine.transports import Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
-from cloister.types.events import Abort, FrontMessage, Outputs, Ready, Shutdown, Submit
+from cloister.types.events import Abort, FrontMessage, Outputs, Ready, Shutdown, Stepped, Submit
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 
@@ -70,42 +72,22 @@ class _Mailbox:
         return self._items.popleft()
 
 
-class EngineClient:
-    """The client of an engine for one event loop.
-
-    Args:
-        transport: the connection to the engine.
-        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` the time
-            without a step after which the engine is unhealthy (after twice that time it is replaced, if possible).
+class RequestClient(ABC):
+    """What a server uses of an engine, or of several that serve one model (`cluster.ReplicaSet`). For one event loop.
 
     Attributes:
         model: the model that it serves.
         memory: itemised budget, (what, bytes).
         startup: startup times, (phase, seconds).
         adapters: loaded adapters, and calls to load and unload them.
-        closed: why no request is accepted at present, or None.
     """
 
     model: ModelInfo
     memory: list[tuple[str, int]]
     startup: list[tuple[str, float]]
+    adapters: AdapterManager
 
-    def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
-        self.closed: str | None = NOT_STARTED
-        self.adapters = AdapterCalls(self._call)
-        self._transport = transport
-        self._config = config
-        self._clock = clock or WallClock()
-        self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
-        self._supervision = transport.supervision or Supervision(restarts=None)
-        self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
-        self._lifecycle: asyncio.Task[None] | None = None
-        self._is_open = False
-        self._is_draining = False
-        self._fault: str | None = None
-        if transport.ready is not None:
-            self._introduce(transport.ready)
-
+    @abstractmethod
     async def start(self) -> None:
         """Starts the engine, or connects to it, and waits until its model is loaded. Binds this client to the current event
         loop.
@@ -113,33 +95,45 @@ class EngineClient:
         Raises:
             CloisterError: the engine cannot start; the message says why.
         """
-        await self._open()
-        self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
+
+    @abstractmethod
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, waits until the running ones have ended or `timeout_s` has passed, then stops the engine."""
 
     @property
-    def pid(self) -> int | None:
-        """The process id of the engine, if it runs in its own process."""
-        return self._transport.pid
+    @abstractmethod
+    def processes(self) -> list[tuple[str, int]]:
+        """Name and process id of each engine that runs in its own process."""
 
+    @abstractmethod
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        """Returns the load of each replica."""
+
+    @abstractmethod
     def subscribe(self, listener: EventListener) -> None:
         """Registers `listener`, which is called on the event loop with every event of this client's requests and of
         every step."""
-        self._requests.subscribe(listener)
 
+    @abstractmethod
     def health(self) -> Health:
         """Good while requests are accepted, and steps advance or no request waits."""
-        if self.closed is not None:
-            return Health(False, self.closed)
-        detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
-        if self._watchdog.is_stalled:
-            return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
-        return Health(True, detail)
 
+    @abstractmethod
     def fault(self) -> str | None:
         """Returns why the engine will not be started again; None while one runs or will be started."""
-        return self._fault
 
-    # Requests
+    @abstractmethod
+    def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
+        """Submits a request to the engine; `sink` is called with its outputs, `observer` with its events. Raises as
+        `generate`."""
+
+    @abstractmethod
+    def abandon(self, request_id: str) -> None:
+        """Aborts a request that has no waiter any more, if it has not ended."""
+
+    @abstractmethod
+    def give_up(self, request_id: str) -> None:
+        """Ends a request whose deadline the engine failed to enforce."""
 
     async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
         """Submits a request at the first `anext` and yields new outputs of its sequences until the last one has ended.
@@ -189,9 +183,110 @@ class EngineClient:
         with self._watch_deadline(request):
             await done
 
+    @contextmanager
+    def _watch_deadline(self, request: Request) -> Iterator[None]:
+        """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
+        patience_s = request.timeout_s + GRACE_S
+        timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.abandon(request.request_id)
+
+
+class EngineClient(RequestClient):
+    """The client of an engine for one event loop.
+
+    Args:
+        transport: the connection to the engine.
+        config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` the time
+            without a step after which the engine is unhealthy (after twice that time it is replaced, if possible).
+
+    Attributes:
+        adapters: as above; of one engine.
+        closed: why no request is accepted at present, or None.
+        rescue: called with each request of an engine that has ended, if it can be resumed; returns whether another client has
+            adopted it. The others wait for this client's next engine. None if there is no other client.
+    """
+
+    adapters: AdapterCalls
+
+    def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
+        self.closed: str | None = NOT_STARTED
+        self.rescue: Callable[[InFlightRequest], bool] | None = None
+        self.adapters = AdapterCalls(self._call)
+        self._transport = transport
+        self._config = config
+        self._clock = clock or WallClock()
+        self._num_routed = 0
+        self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
+        self._supervision = transport.supervision or Supervision(restarts=None)
+        self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
+        self._lifecycle: asyncio.Task[None] | None = None
+        self._is_open = False
+        self._is_draining = False
+        self._fault: str | None = None
+        if transport.ready is not None:
+            self._introduce(transport.ready)
+
+    async def start(self) -> None:
+        await self._open()
+        self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the engine, if it runs in its own process."""
+        return self._transport.pid
+
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        return [] if self.pid is None else [("engine", self.pid)]
+
+    @property
+    def last_step(self) -> Stepped | None:
+        """The last step of its engine."""
+        return self._requests.last_step
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def snapshot(self, index: int = 0) -> ReplicaSnapshot:
+        """Returns the load of its engine, as the replica of this index."""
+        step = self._requests.last_step
+        return ReplicaSnapshot(
+            index=index,
+            is_accepting=self.closed is None and self._requests.has_room(),
+            num_requests=len(self._requests),
+            num_waiting=self._requests.num_waiting,
+            num_pending_tokens=self._requests.num_pending_tokens,
+            num_used_blocks=0 if step is None else step.num_used_blocks,
+            num_total_blocks=0 if step is None else step.num_total_blocks,
+            num_routed=self._num_routed,
+        )
+
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        return [self.snapshot()]
+
+    def subscribe(self, listener: EventListener) -> None:
+        self._requests.subscribe(listener)
+
+    def health(self) -> Health:
+        if self.closed is not None:
+            return Health(False, self.closed)
+        detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
+        if self._watchdog.is_stalled:
+            return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
+        return Health(True, detail)
+
+    def fault(self) -> str | None:
+        return self._fault
+
+    # Requests
+
     def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
-        """Submits a request to the engine; `sink` is called with its outputs, `observer` with its events. Raises as
-        `generate`."""
         try:
             if self.closed is not None:
                 raise EngineError(self.closed)
@@ -204,27 +299,21 @@ class EngineClient:
                 observer.refuse()
             raise
         self._requests.add(request, sink, observer, seed=seed)
+        self._num_routed += 1
 
     def abandon(self, request_id: str) -> None:
-        """Aborts a request that has no waiter any more, if it has not ended."""
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
 
     def give_up(self, request_id: str) -> None:
-        """Ends a request whose deadline the engine failed to enforce."""
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
 
-    @contextmanager
-    def _watch_deadline(self, request: Request) -> Iterator[None]:
-        """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
-        patience_s = request.timeout_s + GRACE_S
-        timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self.abandon(request.request_id)
+    def adopt(self, found: InFlightRequest) -> None:
+        """Takes over a request whose engine was lost, with what it had there."""
+        self._requests.adopt(found)
+        self._num_routed += 1
+        self._send(found.submission(self._clock.now()))
 
     # Messages
 
@@ -247,7 +336,6 @@ class EngineClient:
     # The engine's life
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, waits until the running ones have ended or `timeout_s` has passed, then stops the engine."""
         self.closed, self._is_draining = DRAINING, True
         if self._lifecycle is None:
             return
@@ -309,21 +397,37 @@ class EngineClient:
                 return
 
     async def _close_engine(self) -> None:
-        """Ends the requests of an engine that has ended, or keeps them for the next one."""
-        self._is_open = False
-        can_replace = self._supervision.restarts is not None
-        self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
+        """Cleans up after an engine that has ended."""
+        self._stop_accepting()
         how = await self._transport.close()
+        num_kept, num_rescued, num_ended = self._let_go()
+        if how is not None and not self._is_draining:
+            fates = f"{num_rescued} requests continue in another one, {num_kept} wait for the next, {num_ended} end"
+            _logger.error("the engine is gone: %s; %s", how, fates)
+
+    def _stop_accepting(self) -> None:
+        can_replace = self._supervision.restarts is not None
+        self._is_open = False
+        self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
+
+    def _let_go(self) -> tuple[int, int, int]:
+        """Keeps the requests of an engine that has ended for the next one, has other clients adopt them, or ends them. Returns
+        how many of each."""
         reply = DRAINING if self._is_draining else self._transport.lost
-        num_requests, num_kept = len(self._requests), 0
-        if can_replace and not self._is_draining:
+        num_requests, num_kept, num_rescued = len(self._requests), 0, 0
+        if self._supervision.restarts is not None and not self._is_draining:
             num_kept = self._requests.keep_resumable(reply)
+            if self.rescue is not None:
+                num_rescued = num_kept - self._requests.release(self.rescue)
         else:
             self._requests.end_all(reply)
-        if how is not None and not self._is_draining:
-            num_failed = num_requests - num_kept
-            _logger.error("the engine is gone: %s; %d requests wait for the next one, %d fail", how, num_kept, num_failed)
         self.adapters.fail_all(reply)
+        return num_kept - num_rescued, num_rescued, num_requests - num_kept
+
+    def _hand_over(self) -> None:
+        """Hands the requests that were kept to a new engine."""
+        for message in self._requests.submissions():
+            self._send(message)
 
     async def _replace(self) -> None:
         """Restarts the engine, or gives up permanently."""
@@ -339,5 +443,4 @@ class EngineClient:
             except CloisterError as error:
                 _logger.error("the engine did not start again: %s", error.message)
                 continue
-            for message in self._requests.submissions():
-                self._send(message)
+            self._hand_over()

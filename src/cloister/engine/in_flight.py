@@ -185,6 +185,9 @@ class InFlightRequests:
     Args:
         max_waiting: requests that may wait for a slot.
         max_num_seqs: sequences that run at once; an idle engine accepts this many requests without queueing.
+
+    Attributes:
+        last_step: the engine's last step; None before the first one of an engine.
     """
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
@@ -195,7 +198,7 @@ class InFlightRequests:
         self._of_others: set[str] = set()
         self._listeners: list[EventListener] = []
         self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
-        self._left_waiting = 0
+        self.last_step: Stepped | None = None
 
     def __len__(self) -> int:
         """Requests that have not ended, including those without a waiter."""
@@ -207,6 +210,11 @@ class InFlightRequests:
         return sum(1 for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
 
     @property
+    def num_pending_tokens(self) -> int:
+        """Prompt tokens of requests without a first token."""
+        return sum(len(r.request.token_ids) for r in self._by_id.values() if r.stats.first_token_s is None)
+
+    @property
     def is_waited_for(self) -> bool:
         """Whether any requests are open, including those of workers with their own channels."""
         return bool(self._by_id or self._of_others)
@@ -216,7 +224,7 @@ class InFlightRequests:
         # Requests without a reply yet do not count as waiting while the engine has free slots. If requests still waited after
         # the last step, there are none (or no memory for them).
         num_running = sum(len(r.open) for r in self._by_id.values() if r.stats.scheduled_s is not None)
-        num_slots = 0 if self._left_waiting else max(0, self._max_num_seqs - num_running)
+        num_slots = 0 if self.last_step is not None and self.last_step.num_waiting else max(0, self._max_num_seqs - num_running)
         return self.num_waiting < self._max_waiting + num_slots
 
     def subscribe(self, listener: EventListener) -> None:
@@ -276,7 +284,7 @@ class InFlightRequests:
 
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
-        self._left_waiting = 0
+        self.last_step = None
         self._of_others.clear()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
@@ -284,7 +292,7 @@ class InFlightRequests:
     def keep_resumable(self, error: str) -> int:
         """Ends the requests of an engine that has ended, with `error` as the reply, but for those that another engine can
         resume: something waits for their output, and not too many engines were lost with them. Returns how many it keeps."""
-        self._left_waiting = 0
+        self.last_step = None
         self._of_others.clear()
         now = self._clock.now()
         for request_id, found in list(self._by_id.items()):
@@ -294,6 +302,15 @@ class InFlightRequests:
                 found.num_resumes += 1
                 self._happen(found, Lost(request_id, now))
         return len(self._by_id)
+
+    def release(self, adopts: Callable[[InFlightRequest], bool]) -> int:
+        """Passes every request to `adopts`, and forgets those that it takes over. Returns how many remain."""
+        self._by_id = {request_id: found for request_id, found in self._by_id.items() if not adopts(found)}
+        return len(self._by_id)
+
+    def adopt(self, found: InFlightRequest) -> None:
+        """Adds a request that another client's engine had."""
+        self._by_id[found.request.request_id] = found
 
     def submissions(self) -> list[Submit]:
         """Returns the messages that hand all requests in flight to another engine, in the order of their arrival."""
@@ -312,7 +329,7 @@ class InFlightRequests:
 
     def _is_news(self, event: Event) -> bool:
         if isinstance(event, Stepped):
-            self._left_waiting = event.num_waiting
+            self.last_step = event
             return True
         found = self._by_id.get(event.request_id)
         if found is None:

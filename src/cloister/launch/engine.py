@@ -95,7 +95,9 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         groups = _without_windows(groups)  # drafters keep KV of every position, with the block ids of the first group
     budget = budget_memory(
         drafters.add_blocks(need),
-        available_bytes=machine.available_bytes if need.available_bytes is None else need.available_bytes,
+        available_bytes=int(
+            config.memory_share * (machine.available_bytes if need.available_bytes is None else need.available_bytes)
+        ),
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from cloister.trust import hardening
 from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
-    from cloister.engine import EngineClient
+    from cloister.cluster import ReplicaSet
+    from cloister.engine import EngineClient, RequestClient
     from cloister.engine.transports import ProcessHandle
+    from cloister.types.request import ModelInfo
 
 
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
@@ -20,8 +24,16 @@ SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 
 def make_engine(
     config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
+) -> RequestClient:
+    """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines."""
+    if front.replicas > 1:
+        return _make_replicas(config, front)
+    return _make_client(config, front, keep_listener)
+
+
+def _make_client(
+    config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
 ) -> EngineClient:
-    """Returns an engine in a separate process, which is sealed if the front is."""
     from cloister.engine import EngineClient, ProcessTransport
 
     is_sealed = hardening.sealed() is not None
@@ -32,6 +44,22 @@ def make_engine(
         keep_listener=keep_listener,
     )
     return EngineClient(transport, config)
+
+
+def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
+    """Returns a client of several engines, which plan with equal shares of the memory."""
+    from cloister.cluster import ROUTERS, ReplicaSet
+    from cloister.cluster.routers import Router, RouterContext
+    from cloister.kv import PrefixKeys
+
+    assert front.router is not None  # settings are resolved
+    make = ROUTERS.get(front.router)
+
+    def make_router(model: ModelInfo) -> Router:
+        return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
+
+    each = replace(config, memory_share=config.memory_share / front.replicas)
+    return ReplicaSet([_make_client(each, front) for _ in range(front.replicas)], make_router)
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

@@ -12,6 +12,7 @@ from cloister.backends import BACKENDS
 from cloister.engine.machine import Machine, read_machine
 from cloister.launch.backend import NO_QUANT, choose_backend, chosen_backend
 from cloister.policy import Entry, Policy, apply_profile, apply_profile_to_front, is_loopback, read_credentials
+from cloister.policy.policy import Use
 from cloister.policy.settings import SESSION_SHARES
 from cloister.quant import FORMATS
 from cloister.scheduler import POLICIES
@@ -31,6 +32,8 @@ from cloister.types.text_files import read_text_file
 
 OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine without a server: prompts are computed as fast as possible."""
+DRAWN: Final = "capacity_random"
+"""The router that nobody can steer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ def resolve_settings(
         layers.append(("flag", flags))
     if not tables:
         return _resolve_layers(layers, listens)
+    if listens and any(given.get("replicas", 1) != 1 for _, given in layers):
+        raise ConfigError("replicas are of one model; leave the setting out, or [models.NAME]", param="replicas")
     if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
         raise ConfigError(
             "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
@@ -109,8 +114,9 @@ def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapp
 def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
     """Resolves the settings of one engine and its front from layers of settings."""
     server = resolve(ServerConfig, layers)
-    engine = _resolve_machine(resolve(EngineConfig, layers), read_machine())
+    engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config.replicas)
     _check_quant(engine.config.quant)
+    _check_replicas(server.config)
     if listens and server.config.sealed:
         engine = _resolve_sealed(engine)
     policy, engine = apply_profile(
@@ -126,7 +132,37 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
             *_drafter_entries(engine.config),
         ),
     )
-    return Settings(engine, apply_profile_to_front(policy, server), policy)
+    return Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
+
+
+def _check_replicas(server: ServerConfig) -> None:
+    """Refuses settings of replicas that cannot be combined, or have no effect."""
+    if server.router is not None and server.replicas == 1:
+        raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
+    if server.replicas > 1 and server.sealed:
+        raise ConfigError("a sealed node has one engine; leave replicas out, and start more nodes", param="replicas")
+
+
+def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    """Chooses the router of several replicas, and refuses one that the profile denies.
+
+    Raises:
+        ConfigError: there is no such router.
+        PolicyError: the profile denies it.
+    """
+    if server.config.replicas == 1:
+        return server
+    from cloister.cluster import ROUTERS  # not before the engine, if there is only one
+
+    if server.config.router is None:
+        may_steer = policy.allows("load-routing")
+        name, why = ("least_load", "default") if may_steer else (DRAWN, "the profile allows no router that can be steered")
+        server = server.explain(router=(name, why))
+    name = str(server.config.router)
+    entry = Entry.of(ROUTERS, name)
+    policy.check_entry(entry.kind, entry.name, entry.threat)
+    policy.check({"load-routing": Use(name != DRAWN, f"setting `router` {name}")})
+    return server
 
 
 def _check_quant(name: str) -> None:
@@ -160,11 +196,13 @@ def _count_tenants(server: ServerConfig) -> int:
     return num_tenants + SESSION_SHARES if server.oidc is not None else num_tenants
 
 
-def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine) -> Resolved[EngineConfig]:
+def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, num_replicas: int) -> Resolved[EngineConfig]:
     """Sets the defaults that depend on the machine."""
     chosen: dict[str, tuple[object, str]] = {}
     if engine.config.num_threads is None:
-        chosen["num_threads"] = (machine.num_cpus, f"CPUs that this process may use ({machine.num_cpus})")
+        why = f"CPUs that this process may use ({machine.num_cpus})"
+        why += f", divided among {num_replicas} replicas" if num_replicas > 1 else ""
+        chosen["num_threads"] = (max(1, machine.num_cpus // num_replicas), why)
     if engine.config.device is None:
         has_gpu = Path("/dev/nvidiactl").exists()
         chosen["device"] = ("cuda", "there is an NVIDIA device") if has_gpu else ("cpu", "there is no NVIDIA device")

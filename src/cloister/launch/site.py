@@ -19,7 +19,7 @@ from cloister.types.config import AUTO_DRAFTER, EngineConfig
 from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:
-    from cloister.engine import EngineClient
+    from cloister.engine import RequestClient
     from cloister.policy.oidc import People
     from cloister.server.calls import HttpCalls
     from cloister.server.files.service import FileService
@@ -37,7 +37,9 @@ def describe_start(
     notice: str | None,
 ) -> Iterator[str]:
     """Yields the startup messages for an operator: model, drafters, profile, memory and startup times."""
-    config = settings.engine.config
+    config, front = settings.engine.config, settings.server.config
+    if front.replicas > 1:
+        yield f"{front.replicas} replicas, router {front.router}; each:"
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {config.num_threads} threads"
     yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
     yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"
@@ -177,7 +179,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
     front = settings.server.config
     entries = {name: list_entry(name, engine.config.model) for name, engine in settings.models.items()}
     tracer = open_tracer(front, "several")
-    engine: EngineClient | None = None
+    engine: RequestClient | None = None
 
     async def open_app(name: str) -> LoadedApp:
         one = replace(settings, engine=settings.models[name])
@@ -210,7 +212,7 @@ async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str]
 
 async def _open_app(
     settings: Settings,
-    engine: EngineClient,
+    engine: RequestClient,
     gate: Gate,
     calls: HttpCalls,
     name: str,

@@ -87,6 +87,7 @@ def _feature(
 
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
+_STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
 _FROM_CREDENTIAL = refuse("the class comes from the credential only")
 _DRAFTS_DIE = "a drafter's state of a request is overwritten when the request ends"
 _LENGTHS_SHOW = refuse(
@@ -242,6 +243,21 @@ _FEATURES: Final = (
         private=_ORDER_TELLS,
         paranoid=_ORDER_TELLS,
         instead="choose another setting `scheduler`",
+    ),
+    _feature(
+        "load-routing",
+        row="router",
+        setting="router",
+        title="Routing by load or prefix",
+        does="sends a request to the replica that has the least to do, or that has its prompt cached",
+        endangers="others' requests, or one's own text, decide where a request runs, so it can be steered",
+        part="load",
+        open=allow(ONE_USER),
+        team=mitigate("replicas run on one machine, and prefix keys are seeded by the scope"),
+        private=_STEERED,
+        paranoid=_STEERED,
+        on_by_default=(Profile.OPEN, Profile.TEAM),
+        instead="set `router` to capacity_random, or leave it out",
     ),
     _feature(
         "client-priority",

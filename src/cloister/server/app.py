@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
-from cloister.engine.client import EngineClient
+from cloister.engine.client import RequestClient
 from cloister.policy import CountRelease, Gate, is_loopback
 from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
@@ -87,7 +87,7 @@ PLAIN_PATHS: Final = frozenset(
 
 
 def create_app(
-    engine: EngineClient,
+    engine: RequestClient,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     gate: Gate,
@@ -134,7 +134,7 @@ def create_app(
     return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
 
 
-def make_exposition(engine: EngineClient, gate: Gate, names: Sequence[str]) -> Exposition:
+def make_exposition(engine: RequestClient, gate: Gate, names: Sequence[str]) -> Exposition:
     """Returns the metrics of one engine that the profile permits."""
     if gate.policy.counts_only:
         return ReleasedCounts(CountRelease())
@@ -143,7 +143,7 @@ def make_exposition(engine: EngineClient, gate: Gate, names: Sequence[str]) -> E
 
 
 def create_routes(
-    engine: EngineClient,
+    engine: RequestClient,
     tokenizer: Tokenizer,
     template: ChatTemplate,
     gate: Gate,

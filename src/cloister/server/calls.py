@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from starlette.types import Scope
 
-from cloister.engine.client import EngineClient
+from cloister.engine.client import RequestClient
 from cloister.engine.in_flight import EngineStats
 from cloister.policy.quotas import Account, Charge
 from cloister.server.metrics.tenants import TenantFigures
@@ -121,8 +121,8 @@ class HttpCalls:
             call.charge.leave(refund=call.status == 429 or call.status >= 500)
         self._end_if_over(call)
 
-    def generate(self, engine: EngineClient, call: HttpCall, request: Request) -> AsyncGenerator[SequenceOutput, None]:
-        """Like `EngineClient.generate`, charged to a call. Iterate it immediately, because the charge is made here.
+    def generate(self, engine: RequestClient, call: HttpCall, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+        """Like `RequestClient.generate`, charged to a call. Iterate it immediately, because the charge is made here.
 
         Raises:
             RateLimitError: the call exceeds the limits of its key.

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.engine.client import EngineClient
+from cloister.engine.client import RequestClient
 from cloister.server.answers import Model, ModelList
 from cloister.server.errors import OverloadedError
 from cloister.server.metrics import Exposition
@@ -206,7 +206,7 @@ class LoadedApp:
     """A loaded model (protocol `model_switcher.ResidentModel`): its routes, its engine, and its figures."""
 
     app: ASGIApp
-    engine: EngineClient
+    engine: RequestClient
     exposition: Exposition
 
     async def drain(self, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.engine.client import EngineClient
+from cloister.engine.client import RequestClient
 from cloister.policy.gate import Admission
 from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import OverloadedError
@@ -48,7 +48,7 @@ class ServerState:
         call: the current HTTP request; None if it is not tracked.
     """
 
-    engine: EngineClient
+    engine: RequestClient
     reader: PromptReader
     metrics: Exposition
     calls: HttpCalls
@@ -59,7 +59,7 @@ class ServerState:
     call: HttpCall | None = None
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[SequenceOutput, None]:
-        """Like `EngineClient.generate`, charged to the call."""
+        """Like `RequestClient.generate`, charged to the call."""
         if self.call is None:
             return self.engine.generate(request)
         return self.calls.generate(self.engine, self.call, request)

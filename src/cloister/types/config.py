@@ -86,6 +86,9 @@ class EngineConfig:
     )
     block_size: int = setting(16, "Positions in one KV block.", low=1, high=256)
     kv_memory_mb: float | None = setting(None, "Memory for KV blocks, in MiB.", low=0)
+    memory_share: float = setting(
+        1.0, "Share of the available memory that the engine plans with; less if other programs need some.", low=0.001, high=1
+    )
     max_num_seqs: int = setting(64, "Sequences that run at once.", low=1)
     max_batched_tokens: int | None = setting(None, "Tokens in one step; unset, 1024 on a CPU and 2048 on a GPU.", low=1)
     target_step_ms: float | None = setting(
@@ -161,6 +164,15 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
+    replicas: int = setting(
+        1, "Engines that serve the model, each with its own KV cache; they share the threads and the memory.", low=1, high=256
+    )
+    router: str | None = setting(
+        None,
+        "How requests are divided among replicas: least_load, prefix_aware (where the prompt is cached), round_robin or"
+        " capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if the profile"
+        " allows no other.",
+    )
     served_model_name: str | None = setting(None, "Model names for clients, comma-separated; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are required.")
     oidc: str | None = setting(

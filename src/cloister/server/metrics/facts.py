@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 import cloister
-from cloister.engine.client import EngineClient
+from cloister.engine.client import RequestClient
 from cloister.engine.machine import cpu_seconds, process_age_s, resident_bytes
 from cloister.policy.counts import ALLOWED_COUNTS, CountRelease
 from cloister.types.events import Ended, Event, Preempted, Stepped
@@ -22,7 +22,7 @@ class EngineGauges:
         model_name: the model's name for clients.
     """
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
+    def __init__(self, engine: RequestClient, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
 
@@ -31,6 +31,7 @@ class EngineGauges:
         yield GaugeMetricFamily(
             "cloister_engine_healthy", "1 while steps advance or nothing waits.", value=float(self._engine.health().good)
         )
+        yield from self._replicas()
         yield self._model()
         yield _gauges("memory_budget_bytes", "Memory budget, by what it is for.", "part", self._engine.memory)
         yield _gauges("process_memory_bytes", "Memory that a process has in RAM.", "process", self._memory())
@@ -38,9 +39,27 @@ class EngineGauges:
         yield GaugeMetricFamily("cloister_uptime_seconds", "Time since the server process was started.", value=process_age_s())
         yield _gauges("startup_seconds", "Time that the start took, by phase.", "phase", self._engine.startup)
 
+    def _replicas(self) -> Iterator[Metric]:
+        """Yields the load of each replica, where there are several."""
+        replicas = self._engine.snapshots()
+        if len(replicas) < 2:
+            return
+        up = GaugeMetricFamily("cloister_replica_up", "1 while a replica accepts requests.", labels=("replica",))
+        requests = GaugeMetricFamily("cloister_replica_requests", "Requests that a replica has.", labels=("replica",))
+        waiting = GaugeMetricFamily("cloister_replica_waiting", "Those without a slot.", labels=("replica",))
+        usage = GaugeMetricFamily("cloister_replica_kv_cache_usage_perc", "Used part of its KV blocks.", labels=("replica",))
+        routed = CounterMetricFamily("cloister_replica_routed", "Requests that a replica was given.", labels=("replica",))
+        for replica in replicas:
+            label = (str(replica.index),)
+            up.add_metric(label, float(replica.is_accepting))
+            requests.add_metric(label, replica.num_requests)
+            waiting.add_metric(label, replica.num_waiting)
+            usage.add_metric(label, replica.num_used_blocks / max(1, replica.num_total_blocks))
+            routed.add_metric(label, replica.num_routed)
+        yield from (up, requests, waiting, usage, routed)
+
     def _processes(self) -> list[tuple[str, int | None]]:
-        pid = self._engine.pid  # an engine in a thread has no own process
-        return [("front", None), *([("engine", pid)] if pid is not None else [])]
+        return [("front", None), *self._engine.processes]  # an engine in a thread has no own process
 
     def _memory(self) -> list[tuple[str, float]]:
         return [(name, resident_bytes(pid)) for name, pid in self._processes()]

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.engine.adapters import AdapterCalls
+from cloister.engine.adapters import AdapterManager
 from cloister.server.answers import Model, ModelList
 from cloister.server.errors import invalid
 from cloister.server.parse import parse_body
@@ -94,7 +94,7 @@ async def unload_adapter(request: Request) -> Response:
     return json_response(Unloaded(body.lora_name))
 
 
-def _check_operator(request: Request, state: ServerState) -> AdapterCalls:
+def _check_operator(request: Request, state: ServerState) -> AdapterManager:
     """Returns the adapters of the engine, if the requester may change them.
 
     Raises:

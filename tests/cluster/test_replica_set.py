@@ -1,0 +1,268 @@
+"""Several engines behind one client: every request ends once, with the tokens of one engine alone, whichever are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cloister.cluster import ROUTERS, ReplicaSet
+from cloister.cluster.routers import Router, RouterContext
+from cloister.engine import EngineClient, ProcessTransport, Supervision
+from cloister.kv import PrefixKeys
+from cloister.types.clock import VirtualClock
+from cloister.types.errors import EngineError, MemoryBudgetError, QueueFullError
+from cloister.types.events import Arrived, Ended, Event, FrontMessage, Stepped
+from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from tests.engine.fake_transport import FakeTransport, opened_client
+from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, Replica, make_config, make_replica, make_request, write_tokenizer
+from tests.history_program import greedy_continuation
+
+NUM_REPLICAS = 3
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def make_router(name: str, model: ModelInfo) -> Router:
+    return ROUTERS.get(name)(RouterContext(PrefixKeys(model.fingerprint, BLOCK_SIZE), random.Random(0)))
+
+
+class Engines:
+    """Clients of engines in this process, which take steps, are lost and come back when they are told to."""
+
+    def __init__(self, path: Path, router: str) -> None:
+        self.path = path
+        self.clock = VirtualClock(10.0)
+        self.replicas: list[Replica] = [self.new_engine() for _ in range(NUM_REPLICAS)]
+        self.clients = [self.connect(index) for index in range(NUM_REPLICAS)]
+        self.client = ReplicaSet(self.clients, partial(make_router, router))
+        self.client._router = make_router(router, self.clients[0].model)
+
+    def new_engine(self) -> Replica:
+        return make_replica(self.path, clock=self.clock, max_num_seqs=4, num_blocks=10)
+
+    def connect(self, index: int) -> EngineClient:
+        transport = FakeTransport()
+        transport.supervision = Supervision()
+        client = opened_client(transport, self.clock, max_waiting=3, max_num_seqs=4)
+        transport.send = partial(self.pass_on, index)  # type: ignore[method-assign]
+        return client
+
+    def pass_on(self, index: int, message: FrontMessage) -> None:
+        self.replicas[index].core.input_queue.put(message)
+
+    def step(self, index: int) -> None:
+        if self.clients[index].closed is None and (brought := self.replicas[index].core.step()) is not None:
+            self.clients[index].receive(brought)
+
+    def lose(self, index: int) -> None:
+        if self.clients[index].closed is None:
+            self.clients[index]._stop_accepting()
+            self.clients[index]._let_go()
+
+    def restart(self, index: int) -> None:
+        if self.clients[index].closed is not None:
+            self.replicas[index] = self.new_engine()
+            asyncio.run(self.clients[index]._open())
+            self.clients[index]._hand_over()
+
+
+class Accounting(RuleBasedStateMachine):
+    """Requests, and engines that are lost and restarted in any order."""
+
+    path: Path
+    router: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines = Engines(self.path, self.router)
+        self.client = self.engines.client
+        self.events: list[Event] = []
+        self.client.subscribe(self.events.append)
+        self.requests: dict[str, Request] = {}
+        self.said: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self.ends: defaultdict[str, list[tuple[int, FinishReason]]] = defaultdict(list)
+        self.left: set[str] = set()
+
+    def take(self, output: SequenceOutput) -> None:
+        self.said[output.request_id, output.index] += output.token_ids
+        if output.finish_reason is not None:
+            self.ends[output.request_id].append((output.index, output.finish_reason))
+
+    @rule(size=st.integers(0, 60), n=st.integers(1, 3), max_tokens=st.integers(1, 20), timeout_s=st.integers(1, 30))
+    def submit(self, size: int, n: int, max_tokens: int, timeout_s: int) -> None:
+        request = make_request([size % 5] * (size + 1), n=n, max_tokens=max_tokens, timeout_s=float(timeout_s))
+        try:
+            self.client.submit(request, self.take)
+        except QueueFullError:
+            assert not any(snapshot.is_accepting for snapshot in self.client.snapshots())
+        except EngineError:
+            assert all(client.closed is not None for client in self.engines.clients)
+        else:
+            self.requests[request.request_id] = request
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.requests)))
+        self.left.add(request_id)
+        self.client.abandon(request_id)
+
+    @rule(index=st.integers(0, NUM_REPLICAS - 1), num_steps=st.integers(1, 6))
+    def step(self, index: int, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.engines.clock.advance(0.05)
+            self.engines.step(index)
+
+    @rule(index=st.integers(0, NUM_REPLICAS - 1))
+    def lose(self, index: int) -> None:
+        self.engines.lose(index)
+
+    @rule(index=st.integers(0, NUM_REPLICAS - 1))
+    def restart(self, index: int) -> None:
+        self.engines.restart(index)
+
+    @invariant()
+    def no_block_is_lost(self) -> None:
+        for replica in self.engines.replicas:
+            replica.scheduler.pool.check()
+
+    @invariant()
+    def each_open_request_is_in_one_place(self) -> None:
+        held = [request_id for client in self.engines.clients for request_id in client._requests._by_id]
+        assert len(held) == len(set(held))
+        assert set(held) == set(self.client._places)
+
+    def teardown(self) -> None:
+        """Lets everything end, then counts."""
+        for index in range(NUM_REPLICAS):
+            self.engines.restart(index)
+        for _ in range(400):
+            self.engines.clock.advance(0.05)
+            for index in range(NUM_REPLICAS):
+                self.engines.step(index)
+        assert not self.client._places
+        for replica in self.engines.replicas:
+            assert replica.scheduler.pool.num_used == 0
+        for request_id, request in self.requests.items():
+            ended = [e for e in self.events if isinstance(e, Ended) and e.request_id == request_id]
+            assert sorted(e.index for e in ended) == list(range(request.sampling.n))
+            assert [e.last for e in ended].count(True) == 1
+            assert sum(isinstance(e, Arrived) and e.request_id == request_id for e in self.events) == 1
+            if request_id not in self.left:
+                assert sorted(index for index, _ in self.ends[request_id]) == list(range(request.sampling.n))
+            for index, reason in self.ends[request_id]:
+                whole = greedy_continuation(request.token_ids, request.sampling.max_tokens or 0, VOCAB_SIZE)
+                said = self.said[request_id, index]
+                assert said == (whole if reason is FinishReason.LENGTH else whole[: len(said)])
+
+
+@pytest.mark.parametrize("router", ROUTERS.names())
+def test_every_request_ends_once_with_the_tokens_of_one_engine_alone(model_path: Path, router: str) -> None:
+    class Machine(Accounting):
+        path = model_path
+
+    Machine.router = router
+    case = Machine.TestCase
+    case.settings = settings(max_examples=12, stateful_step_count=50, deadline=None)
+    case().runTest()
+
+
+def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None:
+    engines, outputs = Engines(model_path, "least_load"), []
+    requests = [make_request(f"number {number}", max_tokens=12) for number in range(6)]
+    for request in requests:
+        engines.client.submit(request, outputs.append)
+    assert [snapshot.num_requests for snapshot in engines.client.snapshots()] == [2, 2, 2]
+    for _ in range(4):
+        for index in range(NUM_REPLICAS):
+            engines.step(index)
+    engines.lose(0)
+    assert [snapshot.num_requests for snapshot in engines.client.snapshots()] == [0, 3, 3]
+    assert [snapshot.is_accepting for snapshot in engines.client.snapshots()] == [False, True, True]
+    health = engines.client.health()
+    assert health.good
+    assert health.detail.startswith("2 of 3 replicas are well, 6 requests in flight; replica 0: the engine is being restarted")
+    for _ in range(20):
+        for index in (1, 2):
+            engines.step(index)
+    for request in requests:
+        said = [token_id for output in outputs if output.request_id == request.request_id for token_id in output.token_ids]
+        assert said == greedy_continuation(request.token_ids, 12, VOCAB_SIZE)
+
+
+def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:
+    engines, events = Engines(model_path, "round_robin"), []
+    engines.client.subscribe(events.append)
+    for number in range(6):
+        engines.client.submit(make_request([number] * 10, max_tokens=5), lambda output: None)
+    for index in range(NUM_REPLICAS):
+        engines.step(index)
+    last = [event for event in events if isinstance(event, Stepped)][-1]
+    assert last.num_running == 6
+    assert last.num_total_blocks == NUM_REPLICAS * 10
+
+
+def run(main: object) -> None:
+    asyncio.run(asyncio.wait_for(main, 30.0))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def serving(path: Path, entry: str = "build_slow") -> AsyncIterator[ReplicaSet]:
+    clients = [EngineClient(ProcessTransport(f"tests.engine.replica:{entry}"), make_config(path)) for _ in range(2)]
+    replicas = ReplicaSet(clients, partial(make_router, "least_load"))
+    await replicas.start()
+    try:
+        yield replicas
+    finally:
+        await replicas.drain(0.0)
+        assert replicas.processes == []
+
+
+async def answer(replicas: ReplicaSet, request: Request) -> list[SequenceOutput]:
+    return [output async for output in replicas.generate(request)]
+
+
+def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path) as replicas:
+            assert [name for name, _ in replicas.processes] == ["engine 0", "engine 1"]
+            assert dict(replicas.memory)["KV cache"] == 2 * dict(replicas._replicas[0].memory)["KV cache"]
+            requests = [make_request(f"request {number}", max_tokens=20) for number in range(8)]
+            answers = [asyncio.create_task(answer(replicas, request)) for request in requests]
+            await asyncio.sleep(0.3)
+            os.kill(replicas.processes[1][1], signal.SIGKILL)
+            for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
+                assert [token_id for o in outputs for token_id in o.token_ids] == greedy_continuation(
+                    request.token_ids, 20, VOCAB_SIZE
+                )
+            assert [snapshot.num_routed for snapshot in replicas.snapshots()] == [8, 4]
+
+    run(main())
+
+
+def test_a_replica_that_cannot_start_ends_the_others_and_says_why(model_path: Path) -> None:
+    async def main() -> None:
+        clients = [
+            EngineClient(ProcessTransport(f"tests.engine.replica:{entry}"), make_config(model_path))
+            for entry in ("build", "build_refusing")
+        ]
+        with pytest.raises(MemoryBudgetError, match="--max-model-len 7"):
+            await ReplicaSet(clients, partial(make_router, "least_load")).start()
+        assert [client.pid for client in clients] == [None, None]
+
+    run(main())

@@ -1,0 +1,146 @@
+"""Routers choose among replicas that accept requests; the failures that the field knows are cases here."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloister.cluster import ROUTERS, ReplicaSnapshot
+from cloister.cluster.routers import Router, RouterContext
+from cloister.kv import PrefixKeys
+from cloister.types.errors import ConfigError
+from cloister.types.request import Request, SamplingParams
+from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
+
+BLOCK_SIZE = 16
+
+
+def make(name: str, seed: int = 0) -> Router:
+    return ROUTERS.get(name)(RouterContext(PrefixKeys("fp", BLOCK_SIZE), random.Random(seed)))
+
+
+def ask(token_ids: Sequence[int], scope: Scope = LOCAL_SCOPE) -> Request:
+    return Request(request_id="r", token_ids=list(token_ids), sampling=SamplingParams(), scope=scope)
+
+
+def idle(num_replicas: int) -> list[ReplicaSnapshot]:
+    return [ReplicaSnapshot(index) for index in range(num_replicas)]
+
+
+def busy(*num_requests: int) -> list[ReplicaSnapshot]:
+    return [ReplicaSnapshot(index, num_requests=number) for index, number in enumerate(num_requests)]
+
+
+@given(
+    name=st.sampled_from(ROUTERS.names()),
+    places=st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=20),
+    prompts=st.lists(st.integers(0, 3), min_size=20, max_size=20),
+)
+def test_a_router_picks_one_that_accepts(name: str, places: list[set[int]], prompts: list[int]) -> None:
+    router = make(name)
+    for number, accepting in enumerate(places):
+        replicas = [ReplicaSnapshot(index, num_requests=index) for index in sorted(accepting)]
+        assert router.pick(ask([prompts[number]] * 40), replicas) in accepting
+
+
+def test_replicas_take_turns() -> None:
+    router = make("round_robin")
+    assert [router.pick(ask([1]), idle(3)) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_turns_skip_a_replica_that_is_away() -> None:
+    router = make("round_robin")
+    replicas = idle(3)
+    assert [router.pick(ask([1]), [replicas[0], replicas[2]]) for _ in range(4)] == [0, 2, 0, 2]
+
+
+def test_the_shortest_queue_is_joined() -> None:
+    assert make("least_load").pick(ask([1]), busy(3, 1, 2)) == 1
+
+
+def test_of_equal_queues_the_one_with_fewer_prompt_tokens_is_joined() -> None:
+    replicas = [
+        ReplicaSnapshot(0, num_requests=2, num_pending_tokens=900),
+        ReplicaSnapshot(1, num_requests=2, num_pending_tokens=9),
+    ]
+    assert make("least_load").pick(ask([1]), replicas) == 1
+
+
+def test_a_replica_of_twice_the_capacity_counts_for_two() -> None:
+    replicas = [ReplicaSnapshot(0, num_requests=3, capacity=1.0), ReplicaSnapshot(1, num_requests=5, capacity=2.0)]
+    assert make("least_load").pick(ask([1]), replicas) == 1
+
+
+def test_a_draw_follows_capacity_alone() -> None:
+    router = make("capacity_random", seed=1)
+    replicas = [ReplicaSnapshot(0, num_requests=500, capacity=3.0), ReplicaSnapshot(1, capacity=1.0)]
+    counts = Counter(router.pick(ask([number % 7] * 50), replicas) for number in range(8000))
+    assert counts[0] / 8000 == pytest.approx(0.75, abs=0.02)
+
+
+def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
+    router = make("prefix_aware")
+    documents = [[number] * 100 for number in range(3)]
+    homes = [
+        router.pick(ask(document), busy(*[int(i != number) for i in range(3)])) for number, document in enumerate(documents)
+    ]
+    assert homes == [0, 1, 2]
+    assert [router.pick(ask([*document, 7, 8, 9]), idle(3)) for document in documents] == homes
+
+
+def test_two_scopes_never_share_a_place() -> None:
+    router = make("prefix_aware")
+    one, other = (Scope(ScopeKind.TENANT, salt) for salt in (b"a", b"b"))
+    assert router.pick(ask([1] * 100, one), busy(1, 0)) == 1
+    assert router.pick(ask([1] * 100, other), idle(2)) == 0  # to it, nothing is cached anywhere
+    assert router.pick(ask([1] * 100, one), idle(2)) == 1
+
+
+def test_a_scope_of_one_request_leaves_no_trace_in_the_router() -> None:
+    router = make("prefix_aware")
+    scope = Scope(ScopeKind.REQUEST, b"x")
+    assert router.pick(ask([1] * 100, scope), busy(1, 0)) == 1
+    assert router.pick(ask([1] * 100, scope), idle(2)) == 0
+
+
+def test_a_system_prompt_that_everybody_shares_does_not_heat_one_replica() -> None:
+    router = make("prefix_aware")
+    num_requests = [0, 0, 0, 0]
+    for number in range(400):
+        num_requests[router.pick(ask([5] * 320 + [number] * 8), busy(*num_requests))] += 1
+    assert max(num_requests) <= 2 * min(num_requests) + 5
+
+
+def test_a_short_shared_beginning_does_not_decide() -> None:
+    router = make("prefix_aware")
+    assert router.pick(ask([5] * 32 + [1] * 200), busy(0, 1)) == 0
+    replicas = [ReplicaSnapshot(0, num_pending_tokens=500, num_requests=1), ReplicaSnapshot(1)]
+    assert router.pick(ask([5] * 32 + [2] * 200), replicas) == 1
+
+
+def test_a_replica_that_was_restarted_has_an_empty_cache() -> None:
+    router = make("prefix_aware")
+    assert router.pick(ask([1] * 100), busy(1, 0)) == 1
+    router.forget(1)
+    assert router.pick(ask([1] * 100), idle(2)) == 0
+
+
+def test_no_more_keys_are_kept_than_a_replica_has_blocks() -> None:
+    router = make("prefix_aware")
+    small = [ReplicaSnapshot(0, num_total_blocks=10)]
+    for number in range(100):
+        router.pick(ask([number] * 100), small)
+    [cached] = router._cached.values()  # type: ignore[attr-defined]
+    assert len(cached._keys) == 10
+    assert router.pick(ask([0] * 100), [*small, ReplicaSnapshot(1)]) == 0
+    assert cached.match([]) == 0
+
+
+def test_an_unknown_router_is_an_error_that_lists_them() -> None:
+    with pytest.raises(ConfigError, match="capacity_random, least_load, prefix_aware, round_robin"):
+        ROUTERS.get("lpm")

@@ -1,0 +1,58 @@
+"""Settings of replicas: what is chosen, what is refused, and what an error says to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cloister.engine.machine import read_machine
+from cloister.launch.settings import resolve_settings
+from cloister.types.errors import ConfigError, PolicyError
+
+
+def test_replicas_divide_the_threads() -> None:
+    resolved = resolve_settings({"replicas": 2}).engine
+    assert resolved.config.num_threads == max(1, read_machine().num_cpus // 2)
+    assert "divided among 2 replicas" in next(r.why for r in resolved.reasons if r.name == "num_threads")
+
+
+@pytest.mark.parametrize(
+    ("profile", "router"), [("open", "least_load"), ("team", "least_load"), ("private", "capacity_random")]
+)
+def test_the_profile_chooses_the_router(profile: str, router: str) -> None:
+    assert resolve_settings({"replicas": 2, "profile": profile}).server.config.router == router
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+@pytest.mark.parametrize("router", ["least_load", "prefix_aware", "round_robin"])
+def test_a_strict_profile_allows_only_a_draw(profile: str, router: str) -> None:
+    with pytest.raises(PolicyError, match="capacity_random"):
+        resolve_settings({"replicas": 2, "profile": profile, "router": router})
+    assert resolve_settings({"replicas": 2, "profile": profile, "router": "capacity_random"}).server.config.replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"router": "least_load"}, "set replicas to 2 or more"),
+        ({"replicas": 2, "sealed": True}, "start more nodes"),
+        ({"replicas": 2, "router": "lpm"}, "unknown router 'lpm'; choose one of"),
+        ({"replicas": 0}, "replicas"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        resolve_settings(flags)
+
+
+def test_several_models_have_no_replicas(tmp_path: Path) -> None:
+    file = tmp_path / "cloister.toml"
+    file.write_text('replicas = 2\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')
+    with pytest.raises(ConfigError, match="replicas are of one model"):
+        resolve_settings(config_file=file)
+
+
+def test_an_engine_without_a_server_has_no_replicas() -> None:
+    with pytest.raises(ConfigError, match="replicas"):
+        resolve_settings({"replicas": 2}, listens=False)
