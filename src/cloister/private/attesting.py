@@ -220,7 +220,6 @@ class Announcer:
         hardening: returns the outcome of each measure; called for each statement, because some measures are applied late.
         started_s: earliest time at which the first key can have been created, Unix seconds.
         read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
-        life_s: lifetime of a key.
         now: returns Unix seconds.
     """
 
@@ -232,7 +231,6 @@ class Announcer:
         started_s: float,
         hardening: Callable[[], Mapping[str, str]],
         read_checkpoint: Callable[[], str] = lambda: "",
-        life_s: float = MAX_LIFE_S,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._unsealer = unsealer
@@ -240,7 +238,6 @@ class Announcer:
         self._facts = facts
         self._hardening = hardening
         self._read_checkpoint = read_checkpoint
-        self._life_s = life_s
         self._now = now
         self._seen_s = started_s
         self._keys = b""
@@ -273,7 +270,7 @@ class Announcer:
             return False
         # The key is not older than the last check that saw the previous key, so this expiry is never later than the key's.
         born_s = int(min(self._seen_s, now))
-        ends_s = born_s + int(self._life_s)
+        ends_s = born_s + int(MAX_LIFE_S)
         checkpoint = await asyncio.to_thread(self._read_checkpoint)
         hardening = with_host(self._hardening(), self._attester.kind)
         statement = self._facts.state(keys, born_s, ends_s, checkpoint, hardening, receipt_key)

@@ -27,7 +27,6 @@ def describe_api(
     asks_for_keys: bool,
     strict_fields: bool = False,
     figures: Mapping[str, int] | None = None,
-    operations: Iterable[Operation] = OPERATIONS,
 ) -> dict[str, Any]:
     """Returns the document.
 
@@ -38,12 +37,11 @@ def describe_api(
         figures: the server's limits, by the names used in schemas (`x-below`, `x-most`): vocab_size, hidden_size,
             max_model_len, max_n.
     """
-    operations = tuple(operations)
-    bodies, own = _read_bodies({op.body for op in operations if op.body is not None})
-    refused = {op.body.__name__: op.refused for op in operations if op.body is not None}
-    answers, others = _read_answers([kind for op in operations for kind in _answers_of(op)], taken=own)
+    bodies, own = _read_bodies({op.body for op in OPERATIONS if op.body is not None})
+    refused = {op.body.__name__: op.refused for op in OPERATIONS if op.body is not None}
+    answers, others = _read_answers([kind for op in OPERATIONS for kind in _answers_of(op)], taken=own)
     paths: dict[str, Any] = {}
-    for op in operations:
+    for op in OPERATIONS:
         paths.setdefault(op.path, {})[op.method.lower()] = _describe(op, bodies, answers, model, asks_for_keys)
     own = {name: _with_refused(schema, refused.get(name, {})) for name, schema in own.items()}
     if not strict_fields:

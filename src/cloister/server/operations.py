@@ -183,7 +183,6 @@ def _ollama(
     body: type[BaseModel] | None = None,
     answer: Any = None,
     line: Any = None,
-    errors: tuple[int, ...] = (),
 ) -> Operation:
     """Returns an operation of Ollama's API, whose streams are lines and whose errors are one message."""
     return Operation(
@@ -194,7 +193,6 @@ def _ollama(
         body,
         answer,
         line,
-        errors=errors,
         failure=OllamaError,
         unavailable=OllamaError,
         stream_type=NDJSON,

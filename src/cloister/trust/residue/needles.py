@@ -12,12 +12,15 @@ import random
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from cloister.backends.base import LOGITS, ForwardBatch, Program
 from cloister.text import Tokenizer
+
+if TYPE_CHECKING:
+    from cloister.backends.native.program import NativeProgram
 
 SHORTEST: Final = 16
 """Minimum length of a needle in bytes: shorter ones are found by chance."""
@@ -207,16 +210,7 @@ def _whole_words(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
 # Values that a model computes from a prompt, as byte patterns: K and V rows as stored in blocks, and logits.
 # A row has the same bits in any batch (batch invariance), so a copy of the model in another process computes what the node
 # computed, if its number formats, kernels and block size are the same. A search during a request shows whether they are.
-class BlockReader(Protocol):
-    """A program that exposes the bytes of its KV blocks."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    def read_block(self, layer: int, block: int) -> bytes: ...
-
-
-def rows_of(program: Program, blocks: BlockReader, token_ids: Sequence[int], block_size: int, owner: int) -> Iterator[Needle]:
+def rows_of(program: Program, blocks: NativeProgram, token_ids: Sequence[int], block_size: int, owner: int) -> Iterator[Needle]:
     """Computes a prompt and yields needles of its first whole block in the first and the last layer, and of its last logits."""
     length = len(token_ids)
     num_blocks = -(-length // block_size)
