@@ -15,8 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import Summary, list_spreads
-from cloister.bench.roofline import RoofedOperator, Roofline, StepRoofline
-from cloister.bench.roofline_report import describe_work
+from cloister.bench.roofline import RoofedOperator, Roofline, StepRoofline, describe_work
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2b6cb0", "#dd7a1f", "#2f855a", "#c53030", "#718096"
 NUM_BINS = 32
