@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from cloister.types.events import Arrived, Ended, Event, FrontMessage
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from cloister.types.step import StepPlan
 from tests.engine.fake_transport import FakeTransport, opened_client
-from tests.engine.replica import SteppedRunner, make_replica, make_request
+from tests.engine.replica import VOCAB_SIZE, SteppedRunner, make_replica, make_request
+from tests.history_program import greedy_continuation
 
 
 class Accounting(RuleBasedStateMachine):
@@ -29,6 +31,7 @@ class Accounting(RuleBasedStateMachine):
         self.replies: dict[str, list[tuple[int, FinishReason]]] = {}
         self.requests: dict[str, Request] = {}
         self.left: set[str] = set()
+        self.said: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         transport = FakeTransport()
         transport.send = self.pass_on  # type: ignore[method-assign]
         self.client = opened_client(transport, self.clock, max_waiting=6, max_num_seqs=4)
@@ -56,6 +59,7 @@ class Accounting(RuleBasedStateMachine):
         self.replica.core.input_queue.put(message)
 
     def take(self, output: SequenceOutput) -> None:
+        self.said[output.request_id, output.index] += output.token_ids
         if output.finish_reason is not None:
             self.replies[output.request_id].append((output.index, output.finish_reason))
 
@@ -98,6 +102,14 @@ class Accounting(RuleBasedStateMachine):
         assert len(self.client._requests) == 0
         self.start_engine()
 
+    @rule()
+    def resume(self) -> None:
+        """Another engine takes over what the one that dies had."""
+        self.client._requests.keep_resumable("the engine died")
+        self.start_engine()
+        for message in self.client._requests.submissions():
+            self.pass_on(message)
+
     @invariant()
     def no_block_is_lost(self) -> None:
         self.replica.scheduler.pool.check()
@@ -119,6 +131,10 @@ class Accounting(RuleBasedStateMachine):
             every_index = list(range(request.sampling.n))
             if request_id not in self.left:
                 assert sorted(index for index, _ in self.replies[request_id]) == every_index
+            for index, reason in self.replies[request_id]:
+                whole = greedy_continuation(request.token_ids, request.sampling.max_tokens or 0, VOCAB_SIZE)
+                said = self.said[request_id, index]
+                assert said == (whole if reason is FinishReason.LENGTH else whole[: len(said)])
             ended = [e for e in self.events if isinstance(e, Ended) and e.request_id == request_id]
             assert sorted(e.index for e in ended) == every_index
             assert [e.last for e in ended] == [False] * (len(ended) - 1) + [True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -195,12 +196,14 @@ class EngineClient:
             if self.closed is not None:
                 raise EngineError(self.closed)
             self._requests.check(request)
-            self._send(Submit(request))
+            # drawn here, so that another engine can continue the answer with the same noise
+            seed = secrets.randbits(63) if request.sampling.seed is None else None
+            self._send(Submit(request, seed))
         except Exception:
             if observer is not None:
                 observer.refuse()
             raise
-        self._requests.add(request, sink, observer)
+        self._requests.add(request, sink, observer, seed=seed)
 
     def abandon(self, request_id: str) -> None:
         """Aborts a request that has no waiter any more, if it has not ended."""
@@ -284,6 +287,7 @@ class EngineClient:
                 await self._close_engine()
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
+                self._requests.end_all(self._fault)
 
     async def _serve(self) -> None:
         """Dispatches the engine's messages until it ends; kills it when it hangs."""
@@ -305,15 +309,20 @@ class EngineClient:
                 return
 
     async def _close_engine(self) -> None:
-        """Ends every request of an engine that has ended."""
+        """Ends the requests of an engine that has ended, or keeps them for the next one."""
         self._is_open = False
         can_replace = self._supervision.restarts is not None
         self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
         how = await self._transport.close()
-        if how is not None and not self._is_draining:
-            _logger.error("the engine is gone: %s; %d requests fail", how, len(self._requests))
         reply = DRAINING if self._is_draining else self._transport.lost
-        self._requests.end_all(reply)
+        num_requests, num_kept = len(self._requests), 0
+        if can_replace and not self._is_draining:
+            num_kept = self._requests.keep_resumable(reply)
+        else:
+            self._requests.end_all(reply)
+        if how is not None and not self._is_draining:
+            num_failed = num_requests - num_kept
+            _logger.error("the engine is gone: %s; %d requests wait for the next one, %d fail", how, num_kept, num_failed)
         self.adapters.fail_all(reply)
 
     async def _replace(self) -> None:
@@ -329,3 +338,6 @@ class EngineClient:
                 await self._open()
             except CloisterError as error:
                 _logger.error("the engine did not start again: %s", error.message)
+                continue
+            for message in self._requests.submissions():
+                self._send(message)

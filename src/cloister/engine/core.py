@@ -33,7 +33,7 @@ from cloister.types.events import (
     UnloadAdapter,
 )
 from cloister.types.logs import describe
-from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, ModelInfo, Request
+from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, ModelInfo
 from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ class EngineCore:
 
     def _read(self, message: FrontMessage, now: float) -> None:
         match message:
-            case Submit(request):
-                self._admit(request, now)
+            case Submit():
+                self._admit(message, now)
             case Abort(request_id):
                 self._scheduler.abort(request_id, now)
             case LoadAdapter() | UnloadAdapter():
@@ -204,11 +204,20 @@ class EngineCore:
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
 
-    def _admit(self, request: Request, now: float) -> None:
+    def _admit(self, submitted: Submit, now: float) -> None:
+        request = submitted.request
+        seed = secrets.randbits(63) if submitted.seed is None else submitted.seed
         grammar = request.sampling.grammar
         grammar_deadline_s = None if grammar is None or self._is_compiled(grammar) else now + COMPILE_TIMEOUT_S
         refusal = None if request.adapter is None else self.adapters.find_refusal(request.adapter)
-        self._scheduler.add(request, now, seed=secrets.randbits(63), refusal=refusal, grammar_deadline_s=grammar_deadline_s)
+        self._scheduler.add(
+            request,
+            now,
+            seed=seed,
+            refusal=refusal,
+            grammar_deadline_s=grammar_deadline_s,
+            resumption=submitted.resumption,
+        )
 
     def _is_compiled(self, grammar: Grammar) -> bool:
         """Whether a request need not wait for a grammar. Otherwise starts to compile it, and wakes the engine when that is

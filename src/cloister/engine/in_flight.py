@@ -14,13 +14,28 @@ from typing import Final, Protocol
 
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
-from cloister.types.events import Arrived, Ended, Event, Outputs, Preempted, Progressed, Scheduled, Stepped, end_output
+from cloister.types.events import (
+    Arrived,
+    Ended,
+    Event,
+    Lost,
+    Outputs,
+    Preempted,
+    Progressed,
+    Resumption,
+    Scheduled,
+    Stepped,
+    Submit,
+    end_output,
+)
 from cloister.types.images import MAX_PIXELS_BYTES, MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
 _NUM_COMPLETIONS: Final = 64
 _MAX_RETRY_S: Final = 60.0
+MAX_RESUMES: Final = 2
+"""How often a request is resumed: one that kills its engine must not do so for ever."""
 
 _logger = logging.getLogger(__name__)
 
@@ -83,12 +98,32 @@ class InFlightRequest:
     Attributes:
         sink: called with its outputs; None if nothing waits for them any more.
         open: indexes of the sequences that have not ended.
+        seed: seed of its sampling noise, if the request has none.
+        token_ids: its output so far, by index, from which another engine can resume it.
+        num_resumes: how often its engine was lost.
     """
 
-    __slots__ = ("_observer", "num_outputs", "open", "request", "seq_ids", "sink", "stats", "submitted_s")
+    __slots__ = (
+        "_observer",
+        "num_outputs",
+        "num_resumes",
+        "open",
+        "request",
+        "seed",
+        "seq_ids",
+        "sink",
+        "stats",
+        "submitted_s",
+        "token_ids",
+    )
 
-    def __init__(self, request: Request, sink: Sink, now: float, observer: RequestObserver | None = None) -> None:
+    def __init__(
+        self, request: Request, sink: Sink, now: float, observer: RequestObserver | None = None, seed: int | None = None
+    ) -> None:
         self.request = request
+        self.seed = seed
+        self.token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self.num_resumes = 0
         self.sink: Sink | None = sink
         self.submitted_s = now
         self.stats = EngineStats(len(request.token_ids)) if observer is None else observer.stats
@@ -108,6 +143,21 @@ class InFlightRequest:
         self.stats.follow(event)
         if self._observer is not None:
             _notify(self._observer.observe, event)
+
+    def submission(self, now: float) -> Submit:
+        """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
+        stats = self.stats
+        if stats.arrival_s is None:
+            return Submit(self.request, self.seed)
+        resumption = Resumption(
+            token_ids=self.token_ids,
+            ended=tuple(index for index in range(len(self.token_ids)) if index not in self.open),
+            waited_s=now - stats.arrival_s,
+            first_token_after_s=None if stats.first_token_s is None else stats.first_token_s - stats.arrival_s,
+            was_scheduled=stats.scheduled_s is not None,
+            num_cached_tokens=stats.num_cached_tokens,
+        )
+        return Submit(self.request, self.seed, resumption)
 
     def ends(self, reason: FinishReason, error: str, now: float) -> Iterator[Ended]:
         """Yields an `Ended` event for each open sequence, in place of the engine. The caller closes each before it takes the
@@ -199,9 +249,9 @@ class InFlightRequests:
                 "requests with too many images wait already; try again later", retry_after_s=self._estimate_retry_s()
             )
 
-    def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
+    def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None, *, seed: int | None = None) -> None:
         """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events."""
-        self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer)
+        self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
 
     def leave(self, request_id: str) -> bool:
         """Removes the waiter of a request. Returns True if it had one and has not ended."""
@@ -230,6 +280,25 @@ class InFlightRequests:
         self._of_others.clear()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
+
+    def keep_resumable(self, error: str) -> int:
+        """Ends the requests of an engine that has ended, with `error` as the reply, but for those that another engine can
+        resume: something waits for their output, and not too many engines were lost with them. Returns how many it keeps."""
+        self._left_waiting = 0
+        self._of_others.clear()
+        now = self._clock.now()
+        for request_id, found in list(self._by_id.items()):
+            if found.sink is None or found.num_resumes >= MAX_RESUMES:
+                self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
+            else:
+                found.num_resumes += 1
+                self._happen(found, Lost(request_id, now))
+        return len(self._by_id)
+
+    def submissions(self) -> list[Submit]:
+        """Returns the messages that hand all requests in flight to another engine, in the order of their arrival."""
+        now = self._clock.now()
+        return [found.submission(now) for found in self._by_id.values()]
 
     def deliver(self, message: Outputs) -> None:
         """Dispatches the outputs and events of a step; drops ends of sequences that have already ended."""
@@ -270,6 +339,7 @@ class InFlightRequests:
             _notify(listener, event)
 
     def _pass_on(self, found: InFlightRequest, output: SequenceOutput) -> None:
+        found.token_ids[output.index] += output.token_ids
         if found.sink is not None:
             found.sink(output)
         if output.finish_reason is not None:

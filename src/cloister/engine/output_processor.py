@@ -75,6 +75,12 @@ class _Stream:
         self.logprobs = None if sample.logprobs is None else sample.logprobs[: len(token_ids)]
         return stop
 
+    def replay(self, token_ids: list[int]) -> None:
+        """Reads output that the front has already: restores the state of text that is held back, and of stop strings."""
+        self.take(Sample(self.new.seq_id, token_ids))
+        self.drop_gain()
+        self.prompt_logprobs = None
+
     def drop_gain(self) -> None:
         """Clears the output of the last step."""
         self.text, self.token_ids, self.logprobs = "", [], None
@@ -123,7 +129,9 @@ class OutputProcessor:
         """Prepares the answers of a plan's new sequences, before the plan's result is checked."""
         for new in plan.arrivals:
             if new.sampling.beams is None and new.seq_id not in self._streams:  # else it resumes, and its text so far is kept
-                self._streams[new.seq_id] = self._open(new, new.index)
+                self._streams[new.seq_id] = stream = self._open(new, new.index)
+                if len(new.token_ids) > new.num_prompt_tokens:  # the front had this output from another engine
+                    stream.replay(new.token_ids[new.num_prompt_tokens :])
         for fork in plan.forks:
             self._streams[fork.child_id] = self._open(self._streams[fork.parent_id].new, fork.index)
 

@@ -10,7 +10,7 @@ import heapq
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixCache, PrefixKeys
 from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
-from cloister.types.events import Arrived, Ended, Event, Preempted
+from cloister.types.events import Arrived, Ended, Event, Preempted, Resumption
 from cloister.types.request import FinishReason, Request
 from cloister.types.scope import ScopeKind
 from cloister.types.step import NewSequence
@@ -65,8 +65,11 @@ class RequestTable:
             return due_s if first is None else min(first, due_s)
         return first
 
-    def enlist(self, request: Request, now: float, seed: int) -> RequestState:
+    def enlist(self, request: Request, now: float, seed: int, resumption: Resumption | None = None) -> RequestState:
         """Adds a request with its deadline.
+
+        Args:
+            resumption: what it had in an engine that was lost: it arrived, and had its first token, before `now`.
 
         Raises:
             ValueError: its id is in use, or its `n` is 0; the front refuses both earlier.
@@ -79,10 +82,17 @@ class RequestTable:
         # No later request can find the blocks of a scope with a single request: they have no owner, and are evicted first.
         scope = request.scope
         owner = None if scope.kind is ScopeKind.REQUEST else scope.owner or scope.seed
-        state = RequestState(request, now=now, order=self._next_order, seed=seed, root=root, owner=owner)
+        arrival_s = now if resumption is None else now - resumption.waited_s
+        state = RequestState(request, now=arrival_s, order=self._next_order, seed=seed, root=root, owner=owner)
         self._next_order += 1
         self.request_states[request.request_id] = state
-        self.events.append(Arrived(request.request_id, now, state.num_prompt_tokens))
+        if resumption is None:
+            self.events.append(Arrived(request.request_id, now, state.num_prompt_tokens))
+        else:
+            state.num_cached_tokens = resumption.num_cached_tokens
+            state.scheduled_s = now if resumption.was_scheduled else None
+            if resumption.first_token_after_s is not None:
+                state.first_token_s = arrival_s + resumption.first_token_after_s
         heapq.heappush(self._deadlines, (state.deadline_s, state.order, request.request_id))
         return state
 
@@ -93,6 +103,22 @@ class RequestTable:
         self.sequences[sequence.seq_id] = sequence
         state.sequences.append(sequence)
         return sequence
+
+    def resume(self, state: RequestState, resumption: Resumption, max_output: int) -> None:
+        """Adds all sequences of a request that had output in an engine that was lost, neither queued nor running yet. Each
+        computes the prompt and its own output, as after a preemption."""
+        for index, token_ids in enumerate(resumption.token_ids):
+            sequence = self.make_sequence(state, index, [*state.request.token_ids, *token_ids], max_output)
+            if index in resumption.ended:
+                sequence.status = Status.ENDED
+                state.num_open -= 1
+                del self.sequences[sequence.seq_id]
+
+    def wait_for_slots(self, state: RequestState) -> None:
+        """Queues the sequences of a new request."""
+        for sequence in state.sequences:
+            if sequence.status is Status.NEW:
+                self.wait(sequence)
 
     def wait(self, sequence: SequenceRecord) -> None:
         """Queues a sequence."""

@@ -21,7 +21,7 @@ from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.scheduler.step import Step
-from cloister.types.events import Event, Progressed, Scheduled
+from cloister.types.events import Event, Progressed, Resumption, Scheduled
 from cloister.types.request import FinishReason, Request
 from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
@@ -157,6 +157,7 @@ class Scheduler:
         seed: int = 0,
         refusal: str | None = None,
         grammar_deadline_s: float | None = None,
+        resumption: Resumption | None = None,
     ) -> None:
         """Adds a request. One that can never run ends immediately as REJECTED, with the reason and a figure that would fit.
 
@@ -165,8 +166,10 @@ class Scheduler:
             refusal: why it can never run, if the caller knows.
             grammar_deadline_s: set if its grammar is still being compiled: `release` queues it, and the caller checks again by
                 this time. None queues it immediately.
+            resumption: what it had in an engine that was lost.
         """
-        state = self._requests.enlist(request, now, request.sampling.seed if request.sampling.seed is not None else seed)
+        seed = request.sampling.seed if request.sampling.seed is not None else seed
+        state = self._requests.enlist(request, now, seed, resumption)
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
         state.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
         most = 0 if request.pooling is not None else request.sampling.max_tokens
@@ -176,9 +179,12 @@ class Scheduler:
         )
         if request.sampling.beams is not None:
             state.beams = Beams(request.sampling.beams, state.stop_token_ids, max_output)
-        sequence = self._requests.make_sequence(state, 0, list(request.token_ids), max_output)
-        if state.beams is not None:
-            state.beams.start({sequence.seq_id: 0.0})
+        if resumption is not None and any(resumption.token_ids):
+            self._requests.resume(state, resumption, max_output)
+        else:
+            sequence = self._requests.make_sequence(state, 0, list(request.token_ids), max_output)
+            if state.beams is not None:
+                state.beams.start({sequence.seq_id: 0.0})
         num_kv_tokens = self._count_usable(1 if request.sampling.beams is None else request.sampling.beams.width)
         limits = EngineLimits(
             self.config.max_model_len,
@@ -196,7 +202,7 @@ class Scheduler:
             state.grammar_deadline_s = grammar_deadline_s
             self._requests.waiting_for_grammar[request.request_id] = state
         else:
-            self._requests.wait(sequence)
+            self._requests.wait_for_slots(state)
 
     def _count_usable(self, width: int) -> int:
         """Returns the positions that a sequence, or `width` beams together, can have while nothing else runs."""
@@ -210,7 +216,7 @@ class Scheduler:
     def release(self, state: RequestState) -> None:
         """Queues a request that waited for its grammar."""
         del self._requests.waiting_for_grammar[state.request.request_id]
-        self._requests.wait(state.sequences[0])
+        self._requests.wait_for_slots(state)
 
     def abort(self, request_id: str, now: float) -> None:
         """Aborts a request; does nothing if it has already ended."""

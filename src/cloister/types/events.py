@@ -42,6 +42,13 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
 
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """The engine of a request ended; the request waits until another one resumes it. Reported by the front."""
+
+    request_id: str
+    now_s: float
+
+
 class Progressed(msgspec.Struct, frozen=True, tag=True):
     """`num_tokens` output tokens of a sequence were committed."""
 
@@ -109,13 +116,44 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
 
 
-Event = Arrived | Scheduled | Preempted | Progressed | Ended | Stepped
+Event = Arrived | Scheduled | Preempted | Lost | Progressed | Ended | Stepped
+
+
+class Resumption(msgspec.Struct, frozen=True):
+    """What a request had when its engine was lost. Times are durations: engines need not share a clock.
+
+    Attributes:
+        token_ids: the output so far of each of its n sequences.
+        ended: indexes of the sequences that have ended.
+        waited_s: time since it arrived at its first engine; its deadline goes on from there.
+        first_token_after_s: time from its arrival to its first token; None if it has none.
+        was_scheduled: it had a slot before.
+        num_cached_tokens: prompt tokens that its first engine read from the prefix cache.
+    """
+
+    token_ids: list[list[int]]
+    ended: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    first_token_after_s: float | None = None
+    was_scheduled: bool = False
+    num_cached_tokens: int = 0
+
+    def __repr__(self) -> str:
+        """Shows no content (nothing a user sent is logged)."""
+        return f"Resumption(num_tokens={[len(ids) for ids in self.token_ids]})"
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: a new request."""
+    """Front to engine: a new request, or one to resume.
+
+    Attributes:
+        seed: seed of the sampling noise if the request has none; None lets the engine draw it.
+        resumption: what it had in the engine before; its answer goes on with the next token.
+    """
 
     request: Request
+    seed: int | None = None
+    resumption: Resumption | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
