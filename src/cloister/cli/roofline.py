@@ -111,7 +111,7 @@ def open_chip(name: str, num_threads: int | None = None) -> Chip:
 
     if name != HERE:
         return find_chip(name)
-    from cloister.bench.chips_here import measure_here
+    from cloister.bench.kernels import measure_here
 
     with err.status("Measuring this machine"):
         return measure_here(num_threads)
