@@ -17,8 +17,9 @@ import numpy as np
 from benchmarks.harness import MODEL, Bench, make_parser, make_progress, open_engine
 from benchmarks.models import open_checkpoint
 from benchmarks.peers.engines import file_backend
-from cloister.bench.drive import SteppingEngine, Timed, drive
+from cloister.bench.drive import Timed, drive
 from cloister.bench.workloads import make_tokens
+from cloister.engine import EngineCore
 from cloister.types.events import Abort, Ended, Event, Submit
 from cloister.types.request import Request, SamplingParams
 
@@ -90,7 +91,7 @@ def compare(bench: Bench, options: argparse.Namespace, case: Case, *, is_first: 
         bench.check(f"{case.name}: P99 TTFT under a flood, {name} over alone", ratio, **bound)
 
 
-def open_warm(options: argparse.Namespace, case: Case, scheduler: str) -> SteppingEngine:
+def open_warm(options: argparse.Namespace, case: Case, scheduler: str) -> EngineCore:
     """Returns an engine that has learned what its steps cost."""
     settings: dict[str, object] = {"model": case.model, "quant": options.quant, "max_model_len": MAX_MODEL_LEN}
     if case.kernels != "best":
@@ -143,7 +144,7 @@ def spread(values: list[float]) -> list[float]:
 class Flood:
     """Keeps `num_open` requests of the flooding tenant in the engine until the victim has all its answers."""
 
-    def __init__(self, engine: SteppingEngine, num_open: int, num_victims: int, on_answer: Callable[[], None]) -> None:
+    def __init__(self, engine: EngineCore, num_open: int, num_victims: int, on_answer: Callable[[], None]) -> None:
         self._engine = engine
         self._num_open = num_open
         self._num_left = num_victims

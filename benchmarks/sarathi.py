@@ -19,8 +19,9 @@ import numpy as np
 from benchmarks.harness import MODEL, Bench, console, make_parser, open_engine
 from benchmarks.models import open_checkpoint
 from benchmarks.peers.engines import file_backend
-from cloister.bench.drive import SteppingEngine, Timed, drive, make_request, make_requests
+from cloister.bench.drive import Timed, drive, make_request, make_requests
 from cloister.bench.workloads import WorkItem, make_tokens
+from cloister.engine import EngineCore
 from cloister.types.events import Abort, Event, Progressed
 
 STREAM_TOKENS = 4000
@@ -189,7 +190,7 @@ def gaps_before(times: list[float], tokens: list[int]) -> list[float]:
 class _StopStreams:
     """Ends the streams once the long prompt has its first token: what comes later is not measured."""
 
-    def __init__(self, engine: SteppingEngine, num_streams: int) -> None:
+    def __init__(self, engine: EngineCore, num_streams: int) -> None:
         self._engine = engine
         self._num_streams = num_streams
 

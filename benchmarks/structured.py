@@ -19,7 +19,7 @@ from benchmarks.harness import Bench, make_parser
 from cloister import LLM, SamplingParams
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler, check_grammar
-from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.request import Grammar, GrammarKind
 
 SCHEMAS: dict[str, Any] = json.loads(Path(__file__).with_name("structured_schemas.json").read_text(encoding="utf-8"))
 LONG = {

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from cloister.backends import native
+from cloister.backends.availability import why_no_kernels
 from cloister.cli.doctor import COMPILERS
 from tests import limited_kernels
 
@@ -55,7 +55,7 @@ class ModuleWithoutKernels(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    if native.available() is None or any(shutil.which(name) for name in COMPILERS):
+    if why_no_kernels() is None or any(shutil.which(name) for name in COMPILERS):
         return None  # pytest's own; kernels that a compiler should have made are not passed over
     module: pytest.Module = ModuleWithoutKernels.from_parent(parent, path=module_path)
     return module

@@ -15,8 +15,7 @@ from cloister.engine import EngineCore
 from cloister.launch import build_engine, resolve_settings
 from cloister.models import locate
 from cloister.types.events import Preempted, Scheduled, Stepped, Submit
-from cloister.types.grammar import Grammar, GrammarKind
-from cloister.types.request import Request, SamplingParams, SequenceOutput, TokenLogprobs
+from cloister.types.request import Grammar, GrammarKind, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from tests.adapter_factory import write_adapter
 from tests.drafter_factory import equip
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cloister.backends import native
+from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import FloatArray
 from cloister.backends.spec import (
     ClippedSwiGLU,
@@ -30,7 +30,7 @@ from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_
 from cloister.cli.doctor import COMPILERS
 from tests.driving import Driver, GivenWeights, build, make_spec
 
-if native.available() is not None and not any(shutil.which(name) for name in COMPILERS):
+if why_no_kernels() is not None and not any(shutil.which(name) for name in COMPILERS):
     pytest.skip("there is no C++ compiler here", allow_module_level=True)
 
 from cloister.backends.native import _native

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cloister.backends import native
+from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import (
     Capability,
     FloatArray,
@@ -23,7 +23,7 @@ from tests.history_program import HistoryProgram
 
 NUMPY = "numpy"
 KERNELS: tuple[str, ...] = ()
-if native.available() is None:
+if why_no_kernels() is None:
     from cloister.backends.native import _native
 
     KERNELS = tuple(_native.kernel_names())

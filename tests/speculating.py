@@ -33,8 +33,7 @@ from cloister.scheduler.speculation import DraftDecision
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.events import Ended, Preempted
-from cloister.types.grammar import Grammar, GrammarKind
-from cloister.types.request import Request, SamplingParams
+from cloister.types.request import Grammar, GrammarKind, Request, SamplingParams
 from cloister.types.step import Sample, Stop
 from tests.driving import Driver, build_from
 from tests.model_factory import make_model

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cloister.api import LLM, AsyncLLM, Completion, CompletionOutput
     from cloister.types.errors import CloisterError
-    from cloister.types.grammar import Grammar, GrammarKind
-    from cloister.types.request import BeamSearch, SamplingParams
+    from cloister.types.request import BeamSearch, Grammar, GrammarKind, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,8 +31,8 @@ _HOME = {
     "Completion": "cloister.api",
     "CompletionOutput": "cloister.api",
     "CloisterError": "cloister.types.errors",
-    "Grammar": "cloister.types.grammar",
-    "GrammarKind": "cloister.types.grammar",
+    "Grammar": "cloister.types.request",
+    "GrammarKind": "cloister.types.request",
     "SamplingParams": "cloister.types.request",
 }
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from cloister.backends import native
+from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import HIDDEN, Capability, FloatArray
 from tests.adapter_factory import MergedWeights, random_adapter
 from tests.driving import Driver, RandomWeights, build, build_from, make_spec
 from tests.model_factory import make_model
 
-BACKENDS = ["torch"] + (["native"] if native.available() is None else [])
+BACKENDS = ["torch"] + (["native"] if why_no_kernels() is None else [])
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 320, 150)]
 SPEC = make_spec(hidden=96, intermediate=100, heads=(3, 1), head_dim=24, window=50, qk_norm=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.backends import native
+from cloister.backends.availability import why_no_kernels
 
 WHOLE = Path(pytest.importorskip("cloister.backends.native._native").__file__)
 ASK = """
@@ -29,14 +29,14 @@ class OnlyThere:  # before the finders of an editable installation, which know w
         return found
 
 sys.meta_path.insert(0, OnlyThere())
-import cloister.backends.native as native
+from cloister.backends.availability import why_no_kernels
 from cloister.launch import resolve_settings
 from cloister.launch.backend import chosen_backend
 from cloister.backends import BACKENDS
 from cloister.cli.doctor import check_kernels
 from cloister.types.errors import ConfigError
 check = check_kernels(needed=False)
-print(native.available(), chosen_backend(resolve_settings().engine.config), check.good, check.detail, sep="\\n")
+print(why_no_kernels(), chosen_backend(resolve_settings().engine.config), check.good, check.detail, sep="\\n")
 try:
     BACKENDS.get("native")(num_threads=1, device="cpu")
 except ConfigError as error:
@@ -84,7 +84,7 @@ def test_kernels_that_are_not_there_were_not_compiled(tmp_path: Path) -> None:
 
 
 def test_kernels_that_load_are_available() -> None:
-    assert native.available() is None
+    assert why_no_kernels() is None
 
 
 def test_a_module_from_a_machine_with_another_cpu_computes_and_says_that_it_could_be_faster(

@@ -8,9 +8,8 @@ import pytest
 
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec
 from cloister.bench.chips import CHIPS, Chip, find_chip
-from cloister.bench.roofline import draw_roofline, put_under_roof
+from cloister.bench.roofline import HEADERS, draw_roofline, list_rows, put_under_roof, scale, scale_time, to_json, to_markdown
 from cloister.bench.roofline_operators import Numbers, Work, cut, list_operators
-from cloister.bench.roofline_report import HEADERS, list_rows, scale, scale_time, to_json, to_markdown
 from cloister.models.decoder import tensor_shapes
 from cloister.types.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cloister.backends import BACKENDS
-from cloister.bench.chips_here import measure_here
+from cloister.bench.kernels import measure_here
 from cloister.cli import main
 from cloister.models import locate
 from tests.gguf_factory import make_gguf

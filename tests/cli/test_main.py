@@ -187,7 +187,7 @@ def test_the_doctor_misses_torch_only_where_it_is_needed():
 
 
 def test_the_doctor_says_which_back_end_a_model_needs_before_serve_refuses_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("cloister.backends.torch.find_spec", lambda _: None)  # torch is not installed
+    monkeypatch.setattr("cloister.backends.availability.find_spec", lambda _: None)  # torch is not installed
     check = doctor.check_memory(str(make_encoder(tmp_path, "BertModel")))
     assert check.essential
     assert not check.good

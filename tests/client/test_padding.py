@@ -12,9 +12,15 @@ import httpx
 import pytest
 
 from cloister.client.envelope import Answer
-from cloister.client.padding import AsyncPaddingReader, PaddingReader
 from cloister.client.sealed_call import AnswerReader
-from cloister.client.transport import AnswerStream, AsyncAnswerStream, _AsyncOpenReply, _OpenReply
+from cloister.client.transport import (
+    AnswerStream,
+    AsyncAnswerStream,
+    AsyncPaddingReader,
+    PaddingReader,
+    _AsyncOpenReply,
+    _OpenReply,
+)
 from cloister.trust.sealing import ResponseHead
 from cloister.trust.shape import Shaper, shape_of
 from tests.client.test_envelope import Way, write

@@ -67,7 +67,7 @@ def test_a_back_end_that_is_named_is_taken_or_refuses(path: Path) -> None:
 
 @pytest.mark.usefixtures("_lacks_sinks")
 def test_without_torch_the_refusal_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.backends.torch.find_spec", lambda _name: None)
+    monkeypatch.setattr("cloister.backends.availability.find_spec", lambda _name: None)
     with pytest.raises(CloisterError, match=r"attention sinks.*install torch.*pip install 'cloister\[torch\]'"):
         LLM(str(path), **SETTINGS)
 

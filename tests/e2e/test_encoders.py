@@ -91,6 +91,11 @@ def classes(classifier: Path) -> Iterator[httpx.Client]:
         yield client
 
 
+def test_an_encoder_starts_without_a_warning(embedder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_engine(EngineConfig(model=str(embedder), **SETTINGS))
+    assert not [record for record in caplog.records if record.name.startswith("cloister")]
+
+
 def test_vectors_are_those_of_transformers(embeddings: httpx.Client, embedder: Path) -> None:
     client = openai.OpenAI(base_url=f"{embeddings.base_url}/v1", api_key="none")
     found = client.embeddings.create(model="embedder", input=TEXTS)

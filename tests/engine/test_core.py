@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cloister.engine.channel import InputQueue
 from cloister.engine.core import MAX_FAILURES_IN_ROW
-from cloister.engine.input_queue import InputQueue
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, Arrived, Event, FrontMessage, Outputs, Scheduled, Shutdown, Stepped, Submit

@@ -22,8 +22,7 @@ from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Ended, Preempted
-from cloister.types.grammar import Grammar, GrammarKind
-from cloister.types.request import FinishReason, Request, SamplingParams
+from cloister.types.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
 from cloister.types.step import Stop
 from tests.engine.replica import EOS, VOCAB_SIZE, write_tokenizer
 from tests.history_program import HistoryProgram

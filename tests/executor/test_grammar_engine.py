@@ -15,8 +15,7 @@ from cloister.scheduler import Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.events import Abort, Shutdown, Submit
-from cloister.types.grammar import Grammar, GrammarKind
-from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
+from cloister.types.request import FinishReason, Grammar, GrammarKind, ModelInfo, Request, SamplingParams
 from tests.engine.replica import BLOCK_SIZE, EOS, MAX_MODEL_LEN, VOCAB_SIZE, make_request, write_tokenizer
 from tests.history_program import HistoryProgram
 

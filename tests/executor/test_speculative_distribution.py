@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.draft_distributions import DRAWN, planted
-from cloister.backends import native
+from cloister.backends.availability import why_no_kernels
 from cloister.executor.drafters import DRAFTERS
 from tests.drafter_factory import drafter_maker, equip
 from tests.speculating import (
@@ -21,7 +21,7 @@ from tests.speculating import (
     p_values,
 )
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason="drafts of real models need the native back end")
+pytestmark = pytest.mark.skipif(why_no_kernels() is not None, reason="drafts of real models need the native back end")
 LEVEL = 1e-4
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 NUM_ANSWERS = 800

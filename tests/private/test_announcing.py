@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cloister.private.announcing import Announcer
+from cloister.private.attesting import Announcer
 from cloister.private.unsealing import LocalUnsealer
 from cloister.trust.attestation import AttestationError, AttestationPolicy, Evidence, Outcome, read_evidence, read_statement
 from cloister.trust.attestation.measuring import (

@@ -14,8 +14,14 @@ from starlette.types import Message, Scope
 from cloister.private.http_io import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.private.workers.figures import Figures
 from cloister.private.workers.wire import BodyPiece, SealedPart, Start, frame, receive_for_worker
-from cloister.private.workers.worker_memory import SEAL_BYTES, WORKER_CEILING_BYTES, WORKER_COPIES, WORKER_FREE_BYTES
-from cloister.private.workers.worker_pool import WorkerFront, WorkerPool
+from cloister.private.workers.worker_pool import (
+    SEAL_BYTES,
+    WORKER_CEILING_BYTES,
+    WORKER_COPIES,
+    WORKER_FREE_BYTES,
+    WorkerFront,
+    WorkerPool,
+)
 from cloister.server.load_shedding import SMALL_BODY_BYTES, BodyBudget
 from cloister.trust.sealing import bucket_bytes, seal_chunked_request
 from cloister.trust.sealing.kem import KEMS, Kem

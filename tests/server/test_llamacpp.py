@@ -12,8 +12,7 @@ import pytest
 
 from cloister.server import llamacpp
 from cloister.server.errors import ABSENT
-from cloister.types.grammar import GrammarKind
-from cloister.types.request import FinishReason
+from cloister.types.request import FinishReason, GrammarKind
 from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script, write_model
 from tests.server.test_dialects import DOCS
 from tests.server.test_embeddings import letters

@@ -15,8 +15,7 @@ from cloister.server.ollama.models import write_count
 from cloister.server.ollama.reading import _messages
 from cloister.types.config import ServerConfig
 from cloister.types.errors import EngineError
-from cloister.types.grammar import GrammarKind
-from cloister.types.request import FinishReason, PoolingParams
+from cloister.types.request import FinishReason, GrammarKind, PoolingParams
 from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, output, says, serving_script
 from tests.server.test_dialects import DOCS
 from tests.server.test_embeddings import letters

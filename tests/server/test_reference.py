@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from cloister.policy import Credentials
 from cloister.server.app import _ROUTERS
-from cloister.server.openapi import REF, describe_api
 from cloister.server.operations import EVENTS, OPERATIONS
+from cloister.server.routes.reference import REF, describe_api
 from tests.server.running_server import MODEL, make_gate, serving, start_speaking
 
 THOUGHT = {"type": "thinking", "thinking": "hm"}

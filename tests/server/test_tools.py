@@ -18,8 +18,7 @@ from cloister.text.spelling import SpecialTokens
 from cloister.text.tools import FAMILIES
 from cloister.types.config import ServerConfig
 from cloister.types.errors import InvalidRequestError
-from cloister.types.grammar import Grammar, GrammarKind
-from cloister.types.request import FinishReason, TokenLogprobs
+from cloister.types.request import FinishReason, Grammar, GrammarKind, TokenLogprobs
 from tests.server.running_server import (
     INFO,
     MODEL,

@@ -16,7 +16,7 @@ from cloister.models import locate
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler, check_grammar, check_schema
 from cloister.types.errors import InvalidRequestError
-from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.request import Grammar, GrammarKind
 
 SCHEMAS = json.loads((Path(__file__).parents[2] / "benchmarks" / "structured_schemas.json").read_text(encoding="utf-8"))
 SECRET = "zanzibar"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from cloister.types.grammar import Grammar, GrammarKind
-from cloister.types.request import Embedding, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from cloister.types.request import Embedding, Grammar, GrammarKind, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 

@@ -5,30 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cloister.bench.recorder import EventRecorder
 from cloister.bench.workloads import WorkItem
-from cloister.types.clock import Clock, WallClock
-from cloister.types.events import Event, FrontMessage, Outputs, Submit
+from cloister.types.clock import WallClock
+from cloister.types.events import Event, Outputs, Submit
 from cloister.types.request import Request, SamplingParams
 
+if TYPE_CHECKING:
+    from cloister.engine import EngineCore
+
 Listener = Callable[[Event], None]
-
-
-class _Inbox(Protocol):
-    def put(self, message: FrontMessage) -> None: ...
-
-
-class SteppingEngine(Protocol):
-    """The part of an engine core's interface that is used here: messages in, one step at a time."""
-
-    @property
-    def input_queue(self) -> _Inbox: ...
-
-    def step(self) -> Outputs | None: ...
-
-    def take_turns(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +57,13 @@ def make_requests(items: Iterable[WorkItem], prefix: str = "bench") -> list[Time
     return [Timed(item.arrival_s, make_request(number, item, prefix)) for number, item in enumerate(items)]
 
 
-def drive(
-    engine: SteppingEngine, requests: Sequence[Timed], *, listeners: Sequence[Listener] = (), clock: Clock | None = None
-) -> Drive:
+def drive(engine: EngineCore, requests: Sequence[Timed], *, listeners: Sequence[Listener] = ()) -> Drive:
     """Submits every request when it is due, and runs steps until all have ended, including those that listeners submitted.
 
     Args:
         listeners: called with every event as it happens.
     """
-    clock = clock or WallClock()
+    clock = WallClock()
     run = Drive(EventRecorder(), {})
     queue = sorted(requests, key=lambda timed: timed.due_s)
     start_s, num_sent = clock.now(), 0
@@ -95,7 +81,7 @@ def drive(
     return run
 
 
-def _settle(engine: SteppingEngine, run: Drive, listeners: Sequence[Listener]) -> None:
+def _settle(engine: EngineCore, run: Drive, listeners: Sequence[Listener]) -> None:
     """Lets the engine wipe residue of the last requests, so that runs do not pay for each other."""
     while (outputs := engine.step()) is not None:
         _take(outputs, run, listeners)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from cloister.bench.drive import Listener, SteppingEngine, Timed, drive, make_request, make_requests
+from cloister.bench.drive import Listener, Timed, drive, make_request, make_requests
 from cloister.bench.load import OnProgress, Target, send_all
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import AloneModel, AloneObjective, LatencyObjective, Objective, Summary, summarise
 from cloister.bench.workloads import DEFAULT_VOCAB_SIZE, WorkItem, Workload, make_tokens
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Event
+
+if TYPE_CHECKING:
+    from cloister.engine import EngineCore
 
 NUM_ALONE = 8
 WARMUP_OUTPUT_TOKENS = 4
@@ -73,31 +77,20 @@ class Measurement:
 
 
 def measure_engine(
-    engine: SteppingEngine,
-    workload: Workload,
-    *,
-    objectives: Objectives | None = None,
-    num_warmup: int = 2,
-    on_end: Callable[[], None] = lambda: None,
+    engine: EngineCore, workload: Workload, *, num_warmup: int = 2, on_end: Callable[[], None] = lambda: None
 ) -> Measurement:
     """Runs a workload on an engine in this thread; latencies are then the engine's own.
 
     Args:
-        objectives: objectives for goodput; None computes none, and runs no requests alone.
         on_end: called when a request of the run proper ends.
     """
     drive(engine, make_requests(make_warmup(workload.items, num_warmup), "warm-up"))
-    alone: list[RequestRecord] = []
-    if objectives is not None and not objectives.are_fixed:
-        for number, item in enumerate(pick_alone(workload.items)):
-            alone += drive(engine, [Timed(0.0, make_request(number, item, "alone"))]).recorder.records
-    objective = objectives.settle(alone) if objectives is not None else None
     run = drive(engine, make_requests(workload.items), listeners=[_note_end(on_end)])
-    return Measurement(summarise(workload.name, run.recorder.records, objective), run.recorder.records)
+    return Measurement(summarise(workload.name, run.recorder.records), run.recorder.records)
 
 
 def measure_one_by_one(
-    engine: SteppingEngine, workload: Workload, *, num_warmup: int = 2, on_end: Callable[[], None] = lambda: None
+    engine: EngineCore, workload: Workload, *, num_warmup: int = 2, on_end: Callable[[], None] = lambda: None
 ) -> Measurement:
     """Runs the requests of a workload one after another."""
     drive(engine, make_requests(make_warmup(workload.items, num_warmup), "warm-up"))
@@ -143,10 +136,10 @@ def make_warmup(items: Sequence[WorkItem], num: int) -> list[WorkItem]:
     return [replace(item, num_output_tokens=min(item.num_output_tokens, WARMUP_OUTPUT_TOKENS)) for item in fresh]
 
 
-def pick_alone(items: Sequence[WorkItem], num: int = NUM_ALONE) -> list[WorkItem]:
-    """Returns `num` requests spread over the lengths of the workload, with other tokens, so that none is cached."""
+def pick_alone(items: Sequence[WorkItem]) -> list[WorkItem]:
+    """Returns `NUM_ALONE` requests spread over the lengths of the workload, with other tokens, so that none is cached."""
     ordered = sorted(items, key=lambda item: item.num_input_tokens + item.num_output_tokens)
-    places = sorted({round(place * (len(ordered) - 1) / max(1, num - 1)) for place in range(num)})
+    places = sorted({round(place * (len(ordered) - 1) / (NUM_ALONE - 1)) for place in range(NUM_ALONE)})
     return [freshen(ordered[place], ("alone", place)) for place in places]
 
 

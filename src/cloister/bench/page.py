@@ -21,12 +21,11 @@ from cloister.engine.machine import read_machine
 NUM_SLOWEST = 10
 
 
-def render_page(title: str, measurement: Measurement, settings: Mapping[str, object], *, now: datetime | None = None) -> str:
+def render_page(title: str, measurement: Measurement, settings: Mapping[str, object]) -> str:
     """Returns the page.
 
     Args:
         settings: the run's settings, by name.
-        now: time of the measurement; None for now.
     """
     summary = measurement.summary
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -34,7 +33,7 @@ def render_page(title: str, measurement: Measurement, settings: Mapping[str, obj
     spreads = list_spreads(summary)
     return template.render(
         title=title,
-        when=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+        when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         machine=_describe_machine(),
         version=__version__,
         tiles=_pick_tiles(summary),

@@ -15,11 +15,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import Summary, list_spreads
-from cloister.bench.roofline import RoofedOperator, Roofline, StepRoofline
-from cloister.bench.roofline_report import describe_work
+from cloister.bench.roofline import RoofedOperator, Roofline, StepRoofline, describe_work
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2b6cb0", "#dd7a1f", "#2f855a", "#c53030", "#718096"
-COLOURS = (BLUE, ORANGE, GREEN, RED, GREY)
+NUM_BINS = 32
 
 STYLE = {
     "font.size": 10,
@@ -54,11 +53,11 @@ def draw(
         figure.savefig(target)
 
 
-def plot_distribution(axes: Axes, values: Sequence[float], colour: str, label: str | None = None) -> None:
+def plot_distribution(axes: Axes, values: Sequence[float]) -> None:
     """Draws the cumulative distribution of `values` (seconds), in milliseconds; logarithmic if they span a wide range."""
     milliseconds = np.sort(np.maximum(np.asarray(values), 1e-6)) * 1e3
     shares = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
-    axes.step(milliseconds, shares, color=colour, label=label, where="post")
+    axes.step(milliseconds, shares, color=BLUE, where="post")
     _scale_axis(axes)
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("share of values at most x")
@@ -90,10 +89,10 @@ def plot_run(target: Path | BytesIO, title: str, records: Sequence[RequestRecord
         plot_timeline(axes[3], records)
 
 
-def plot_timeline(axes: Axes, records: Sequence[RequestRecord], num_bins: int = 32) -> None:
+def plot_timeline(axes: Axes, records: Sequence[RequestRecord]) -> None:
     """Draws output tokens per second and requests in flight over the run."""
     end_s = max(r.end_s for r in records)
-    edges = np.linspace(0, max(end_s, 1e-3), num_bins + 1)
+    edges = np.linspace(0, max(end_s, 1e-3), NUM_BINS + 1)
     times = [time_s for r in records for time_s, _ in r.deliveries]
     weights = [count for r in records for count in _spread_tokens(r)]
     tokens, _ = np.histogram(times, edges, weights=weights)
@@ -122,7 +121,7 @@ def _plot_percentiles(axes: Axes, name: str, values: Sequence[float], summary: S
     if spread is None:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=GREY)
         return
-    plot_distribution(axes, values, BLUE)
+    plot_distribution(axes, values)
     marks = ((50, spread.p50, GREEN), (90, spread.p90, ORANGE), (99, spread.p99, RED))
     for percent, value, colour in marks:
         label = f"P{percent}  {value * 1e3:,.1f} ms"

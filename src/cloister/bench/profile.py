@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloister.executor.generation
 from cloister.backends.base import Capability, Program
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.bench.drive import SteppingEngine
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Outputs, Stepped, Submit
 from cloister.types.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from cloister.engine import EngineCore
 
 FORWARD = "forward"
 _PARTS = (
@@ -89,7 +91,7 @@ def group_blocks_of(engine: object) -> list[int]:
     return [group.num_blocks for group in attrgetter("_scheduler.pool.groups")(engine)]
 
 
-def profile_engine(engine: SteppingEngine, requests: Sequence[Request]) -> list[ProfiledStep]:
+def profile_engine(engine: EngineCore, requests: Sequence[Request]) -> list[ProfiledStep]:
     """Answers all requests concurrently, and returns every step that computed something.
 
     Raises:
@@ -167,7 +169,7 @@ def to_trace(steps: Sequence[ProfiledStep], program: str) -> dict[str, object]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _step(engine: SteppingEngine) -> tuple[Outputs | None, tuple[OperatorSpan, ...], tuple[OperatorSpan, ...]]:
+def _step(engine: EngineCore) -> tuple[Outputs | None, tuple[OperatorSpan, ...], tuple[OperatorSpan, ...]]:
     """Runs one step; returns its outputs, the spans of its parts with the step first, and those of the program."""
     program = program_of(engine)
     recording: AbstractContextManager[list[OperatorSpan]] = (

@@ -176,7 +176,7 @@ def _numbers(config: EngineConfig, spec: DecoderSpec) -> Numbers:
 
 
 def _print_kernels(table: KernelTable) -> None:
-    from cloister.bench.roofline_report import describe_work
+    from cloister.bench.roofline import describe_work
 
     headers = ("operator", "measured", "share", "FLOP/s", "B/s", "roof", "of the roof")
     whole_s = table.rates[-1].seconds
@@ -184,7 +184,7 @@ def _print_kernels(table: KernelTable) -> None:
 
 
 def _kernel_row(rate: KernelRate, whole_s: float) -> tuple[str, ...]:
-    from cloister.bench.roofline_report import scale, scale_time
+    from cloister.bench.roofline import scale, scale_time
 
     measured = (rate.name, scale_time(rate.seconds), f"{100 * rate.seconds / whole_s:.1f}%")
     if rate.roof_s is None or not rate.seconds:

@@ -47,9 +47,8 @@ def roofline(
 
     Prints operations, bytes, arithmetic intensity, the limiting resource, minimal time, tokens per second. Reads no weights.
     """
-    from cloister.bench.roofline import draw_roofline
+    from cloister.bench.roofline import draw_roofline, to_json, to_markdown
     from cloister.bench.roofline_operators import Numbers
-    from cloister.bench.roofline_report import to_json, to_markdown
 
     plot = find_place(plot) if plot is not None else None
     numbers = Numbers(
@@ -112,14 +111,14 @@ def open_chip(name: str, num_threads: int | None = None) -> Chip:
 
     if name != HERE:
         return find_chip(name)
-    from cloister.bench.chips_here import measure_here
+    from cloister.bench.kernels import measure_here
 
     with err.status("Measuring this machine"):
         return measure_here(num_threads)
 
 
 def _print(drawn: Roofline) -> None:
-    from cloister.bench import roofline_report as report
+    from cloister.bench import roofline as report
 
     for line in report.describe_roof(drawn):
         out.print(line, highlight=False, soft_wrap=True)

@@ -61,7 +61,7 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
     from cloister.backends.native.program import NativeProgram
     from cloister.launch import build_program, resolve_settings
     from cloister.models import locate
-    from cloister.trust.residue.rows import rows_of
+    from cloister.trust.residue.needles import rows_of
 
     if "profile" not in settings.flags:
         raise ConfigError("say which profile to test: --profile open, team, private or paranoid", param="profile")

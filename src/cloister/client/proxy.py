@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import anyio
 import httpx
@@ -12,11 +12,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloister.client.attempts import ANSWER_DEADLINE_S, SHOULD_RETRY
-from cloister.client.report import tell_epoch
 from cloister.client.session import Session
 from cloister.client.transport import AsyncSealedTransport
 from cloister.server.errors import OriginError, error_body, error_headers
 from cloister.server.middleware.auth import LocalHostMiddleware
+from cloister.trust.attestation import Findings, Outcome
 from cloister.trust.sealing import LARGEST_BUCKET_BYTES
 from cloister.types.errors import CloisterError, DeadlineError, RequestTooLargeError
 
@@ -24,6 +24,7 @@ BODY_S = 60.0
 """Timeout for receiving a request's body."""
 
 Tell = Callable[[str], None]
+_MARKS = {Outcome.PROVED: "proved", Outcome.NOT_PROVED: "NOT PROVED", Outcome.FAILED: "REFUSED"}
 
 
 class BrokenOffError(CloisterError):
@@ -145,3 +146,36 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
 def _refuse(error: CloisterError) -> Response:
     headers = {**error_headers(error), SHOULD_RETRY.decode(): "false"}
     return Response(error_body(error), error.status, headers, "application/json")
+
+
+# Formats what was verified for users: one line for the epoch, and the steps of each node. Pure.
+def tell_epoch(session: Session) -> Iterator[str]:
+    """Yields lines about the session's verified epoch, and about each of its nodes."""
+    believed = session.believed
+    if believed is None:
+        return
+    epoch = believed.epoch
+    yield (
+        f"Epoch {epoch.epoch}: {len(epoch.nodes)} nodes, release {believed.release.version} ({epoch.release[:16]}), "
+        f"profile {epoch.profile}; in the log at size {believed.checkpoint.size}, cosigned by enough witnesses."
+    )
+    membership = believed.membership
+    capacity = membership.capacity
+    yield f"Membership {membership.number}, signed by a release key: {len(membership.members)} nodes, capacity {capacity}."
+    present = {node.member for node in epoch.nodes}
+    for member in membership.members:
+        if member.name not in present:
+            yield f"No node of {member.name}, drawn with chance {member.capacity}/{capacity}: such a draw fails"
+    for node in epoch.nodes:
+        findings = session.findings[node.node_id]
+        yield f"Node {node.node_id[:16]} ({node.member}), drawn with chance {node.capacity}/{capacity}: {_sum_up(findings)}"
+        for step in findings:
+            yield f"  {_MARKS[step.outcome]}: {step.text.removeprefix('NOT PROVED: ')}"
+
+
+def _sum_up(findings: Findings) -> str:
+    if not findings.accepted:
+        return "REFUSED; nothing is sent to it"
+    if not findings.proved:
+        return f"accepted; NOT PROVED: {len(findings.of(Outcome.NOT_PROVED))} of {len(findings)} steps"
+    return "accepted; every requirement is proved"

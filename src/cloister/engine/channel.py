@@ -1,4 +1,4 @@
-"""Messages between front and engine over a stream socket: frames of msgpack, never pickle.
+"""Messages between front and engine: frames of msgpack over a stream socket, never pickle, and the queue of the unread ones.
 
 A frame is four bytes of length, big-endian, and that many bytes of one message. The protocol consists of the types of
 `types.events`; any other frame ends the connection.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -155,3 +156,37 @@ def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
             return None
         filled += got
     return bytes(buffer)
+
+
+class InputQueue:
+    """The front's messages from any thread to the engine's thread, which reads all of them between two steps."""
+
+    def __init__(self) -> None:
+        self._messages: list[FrontMessage] = []
+        self._is_woken = False
+        self._arrived = threading.Condition()
+
+    def put(self, message: FrontMessage) -> None:
+        """Adds a message and wakes the engine."""
+        with self._arrived:
+            self._messages.append(message)
+            self._arrived.notify()
+
+    def wake(self) -> None:
+        """Wakes the engine without a message, when something that it waits for is done."""
+        with self._arrived:
+            self._is_woken = True
+            self._arrived.notify()
+
+    def take(self) -> list[FrontMessage]:
+        """Removes and returns all messages, oldest first."""
+        with self._arrived:
+            messages, self._messages = self._messages, []
+            self._is_woken = False
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until a message arrives, the engine is woken, or `timeout_s` has passed."""
+        with self._arrived:
+            if not (self._messages or self._is_woken):
+                self._arrived.wait(timeout_s)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from cloister.engine.adapters import AdapterRegister
+from cloister.engine.channel import InputQueue
 from cloister.engine.drafting import describe_drafting, measure, weigh
-from cloister.engine.input_queue import InputQueue
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
@@ -32,9 +32,8 @@ from cloister.types.events import (
     Submit,
     UnloadAdapter,
 )
-from cloister.types.grammar import COMPILE_TIMEOUT_S, Grammar
 from cloister.types.logs import describe
-from cloister.types.request import ModelInfo
+from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, ModelInfo
 from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:

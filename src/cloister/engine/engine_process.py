@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Final
 
 from cloister.engine import channel
+from cloister.engine.channel import InputQueue
 from cloister.engine.core import EngineCore
-from cloister.engine.input_queue import InputQueue
 from cloister.engine.worker_channels import WorkerChannels
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from cloister.engine import channel
-from cloister.engine.input_queue import InputQueue
+from cloister.engine.channel import InputQueue
 from cloister.types.events import Abort, Ended, Event, Outputs, Stepped, Submit
 
 CONNECT: Final = b"+"

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.types.errors import CloisterError
-from cloister.types.grammar import COMPILE_TIMEOUT_S, Grammar
-from cloister.types.request import SamplingParams
+from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, SamplingParams
 
 MaskArray = npt.NDArray[np.uint32]
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cloister.backends import BACKENDS, native
+from cloister.backends import BACKENDS
+from cloister.backends.availability import has_torch, why_no_kernels
 from cloister.backends.base import Backend
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.native.limits import list_missing
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
-from cloister.backends.torch import has_torch
 from cloister.engine.machine import Machine
 from cloister.models import LoadedModel
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
@@ -36,7 +36,7 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
     if config.weights_cache and weights_cache(config) is None:
         _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
-    if name == "torch" and chosen_backend(config) == "native":
+    if name == "torch" and chosen_backend(config) == "native" and not isinstance(spec, EncoderSpec):  # torch computes them all
         _logger.warning(
             "the native back end does not compute %s, which this model needs; torch computes it",
             ", ".join(list_missing(spec)),
@@ -76,7 +76,7 @@ def choose_backend(device: str) -> tuple[str, str]:
     """Returns the default back end's name and the reason."""
     if device != "cpu":
         return "torch", f"the device is {device}"
-    reason = native.available()
+    reason = why_no_kernels()
     return ("native", "the device is a CPU") if reason is None else ("torch", reason)
 
 

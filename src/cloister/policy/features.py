@@ -70,17 +70,18 @@ def _feature(
     """Makes a row of the table.
 
     Args:
-        part: part of the rule names, for a feature whose verdicts differ from those of its matrix row. Such a feature has a
-            verdict for each profile; other features have the rulings of the row.
+        open, team, private, paranoid: verdicts that differ from those of the matrix row, one for every profile; omitted for a
+            feature that has the rulings of the row.
+        part: part of the names of its own rules; default: its name.
         residue, where, attack, mitigations: of the implementation, as in `ThreatProfile`; omitted if code or another feature
             declares them.
     """
     matrix_row = row_of(row)
     judged = {Profile.OPEN: open, Profile.TEAM: team, Profile.PRIVATE: private, Profile.PARANOID: paranoid}
     own = {profile: judgement for profile, judgement in judged.items() if judgement is not None}
-    if len(own) != (len(Profile) if part else 0):
-        raise ValueError(f"{name}: a feature with its own verdicts needs a part and a verdict for every profile")
-    rulings = name_rulings(f"{row}.{part}", own) if part else matrix_row.rulings
+    if len(own) not in (0, len(Profile)):
+        raise ValueError(f"{name}: a feature with its own verdicts needs one for every profile")
+    rulings = name_rulings(f"{row}.{part or name}", own) if own else matrix_row.rulings
     threat = ThreatProfile(matrix_row.name, matrix_row.threat.threats, residue, where, attack, mitigations)
     on, declared = frozenset(on_by_default), threat if mitigations else None
     return Feature(name, row, setting, title, does, endangers, rulings, on, instead, declared)
@@ -123,7 +124,6 @@ _FEATURES: Final = (
         title="Adapters at run time",
         does="lets operators load and unload LoRA adapters while the server runs",
         endangers="a model's name may refer to something other than what was published",
-        part="runtime-adapters",
         open=allow(ONE_USER),
         team=mitigate("an operator's key is required, and prefix keys and fingerprints identify an adapter by its weights"),
         private=refuse("what runs must be what was published, and an adapter changes what runs"),
@@ -144,7 +144,6 @@ _FEATURES: Final = (
         title="Download of the default model",
         does="fetches the default model from the package index at the first start",
         endangers="the index and the network observe that this machine starts to serve it",
-        part="default-model-download",
         open=allow(
             "one user on one machine; its digest is pinned, and the package index learns which address requests which package"
         ),
@@ -161,7 +160,6 @@ _FEATURES: Final = (
         title="Sign-in by an OpenID issuer",
         does="accepts users' tokens from an issuer that you name, in addition to API keys",
         endangers="the issuer learns who signs in and when, and the server learns which requests are one person's",
-        part="identity-tokens",
         open=_PSEUDONYM,
         team=_PSEUDONYM,
         private=_NAMES_PEOPLE,
@@ -192,7 +190,6 @@ _FEATURES: Final = (
         title="Sessions",
         does="lets requests of one client reuse each other's prefixes for five minutes",
         endangers="the server can link these requests",
-        part="session",
         open=_NARROWED,
         team=_NARROWED,
         private=mitigate(
@@ -223,7 +220,6 @@ _FEATURES: Final = (
         title="One cache for all tenants",
         does="lets tenants compete for the memory of the prefix cache",
         endangers="a tenant can infer others' activity from evictions of its prefixes",
-        part="one-cache",
         open=allow("one shared cache uses memory best; key holders are trusted with the others' activity"),
         team=_ONE_CACHE,
         private=_ONE_CACHE,
@@ -345,7 +341,6 @@ _FEATURES: Final = (
         title="Datastore of public text",
         does="looks up drafts in text that you name",
         endangers="users of the server can find out what is in that text",
-        part="datastore",
         open=allow(ONE_USER),
         team=_PUBLIC_TEXT,
         private=_PUBLIC_TEXT,
@@ -359,7 +354,6 @@ _FEATURES: Final = (
         title="Serving without API keys",
         does="answers any client that reaches an address other than loopback",
         endangers="unauthenticated clients use the server, and callers cannot be distinguished",
-        part="keyless-bind",
         open=_FRESH,
         team=_FRESH,
         private=_FRESH,
@@ -374,7 +368,6 @@ _FEATURES: Final = (
         title="Request log",
         does="writes a line for every request, with counts and times and no content",
         endangers=_HABITS,
-        part="request-log",
         open=allow(ONE_USER),
         team=_TRUSTED_OPERATOR,
         private=_NO_SINGLE_REQUESTS,
@@ -392,7 +385,6 @@ _FEATURES: Final = (
         title="Traces",
         does="sends counts and times of every request to a collector, with no content",
         endangers=_HABITS,
-        part="traces",
         open=allow(ONE_USER),
         team=_TRUSTED_OPERATOR,
         private=_NO_SINGLE_REQUESTS,
@@ -406,7 +398,6 @@ _FEATURES: Final = (
         title="History of metrics",
         does="keeps the server's figures of the last day in memory, for the board",
         endangers="users of the board see when the server was used, including earlier times",
-        part="metrics-history",
         open=allow(ONE_USER),
         team=allow("what `/metrics` showed, per minute for an hour and per ten minutes for a day, in memory only"),
         private=_NO_SINGLE_REQUESTS,
@@ -424,7 +415,6 @@ _FEATURES: Final = (
         title="Figures of tenants",
         does="counts requests and tokens of each tenant, for operators",
         endangers="an operator sees how much each tenant uses the server, and by repeated reading, when",
-        part="tenant-figures",
         open=allow(ONE_USER),
         team=mitigate("an operator's key or role is required: counts since the start, in memory only, and no times"),
         private=_NO_SINGLE_REQUESTS,
@@ -472,7 +462,6 @@ _FEATURES: Final = (
         title="Images by URL",
         does="fetches the images that a request names by https:// URLs",
         endangers="the servers of the images and who watches the network see what a request is about, and when",
-        part="remote-images",
         open=mitigate("off by default: public addresses only, over HTTPS, with limits on bytes, redirects and time"),
         team=mitigate("off by default: public addresses only, over HTTPS, with limits on bytes, redirects and time"),
         private=_NOTHING_ELSEWHERE,

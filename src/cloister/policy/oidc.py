@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from cloister.policy.credentials import MAX_PRIORITY, MIN_PRIORITY, RandomBytes
+from cloister.policy.credentials import MAX_PRIORITY, MIN_PRIORITY
 from cloister.policy.profile import is_loopback
 from cloister.policy.quotas import NO_LIMITS, KeyQuota
 from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
@@ -105,15 +105,11 @@ class Person:
 
 
 class People:
-    """Reads the claims of verified tokens.
+    """Reads the claims of verified tokens."""
 
-    Args:
-        random: source of the key for pseudonyms.
-    """
-
-    def __init__(self, config: OidcConfig, random: RandomBytes = os.urandom) -> None:
+    def __init__(self, config: OidcConfig) -> None:
         self.config = config
-        self._key = random(_KEY_BYTES)
+        self._key = os.urandom(_KEY_BYTES)
         self._limits = KeyQuota(**msgspec.structs.asdict(config.limits))
 
     def admit(self, header: Mapping[str, Any], claims: Mapping[str, Any], now_s: float) -> Person:

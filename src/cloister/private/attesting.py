@@ -1,20 +1,22 @@
-"""Builds a node's evidence from its settings: the attester, the measured facts, and the source of the log checkpoint."""
+"""Builds a node's evidence from its settings (the attester, the measured facts, the source of the log checkpoint), and keeps it
+current."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from cloister.private.announcing import Announcer
 from cloister.private.unsealing import Unsealer
 from cloister.trust.attestation import AttestationError, Attester
-from cloister.trust.attestation.evidence import Evidence
-from cloister.trust.attestation.node import gather_facts
+from cloister.trust.attestation.evidence import MAX_LIFE_S, Evidence
+from cloister.trust.attestation.node import Facts, gather_facts, with_host
 from cloister.trust.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.attestation.tsm import TdxAttester
@@ -22,7 +24,11 @@ from cloister.trust.transparency.files import read_key
 from cloister.trust.transparency.membership import sign_member
 from cloister.trust.transparency.note import PrivateKey
 from cloister.types.config import ATTESTING, ServerConfig
-from cloister.types.errors import ConfigError
+from cloister.types.errors import CloisterError, ConfigError
+
+LOOK_EVERY_S: Final = 5.0
+
+_logger = logging.getLogger(__name__)
 
 
 class MemberAttester:
@@ -199,3 +205,88 @@ def _open_attester(attesting: Attesting, spawn: Spawn | None) -> Attester:
     with far:
         spawn(ATTESTER_MODULE, far)
     return RemoteAttester(near, attesting.boot)
+
+
+# Keeps a node's evidence current: requests a new document for each new key.
+# Evidence is bound to one key and expires with it. While a new document is being produced, the document of the previous key is
+# served: that key still opens requests. Expired evidence is never served.
+class Announcer:
+    """Requests evidence from the attester and serves it.
+
+    Args:
+        unsealer: holds the node's keys.
+        attester: requests a quote from the hardware; this may take seconds, so it runs in a thread.
+        facts: fields of the statement in addition to the key and the hardening.
+        hardening: returns the outcome of each measure; called for each statement, because some measures are applied late.
+        started_s: earliest time at which the first key can have been created, Unix seconds.
+        read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
+        now: returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        unsealer: Unsealer,
+        attester: Attester,
+        facts: Facts,
+        started_s: float,
+        hardening: Callable[[], Mapping[str, str]],
+        read_checkpoint: Callable[[], str] = lambda: "",
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._unsealer = unsealer
+        self._attester = attester
+        self._facts = facts
+        self._hardening = hardening
+        self._read_checkpoint = read_checkpoint
+        self._now = now
+        self._seen_s = started_s
+        self._keys = b""
+        self._document: bytes | None = None
+        self._ends_s = 0
+        self._last_word = ""
+
+    def evidence(self) -> bytes | None:
+        """Returns the current document; None while none is valid."""
+        return self._document if self._now() < self._ends_s else None
+
+    async def rehearse(self) -> None:
+        """Requests a quote for an empty statement, so that a machine that cannot attest fails before it serves.
+
+        Raises:
+            AttestationError: the machine cannot attest; the message says what is missing.
+        """
+        await asyncio.to_thread(self._attester.attest, b"rehearsal")
+
+    async def renew(self) -> bool:
+        """Requests evidence if the key has changed; returns whether it did.
+
+        Raises:
+            CloisterError: the hardware produced none; the previous document is kept.
+        """
+        now = self._now()
+        keys, receipt_key = await self._unsealer.publish_all()
+        if keys == self._keys:
+            self._seen_s = now
+            return False
+        # The key is not older than the last check that saw the previous key, so this expiry is never later than the key's.
+        born_s = int(min(self._seen_s, now))
+        ends_s = born_s + int(MAX_LIFE_S)
+        checkpoint = await asyncio.to_thread(self._read_checkpoint)
+        hardening = with_host(self._hardening(), self._attester.kind)
+        statement = self._facts.state(keys, born_s, ends_s, checkpoint, hardening, receipt_key)
+        evidence = await asyncio.to_thread(self._attester.attest, statement)
+        self._document, self._ends_s = evidence.encode(), ends_s
+        self._keys, self._seen_s = keys, now
+        return True
+
+    async def renew_forever(self) -> None:
+        """Refreshes periodically until cancelled. The reason for a failure is logged once, not on every attempt."""
+        while True:
+            try:
+                if await self.renew():
+                    self._last_word = ""
+            except CloisterError as error:
+                if error.message != self._last_word:
+                    _logger.error("no evidence for the new key: %s", error.message)
+                self._last_word = error.message
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -48,25 +48,11 @@ from cloister.trust.sealing import (
     find_field,
 )
 from cloister.trust.tokens import AcceptedKey
-from cloister.trust.tokens.redeem import BUDGET_FIELD
+from cloister.trust.tokens.redeem import BUDGET_FIELD, Redeemer
 from cloister.types.errors import CloisterError
 
 NODE_PATH: Final = "/ohttp"
 _TARGET: Final = re.compile(r"/nodes/([0-9a-f]{64})")
-
-
-class TokenTaker(Protocol):
-    """Accepts each token once (`trust.tokens.Redeemer`)."""
-
-    def ask(self) -> str:
-        """Returns the `WWW-Authenticate` value for a request without a token."""
-
-    def redeem(self, header: str | None) -> AcceptedKey:
-        """Checks and spends the token in an `Authorization` value. Runs in a thread, because it may wait for a store.
-
-        Raises:
-            CloisterError: the token is missing, not accepted or already spent, or the store does not respond.
-        """
 
 
 class Epochs(Protocol):
@@ -104,7 +90,7 @@ class GatewayConfig:
 def gateway_app(
     config: GatewayConfig,
     unsealer: Unsealer,
-    tokens: TokenTaker,
+    tokens: Redeemer,
     nodes: NodeBook,
     upstream: Upstream,
     lifespan: Lifespan,
@@ -137,7 +123,7 @@ class _Gateway:
         self,
         config: GatewayConfig,
         unsealer: Unsealer,
-        tokens: TokenTaker,
+        tokens: Redeemer,
         nodes: NodeBook,
         upstream: Upstream,
         now: Callable[[], float],
@@ -207,7 +193,7 @@ class _Gateway:
 
     async def _spend(self, authorization: str | None) -> AcceptedKey:
         try:
-            return await asyncio.to_thread(self._tokens.redeem, authorization)
+            return await asyncio.to_thread(self._tokens.redeem, authorization)  # it may wait for a store
         except CloisterError as error:
             fields: Fields = ((b"www-authenticate", self._tokens.ask().encode()),) if error.status == 401 else ()
             raise ProblemError(error.status, error.message, fields=fields) from None

@@ -104,7 +104,7 @@ class Upstream:
         finally:
             await response.aclose()
 
-    async def get(self, url: str, *, timeout_s: float = CONNECT_TIMEOUT_S, most_bytes: int = SMALL_REPLY_BYTES) -> bytes:
+    async def get(self, url: str, *, most_bytes: int = SMALL_REPLY_BYTES) -> bytes:
         """Returns a small file.
 
         Raises:
@@ -112,7 +112,7 @@ class Upstream:
         """
         content = bytearray()
         try:
-            async with asyncio.timeout(2 * timeout_s), self.ask("GET", url, {}, timeout_s=timeout_s) as answer:
+            async with asyncio.timeout(2 * CONNECT_TIMEOUT_S), self.ask("GET", url, {}, timeout_s=CONNECT_TIMEOUT_S) as answer:
                 async for piece in answer.pieces:
                     content += piece
                     if len(content) > most_bytes:

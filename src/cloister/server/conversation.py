@@ -19,13 +19,12 @@ from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, Image
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import grammar as grammars
 from cloister.text.answer_parser import REASONINGS, AnswerForm, ChannelMarks, Marks, detect_reasoning
-from cloister.text.harmony import FINAL
 from cloister.text.tools import FAMILIES, Tool, ToolCallFormat, detect_family
 from cloister.text.tools.base import json_value, literal
+from cloister.text.tools.harmony import FINAL
 from cloister.types.config import ServerConfig
-from cloister.types.grammar import Grammar, GrammarKind
 from cloister.types.images import ImageTile
-from cloister.types.request import SamplingParams
+from cloister.types.request import Grammar, GrammarKind, SamplingParams
 
 # The tools of a request: the offered ones, those that may be called, and whether a call is required.
 

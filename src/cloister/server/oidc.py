@@ -65,21 +65,18 @@ class TokenVerifier:
 
     Args:
         people: returns the rights of a verified token's holder.
-        now: seconds since 1970-01-01 UTC.
         monotonic: seconds of a clock that is never set back.
 
     Raises:
         ConfigError: the extra `oidc` is not installed, or the file of certificates cannot be used.
     """
 
-    def __init__(
-        self, people: People, *, now: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, people: People, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         check_extra()
         self._registry = _registry()
         self._people = people
         self._issuer = people.config.issuer
-        self._now, self._monotonic = now, monotonic
+        self._monotonic = monotonic
         self._tls = _trust(people.config.ca_file)
         self._keys: _Keys | None = None
         self._tried_s = -math.inf
@@ -109,7 +106,7 @@ class TokenVerifier:
             read = jwt.decode(token, keys.keys, registry=self._registry)
         except (JoseError, ValueError, TypeError, RecursionError):  # its text may contain parts of the token
             raise broken from None
-        return self._people.admit(read.header, read.claims, self._now())
+        return self._people.admit(read.header, read.claims, time.time())
 
     async def _current(self, key_id: str | None) -> _Keys:
         """Returns the issuer's keys: fetched again if they are old, or if a token names an unknown one."""

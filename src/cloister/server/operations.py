@@ -10,7 +10,6 @@ import msgspec
 from pydantic import BaseModel
 
 from cloister.server.answers import ChatChunk, ChatCompletion, CompletionResponse, Model, ModelList
-from cloister.server.classification import Classification, ClassifyBody
 from cloister.server.embeddings import EmbeddingBody, EmbeddingList
 from cloister.server.files.batches import BatchBody
 from cloister.server.llamacpp import ApplyTemplateBody, LlamaCompletionBody, LlamaInfillBody
@@ -41,7 +40,7 @@ from cloister.server.routes.policy import PolicyReport
 from cloister.server.routes.responses import DeletedResponse
 from cloister.server.routes.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 from cloister.server.schemas import ChatBody, CompletionBody
-from cloister.server.scoring import Ranking, RerankBody, ScoreBody, ScoreList
+from cloister.server.scoring import Classification, ClassifyBody, Ranking, RerankBody, ScoreBody, ScoreList
 from cloister.server.stream import EVENTS
 
 HTML: Final = "text/html"
@@ -184,7 +183,6 @@ def _ollama(
     body: type[BaseModel] | None = None,
     answer: Any = None,
     line: Any = None,
-    errors: tuple[int, ...] = (),
 ) -> Operation:
     """Returns an operation of Ollama's API, whose streams are lines and whose errors are one message."""
     return Operation(
@@ -195,7 +193,6 @@ def _ollama(
         body,
         answer,
         line,
-        errors=errors,
         failure=OllamaError,
         unavailable=OllamaError,
         stream_type=NDJSON,

@@ -23,8 +23,8 @@ from cloister.server.messages import CountBody, MessagesBody
 from cloister.server.messages import to_chat as message_to_chat
 from cloister.server.parse import parse_body, renamed_fields
 from cloister.server.responses.keeping import ResponseStore, read_body
-from cloister.server.responses.reading import to_chat as response_to_chat
 from cloister.server.responses.schemas import ResponsesBody
+from cloister.server.responses.schemas import to_chat as response_to_chat
 from cloister.server.sampling import check_length, check_number_of_sequences, fit_length, sampling_params
 from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody
 from cloister.text import Tokenizer

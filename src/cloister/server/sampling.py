@@ -12,8 +12,7 @@ from cloister.server.errors import invalid
 from cloister.server.schemas import GenerationBody
 from cloister.text import grammar as grammars
 from cloister.types.errors import ContextLengthError
-from cloister.types.grammar import Grammar, GrammarKind
-from cloister.types.request import BeamSearch, ModelInfo, SamplingParams
+from cloister.types.request import BeamSearch, Grammar, GrammarKind, ModelInfo, SamplingParams
 
 # Structured output: OpenAI's `response_format`, and the equivalent fields of vLLM and llama.cpp.
 

@@ -1,4 +1,4 @@
-"""/v1/score and /v1/rerank: request bodies and replies.
+"""/v1/score, /v1/rerank and /classify: request bodies and replies.
 
 A score of a cross-encoder (Nogueira and Cho 2019) is the model's own for the two texts together. With any other model it is the
 cosine of the angle between the two texts' vectors, from -1 to 1, computed from the model's embeddings.
@@ -240,3 +240,68 @@ def cosine(one: Embedding, other: Embedding) -> float:
     """Returns the cosine of the angle between two normalised vectors, kept within [-1, 1]."""
     product = float(np.dot(vector_of(one).astype(np.float64), vector_of(other).astype(np.float64)))
     return min(1.0, max(-1.0, product))
+
+
+# /classify, in the shape of vLLM.
+class ClassifyBody(PooledBody):
+    """Body of /classify. `use_activation` false leaves the scores of classes as the model has them."""
+
+    input: Annotated[list[Text], PlainValidator(text_list("input"), json_schema_input_type=TextInput)]
+    use_activation: bool | None = None
+
+
+class Classified(msgspec.Struct, frozen=True):
+    """The classes of one text: the most likely one by name, and the probability of each in the order of the model."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classification(msgspec.Struct, frozen=True):
+    """Reply of /classify."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Classified]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifyJob:
+    """A parsed request of /classify.
+
+    Attributes:
+        classes: of the model.
+        activates: scores become probabilities.
+    """
+
+    job: GenerationJob
+    classes: EncoderInfo
+    activates: bool
+
+
+def read_classify(reader: PromptReader, raw: bytes, admission: Admission) -> ClassifyJob:
+    """Reads a body of /classify; errors as in `embeddings.read_embeddings`."""
+    body = parse_body(raw, ClassifyBody)
+    encoder = reader.model.encoder
+    if encoder is None or not encoder.labels:
+        raise invalid("This model has no classes; serve one that was trained to classify texts.", "model", "no_classes")
+    pooling = PoolingParams(kind="classify", normalize=False)
+    job = pooled_job(reader, body, [("input", text) for text in body.input], pooling, admission, prefix="classify")
+    return ClassifyJob(job, encoder, body.use_activation is not False)
+
+
+def write_classes(asked: ClassifyJob, scores: Sequence[Embedding]) -> Classification:
+    """Returns the reply of /classify; of equally likely classes the first one is named."""
+    data = []
+    for index, found in enumerate(scores):
+        values = vector_of(found).tolist()
+        shown = asked.classes.probabilities(values) if asked.activates else values
+        label = asked.classes.labels[values.index(max(values))]
+        data.append(Classified(index, label, shown, len(values)))
+    job = asked.job
+    return Classification(job.job_id, job.created_s, job.model_name, data, usage_of(job))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from cloister.text.harmony import read_channels
 from cloister.text.parts import CallBroken, Part, Reasoning, Text
 from cloister.text.tools import harmony
 from cloister.text.tools.base import THREAT, Tool, ToolCallFormat, read_calls
+from cloister.text.tools.harmony import read_channels
 from cloister.text.tools.reading import OutputBuffer, Reading
 from cloister.types.registry import Registry
 
@@ -39,7 +39,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class ChannelMarks(Marks):
-    """Reasoning is a channel of harmony, among others with text and calls (`text.harmony`)."""
+    """Reasoning is a channel of harmony, among others with text and calls (`text.tools.harmony`)."""
 
     @property
     def all(self) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cloister.backends import BACKENDS, native
+from cloister.backends import BACKENDS
+from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import KVLayout, Program
 from cloister.executor.drafters.base import DrafterContext, DraftRequest
 from cloister.executor.state import BatchState, SequenceState
@@ -28,7 +29,7 @@ class RandomModel:
         self.max_positions = max_positions
         self._spec = make_spec(hidden=48, intermediate=64, heads=(2, 1), head_dim=24, vocab=VOCAB)
         self._weights = RandomWeights(self._spec, seed)
-        name = "torch" if native.available() is not None else "native"
+        name = "torch" if why_no_kernels() is not None else "native"
         self._backend = BACKENDS.get(name)(num_threads=1, device="cpu", dtype="float32")
 
     def kv_block_bytes(self, block_size: int) -> int:

@@ -13,7 +13,7 @@ from cloister.text.grammar import GrammarCompiler
 from cloister.text.parts import ParsedOutput
 from cloister.text.tools import FAMILIES, Tool
 from cloister.text.tools.base import literal
-from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.request import Grammar, GrammarKind
 from tests.text import models
 
 WEATHER = {

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
+from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import BACKENDS, Backend
 from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
 
 _logger = logging.getLogger(__name__)
-_WAYS_ON = "reinstall Cloister, or install the extra cloister[torch] and choose the back end torch"
 
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",
@@ -24,17 +23,6 @@ THREAT = ThreatProfile(
         "wipe of the step's buffers when the last sequence departs",
     ),
 )
-
-
-def available() -> str | None:
-    """Returns why the kernels cannot be used here, or None when they can; it loads them to see."""
-    try:
-        import_module("cloister.backends.native._native")
-    except ModuleNotFoundError:
-        return f"the native kernels were not compiled; install a C++ compiler (Debian: apt install g++) and {_WAYS_ON}"
-    except ImportError as error:
-        return f"the native kernels cannot be loaded ({error}); {_WAYS_ON}"
-    return None
 
 
 def describe_missing_kernels(compiled: Sequence[str], runnable: Sequence[str]) -> str | None:
@@ -73,7 +61,7 @@ def make_native_backend(
     Raises:
         ConfigError: the device is not a CPU, the type is unknown, or the kernels are not usable.
     """
-    if (reason := available()) is not None:
+    if (reason := why_no_kernels()) is not None:
         raise ConfigError(reason, param="backend")
     from cloister.backends.native import _native
     from cloister.backends.native.backend import NativeBackend  # loads the kernels: only when it was chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cloister.backends.availability import load_torch
 from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.limits import check_computable
@@ -12,7 +13,6 @@ from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.states import draft_bytes, draft_state_bytes
 from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec
-from cloister.backends.torch import load_torch
 from cloister.backends.vision import AnyVisionSpec, tower_weights_bytes
 from cloister.types.errors import ConfigError
 

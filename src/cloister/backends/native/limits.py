@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from cloister.backends.availability import INSTALL_TORCH, has_torch
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
     AttentionSpec,
@@ -14,7 +15,6 @@ from cloister.backends.spec import (
     LayerSpec,
     MoeSpec,
 )
-from cloister.backends.torch import INSTALL_TORCH, has_torch
 from cloister.backends.vision import VisionSpec
 from cloister.types.errors import ConfigError
 

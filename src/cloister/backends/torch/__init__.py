@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
-from cloister.backends import native
+from cloister.backends.availability import load_torch
 from cloister.backends.base import BACKENDS, Backend, BackendFactory
 from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
 
-INSTALL_TORCH = "pip install 'cloister[torch]'"
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",
     residue="KV blocks until free; rows of a step and of an image tower until their memory is used again",
@@ -20,31 +18,6 @@ THREAT = ThreatProfile(
     attack="reuse of an unwiped block",
     mitigations=("wipe on free, before the block can be given to another request",),
 )
-
-
-def has_torch() -> bool:
-    """Whether torch is installed; imports nothing."""
-    return find_spec("torch") is not None
-
-
-def load_torch(device: str, user: str = "") -> None:
-    """Imports torch.
-
-    Args:
-        user: what needs it, for the message; empty for the back end of this name.
-
-    Raises:
-        ConfigError: it is not installed, or cannot be loaded; the message says what to install.
-    """
-    try:
-        import_module("torch")
-    except (ImportError, OSError) as error:  # OSError: a library that torch opens itself
-        is_there = not isinstance(error, ModuleNotFoundError) or error.name != "torch"
-        why = f"torch cannot be loaded ({error})" if is_there else "torch is not installed"
-        why = f"{user} needs torch: {why}" if user else why
-        remedy = f"; install it with: {INSTALL_TORCH}"
-        without = native.available() if device == "cpu" else None
-        raise ConfigError(f"{why}{remedy if without is None else f', and {without}'}", param="backend") from None
 
 
 def _make_factory(module: str, backend: str, refusal: str) -> BackendFactory:

@@ -328,11 +328,11 @@ class SealedCloud:
         """Returns the issuer's current key entries."""
         return sign_keys(self.issuer.current_keys(), self.config.issuer_url, self.issuer_key)
 
-    async def change_members(self, capacities: dict[str, int], notice_s: int = NOTICE_S) -> None:
+    async def change_members(self, capacities: dict[str, int]) -> None:
         """Logs a membership and waits until it is valid; the first one is valid immediately."""
         is_first = not self._memberships
         self._memberships += 1
-        begins = int(self.now()) + (0 if is_first else notice_s)
+        begins = int(self.now()) + (0 if is_first else NOTICE_S)
         keys = {self._member_key(name).public: capacity for name, capacity in capacities.items()}
         membership = build_membership(self._memberships, self.log.key.name, begins, keys)
         self.log.append([membership_entry(membership, [self._release_key])])

@@ -15,9 +15,8 @@ import httpx
 from cloister.client.traces.load import SHAPES, LoadResult, MarkedRequest, long_ids, long_stream, prompt_ids, send_all
 from cloister.client.traces.node import Path
 from cloister.trust.residue.finder import Finder
-from cloister.trust.residue.needles import Mark, MarkMaker, Needle, of_text
+from cloister.trust.residue.needles import KV_KIND, Mark, MarkMaker, Needle, of_text
 from cloister.trust.residue.processes import Process, ProcessTree
-from cloister.trust.residue.rows import KV_KIND
 from cloister.trust.residue.scan import USUAL_ROOTS, Runs, Searched, search_all, search_files
 
 SETTLE_S: Final = 1.0

@@ -21,12 +21,11 @@ class Figures:
     """Counts requests at the front, which sees sealed bytes only.
 
     Args:
-        windows: counts with a cell for each of `BOUNDS_S`, one for longer requests, and one for interrupted ones.
         now: returns Unix seconds.
     """
 
-    def __init__(self, windows: NoisyWindows | None = None, now: Callable[[], float] = time.time) -> None:
-        self._windows = windows or NoisyWindows(len(_CELLS))
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._windows = NoisyWindows(len(_CELLS))
         self._now = now
 
     def count(self, elapsed_s: float, *, answered: bool) -> None:

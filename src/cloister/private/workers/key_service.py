@@ -146,7 +146,7 @@ class KeyService:
         return KeyServiceAnswer(error=UNSEAL_FAILED)
 
 
-def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
+def lock_memory() -> str:
     """Locks all present and future memory of this process. Returns how it is kept from swap.
 
     Raises:
@@ -155,6 +155,7 @@ def lock_memory(swaps: Path = Path("/proc/swaps")) -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mlockall(_MCL_CURRENT | _MCL_FUTURE) == 0:
         return "locked"
+    swaps = Path("/proc/swaps")
     if swaps.exists() and len(swaps.read_text().splitlines()) <= 1:
         return "not locked, but there is no swap"
     raise OSError(ctypes.get_errno(), "memory cannot be locked; raise the limit (ulimit -l), or switch swap off")

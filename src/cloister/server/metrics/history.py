@@ -83,11 +83,10 @@ class RecordedMetrics:
         clock: seconds, never set back.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, period_s: float | None = None) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         metrics.before_change = self._close_periods
         self._clock = clock
-        self._period_s = PERIOD_S if period_s is None else period_s
         self._began_s = clock()
         self._num_closed = 0
         self._places: dict[str, int] = {}
@@ -118,11 +117,11 @@ class RecordedMetrics:
         kept = [*(reading for reading in self._coarse if reading[0] < oldest_fine), *self._fine]
         return MetricsReport(
             list(self._places),
-            [PastReading(round(now_s - number * self._period_s, 3), self._fill(values)) for number, values in kept],
+            [PastReading(round(now_s - number * PERIOD_S, 3), self._fill(values)) for number, values in kept],
         )
 
     def _close_periods(self) -> None:
-        num_over = int((self._clock() - self._began_s) / self._period_s)
+        num_over = int((self._clock() - self._began_s) / PERIOD_S)
         if num_over == self._num_closed:
             return
         values = self._read()

@@ -11,9 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.classification import read_classify, write_classes
 from cloister.server.embeddings import EmbeddingUsage, read_embeddings, run_pooled, usage_of, vector_of, write_embeddings
-from cloister.server.scoring import rank_documents, read_rerank, read_score, score_pairs
+from cloister.server.scoring import rank_documents, read_classify, read_rerank, read_score, score_pairs, write_classes
 from cloister.server.state import admission_of, json_response, state_of
 
 router = APIRouter()

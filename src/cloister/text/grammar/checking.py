@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from cloister.text.grammar.compiler import LIMITS, write_source
 from cloister.text.grammar.schema import check_schema
 from cloister.types.errors import InvalidRequestError
-from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.request import Grammar, GrammarKind
 
 MAX_SOURCE_CHARS: Final = {
     GrammarKind.JSON_SCHEMA: 65_536,

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from cloister.text.tokenizer import Tokenizer
 from cloister.types.errors import InvalidRequestError
-from cloister.types.grammar import Grammar, GrammarKind
+from cloister.types.request import Grammar, GrammarKind
 
 _REFUSED: Final = "the grammar cannot be followed with this model: it is too large, or nothing can satisfy it; make it simpler"
 

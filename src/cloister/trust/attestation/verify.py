@@ -35,14 +35,12 @@ def verify_evidence(
     now: float,
     *,
     verifiers: Mapping[str, Verifier] = VERIFIERS,
-    gpus: GpuVerifier | None = None,
 ) -> Findings:
     """Returns all verification steps; `accepted` is whether a prompt may be sent to the node.
 
     Args:
         now: Unix seconds.
         verifiers: by kind.
-        gpus: verifier of the GPUs; default: with NVIDIA's root.
 
     Raises:
         AttestationError: a check cannot run, because a library is missing.
@@ -64,7 +62,7 @@ def verify_evidence(
         )
         return findings
     findings.extend(verifier.verify(evidence, policy, now))
-    findings.extend((gpus or GpuVerifier()).verify(evidence, policy, now))
+    findings.extend(GpuVerifier().verify(evidence, policy, now))
     if findings.accepted:  # do not check an unattested statement
         judge_statement(findings, statement, policy, now)
     return findings

@@ -206,18 +206,15 @@ _WRITES: Final = os.O_WRONLY | os.O_RDWR
 USUAL_ROOTS: Final = ("/dev/shm", "/tmp", "/var/tmp", "/var/log", "/var/cache", "/var/lib", "/run")
 
 
-def search_files(
-    processes: Iterable[Process], finder: Finder, *, since_s: float, roots: Iterable[str | Path], skip: Iterable[Path] = ()
-) -> Searched:
+def search_files(processes: Iterable[Process], finder: Finder, *, since_s: float, roots: Iterable[str | Path]) -> Searched:
     """Searches the files that processes have open for writing, and those under `roots` that changed since `since_s`.
 
     Args:
         since_s: seconds since the epoch.
         roots: directories; missing ones are skipped. The current directories of the processes are included.
-        skip: files of the searching program, such as a report.
     """
     found = Searched("files")
-    done = {_identity(os.stat(path)) for path in skip if path.exists()}
+    done: set[tuple[int, int]] = set()
     directories = {str(root) for root in roots}
     for process in processes:
         with suppress(OSError):

@@ -145,10 +145,10 @@ def begin_request(
 
 
 def seal_request(
-    configuration: KeyConfiguration, message: bytes, *, suite: Suite | None = None, ephemeral: bytes | None = None
+    configuration: KeyConfiguration, message: bytes, *, ephemeral: bytes | None = None
 ) -> tuple[bytes, OhttpContext]:
     """Seals a binary HTTP request as a whole; returns it and the exchange that opens the response. See `begin_request`."""
-    exchange = begin_request(configuration, WHOLE, suite=suite, ephemeral=ephemeral)
+    exchange = begin_request(configuration, WHOLE, ephemeral=ephemeral)
     return exchange.header.encode() + exchange.context.seal(message), exchange
 
 
@@ -293,8 +293,8 @@ class RequestSealer(ChunkSealer):
         exchange: opens the response.
     """
 
-    def __init__(self, configuration: KeyConfiguration, *, suite: Suite | None = None, ephemeral: bytes | None = None) -> None:
-        self.exchange = begin_request(configuration, CHUNKED, suite=suite, ephemeral=ephemeral)
+    def __init__(self, configuration: KeyConfiguration, *, ephemeral: bytes | None = None) -> None:
+        self.exchange = begin_request(configuration, CHUNKED, ephemeral=ephemeral)
         super().__init__(self.exchange.context, self.exchange.header.encode())
 
 

@@ -5,10 +5,9 @@ frame format, `binary_http` the one for other clients. `shapes` defines each pro
 """
 
 from cloister.trust.shape.binary_http import BinaryHttpShaper
-from cloister.trust.shape.frames import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS, Frame, ShapeError
+from cloister.trust.shape.frames import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS, Frame, ShapeError, Unshaper
 from cloister.trust.shape.shaper import Shaper
 from cloister.trust.shape.shapes import SHAPES, SHAPING_THREAT, TrafficShape, find_edge, shape_of
-from cloister.trust.shape.unshaper import Unshaper
 
 __all__ = [
     "BINARY_HTTP",

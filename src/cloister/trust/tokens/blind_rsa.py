@@ -96,7 +96,6 @@ def blind(
     *,
     salt: bytes | None = None,
     factor: int | None = None,
-    random: RandomBytes = os.urandom,
 ) -> tuple[bytes, Blinding]:
     """Returns the blinded message for the signer, and the state for `finalize` (RFC 9474, section 4.2).
 
@@ -108,10 +107,10 @@ def blind(
         BlindSignatureError: the key is too small for the encoding, or shares a factor with a drawn number.
     """
     n = public.n
-    encoded = int.from_bytes(encode(message, public.num_bits - 1, random(SALT_BYTES) if salt is None else salt), "big")
+    encoded = int.from_bytes(encode(message, public.num_bits - 1, os.urandom(SALT_BYTES) if salt is None else salt), "big")
     if gmpy2.gcd(encoded, n) != 1:
         raise BlindSignatureError("the message cannot be blinded under this key")  # nobody ever sees this: it factors n
-    drawn = _draw_unit(n, random) if factor is None else factor
+    drawn = _draw_unit(n) if factor is None else factor
     try:
         inverse = int(gmpy2.invert(drawn, n))
     except ZeroDivisionError:
@@ -120,7 +119,7 @@ def blind(
     return blinded.to_bytes(public.num_bytes, "big"), Blinding(message, inverse)
 
 
-def blind_sign(private: RsaPrivateKey, blinded: bytes, *, random: RandomBytes = os.urandom) -> bytes:
+def blind_sign(private: RsaPrivateKey, blinded: bytes) -> bytes:
     """Signs a blinded message (RFC 9474, section 4.3): with CRT and a blinded base, and verifies the signature before returning
     it.
 
@@ -135,7 +134,7 @@ def blind_sign(private: RsaPrivateKey, blinded: bytes, *, random: RandomBytes = 
     message = int.from_bytes(blinded, "big")
     if len(blinded) != public.num_bytes or message >= n:
         raise BlindSignatureError("the blinded message does not fit the key")
-    factor = _draw_unit(n, random)
+    factor = _draw_unit(n)
     base = message * int(gmpy2.powmod_sec(factor, public.e, n)) % n
     signature = _power(private, base) * int(gmpy2.invert(factor, n)) % n
     if not hmac.compare_digest(int(gmpy2.powmod(signature, public.e, n)).to_bytes(public.num_bytes, "big"), blinded):
@@ -191,11 +190,11 @@ def _power(private: RsaPrivateKey, base: int) -> int:
     return int(in_q + q * ((in_p - in_q) * gmpy2.invert(q, p) % p))
 
 
-def _draw_unit(n: int, random: RandomBytes) -> int:
+def _draw_unit(n: int) -> int:
     """Draws uniformly from the invertible numbers modulo n."""
     num_bytes = (n.bit_length() + 7) // 8
     while True:
-        drawn = int.from_bytes(random(num_bytes), "big") >> (8 * num_bytes - n.bit_length())
+        drawn = int.from_bytes(os.urandom(num_bytes), "big") >> (8 * num_bytes - n.bit_length())
         if 0 < drawn < n and gmpy2.gcd(drawn, n) == 1:
             return drawn
 

@@ -16,7 +16,6 @@ import msgspec
 
 from cloister.trust.tokens.blind_rsa import (
     Blinding,
-    RandomBytes,
     RsaPrivateKey,
     blind,
     blind_sign,
@@ -100,7 +99,7 @@ class Pending:
         ]
 
 
-def request_tokens(encoded_key: bytes, challenge: TokenChallenge, count: int, *, random: RandomBytes = os.urandom) -> Pending:
+def request_tokens(encoded_key: bytes, challenge: TokenChallenge, count: int) -> Pending:
     """Draws `count` tokens and blinds them.
 
     Args:
@@ -112,8 +111,8 @@ def request_tokens(encoded_key: bytes, challenge: TokenChallenge, count: int, *,
     if not 1 <= count <= MAX_BATCH:
         raise ValueError(f"a batch has 1 to {MAX_BATCH} tokens")
     public, identity, digest = decode_public(encoded_key), key_id(encoded_key), challenge.digest()
-    tokens = tuple(Token(random(NONCE_BYTES), digest, identity) for _ in range(count))
-    blinded = [blind(public, token.signed, random=random) for token in tokens]
+    tokens = tuple(Token(os.urandom(NONCE_BYTES), digest, identity) for _ in range(count))
+    blinded = [blind(public, token.signed) for token in tokens]
     requests = tuple(TokenRequest(identity[-1], message) for message, _ in blinded)
     return Pending(encoded_key, tokens, tuple(kept for _, kept in blinded), requests)
 

@@ -76,18 +76,18 @@ def remove_unfinished_of(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Locks a directory against other processes that use this lock; the lock is released when the process ends.
 
     Raises:
-        ConfigError: the directory does not exist, or another process holds the lock longer than `deadline_s`.
+        ConfigError: the directory does not exist, or another process holds the lock longer than `LOCK_DEADLINE_S`.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(f"cannot use the directory {directory}: {error.strerror}") from None
     try:
-        give_up = time.monotonic() + deadline_s
+        give_up = time.monotonic() + LOCK_DEADLINE_S
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

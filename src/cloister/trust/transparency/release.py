@@ -204,12 +204,11 @@ class _Report(Struct):
     install: list[_Item]
 
 
-def make_lock(report: bytes, own: str = "cloister") -> str:
-    """The lock file's text.
+def make_lock(report: bytes) -> str:
+    """Returns the lock file's text, without this package: its wheel has its own digest in the release.
 
     Args:
         report: output of `pip install --dry-run --ignore-installed --report - WHEEL`.
-        own: the package to omit: its wheel has its own digest in the release.
 
     Raises:
         ConfigError: the report cannot be read, or an item in it has no SHA-256, such as a directory or a repository.
@@ -221,7 +220,7 @@ def make_lock(report: bytes, own: str = "cloister") -> str:
     lines: list[str] = []
     for item in items:
         name, version = re.sub(r"[-_.]+", "-", item.metadata.name).lower(), item.metadata.version
-        if name == own:
+        if name == "cloister":
             continue
         digest = (item.download_info.archive_info or _Archive()).hashes.get("sha256", "")
         if not (_NAME.match(name) and _VERSION.match(version) and _SHA256.match(digest)):
