@@ -62,6 +62,7 @@ class FeedForward:
         gated: bool,
         scales: tuple[float, float] = ...,
         clipping: tuple[float, float] = ...,
+        sparse: float | None = ...,
     ) -> None: ...
 
 class Routing:
@@ -132,6 +133,25 @@ class DeltaNet:
         activation: int,
     ) -> None: ...
 
+class StreamLayer:
+    def __init__(
+        self,
+        *,
+        num_streams: int,
+        hidden: int,
+        router: _Floats,
+        predict: _Floats,
+        correct: _Floats,
+        scale: _Floats | None,
+        router_norm: Norm,
+        laurel_norm: Norm,
+        input_norm: Norm,
+        laurel_left: Matrix,
+        laurel_right: Matrix,
+        input_gate: Matrix,
+        input_out: Matrix,
+    ) -> None: ...
+
 class Program:
     def __init__(self, kernels: str, pool: Pool, vocab_size: int, hidden_size: int, norm_eps: float) -> None: ...
     def set_ends(
@@ -145,6 +165,21 @@ class Program:
         embedding_scale: float,
         logit_scale: float,
         logit_softcap: float,
+    ) -> None: ...
+    def set_streams(
+        self,
+        *,
+        num_streams: int,
+        active: int,
+        input_size: int,
+        streams_in: Matrix | None,
+        streams_out: list[Matrix],
+        projection: Matrix,
+        projection_norm: _Floats,
+        packed: Matrix | None,
+        numbers: _Bytes | None,
+        number_type: int,
+        num_rows: int,
     ) -> None: ...
     def add_rope(self, inv_freq: list[float], scale: float) -> None: ...
     def add_group(self, *, first_block: int, num_blocks: int, window: int, is_state: bool) -> None: ...
@@ -171,7 +206,10 @@ class Program:
         mlp_post_norm: Norm | None,
         q_norm: _Floats | None,
         k_norm: _Floats | None,
+        v_norm: _Floats | None,
         norms_projection: bool,
+        shares_kv: bool,
+        stream: StreamLayer | None,
         sinks: _Floats | None,
         chunked: bool,
         growth: tuple[float, int, int],

@@ -12,6 +12,7 @@ from cloister.backends.native.program import KV_KINDS, NativeProgram, kv_block_b
 from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.states import draft_bytes, draft_state_bytes
 from cloister.backends.native.store import PackedStore
+from cloister.backends.native.streams import InputTable
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.vision import AnyVisionSpec, tower_weights_bytes
 from cloister.types.errors import ConfigError
@@ -99,7 +100,7 @@ class NativeBackend:
         check_computable(spec, self._kv_dtype)
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
-        model = self._pack(spec, weights, identity)
+        model, packer = self._pack(spec, weights, identity), Packer(self._pool, self._dense)
         return NativeProgram(
             spec,
             model,
@@ -107,7 +108,8 @@ class NativeBackend:
             kernels=self.kernels,
             pool=self._pool,
             kv_dtype=self._kv_dtype,
-            packer=Packer(self._pool, self._dense),
+            packer=packer,
+            table=None if spec.streams is None else InputTable(weights, packer),
             encoder=None if spec.vision is None else self._load_tower(spec.vision, weights),
         )
 

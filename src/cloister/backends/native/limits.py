@@ -13,6 +13,7 @@ from cloister.backends.spec import (
     GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
+    MlpSpec,
     MoeSpec,
 )
 from cloister.backends.vision import VisionSpec
@@ -50,8 +51,8 @@ def list_missing(spec: DecoderSpec) -> list[str]:
         missing.add("attention in both directions")
     if isinstance(spec.vision, VisionSpec) and spec.vision.bidirectional:
         missing.add("positions of an image that see each other")
-    if spec.streams is not None:
-        missing.add("several residual streams")
+    if spec.streams is not None and not all(map(_streams, spec.layers)):
+        missing.add("several residual streams but with plain attention and one feed-forward in each layer")
     return sorted(missing)
 
 
@@ -63,10 +64,14 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield f"gated delta nets with keys of more than {MOST_DELTA_DIM} numbers"
     if isinstance(attention, LatentAttentionSpec) and attention.index is not None:
         yield "sparse attention with an index"
-    if isinstance(attention, AttentionSpec) and (attention.v_norm or attention.shared_kv is not None):
-        yield "normalised values, or KV of an earlier layer"
-    feed_forward = layer.mlp.expert if isinstance(layer.mlp, MoeSpec) else layer.mlp
-    if feed_forward is not None and feed_forward.sparsity:
-        yield "sparse gates"
+    if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.sparsity:
+        yield "sparse gates of experts"
     if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
         yield "rotation by time, row and column"
+
+
+def _streams(layer: LayerSpec) -> bool:
+    """Whether the kernels compute the layer where there are several residual streams."""
+    attention = layer.attention
+    is_plain = isinstance(attention, AttentionSpec) and attention.input_scale == 1
+    return is_plain and isinstance(layer.mlp, MlpSpec) and layer.pre_norm and layer.state is None and not layer.parallel

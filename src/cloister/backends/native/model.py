@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cloister.backends.base import Weights
 from cloister.backends.native.packing import PANEL, PackedKind, PackedMatrix, Packer, packed_bytes
 from cloister.backends.native.rotation import read_rows, row_orders
+from cloister.backends.native.streams import stream_matrices, stream_vectors, table_bytes
 from cloister.backends.spec import (
     AnyAttentionSpec,
     AttentionSpec,
@@ -83,6 +84,8 @@ def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
         yield MatrixParts("head", ("head",), biased=spec.head_bias)
     for number, layer in enumerate(spec.layers):
         yield from _layer_matrices(layer, f"layers.{number}.")
+    if spec.streams is not None:
+        yield from (MatrixParts(name, tuple(sources)) for name, sources in stream_matrices(spec.streams, len(spec.layers)))
 
 
 def _layer_matrices(layer: LayerSpec, prefix: str) -> Iterator[MatrixParts]:
@@ -124,7 +127,8 @@ def _attention_matrices(attention: AnyAttentionSpec, prefix: str) -> Iterator[Ma
     if isinstance(attention, LatentAttentionSpec):
         yield from _latent_matrices(attention, prefix)
     else:
-        names = ("q", "k", "v", "q_gate") if attention.gated else ("q", "k", "v")
+        names = ["q"] if attention.shared_kv is not None else ["q", "k", "v"]
+        names += ["q_gate"] if attention.gated else []
         yield MatrixParts(f"{prefix}qkv", tuple(prefix + name for name in names), biased=attention.qkv_bias)
     yield MatrixParts(f"{prefix}output", (f"{prefix}o",), biased=attention.output_bias)
 
@@ -155,6 +159,8 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
             yield f"{name}.bias", _padded(size, _LANES)
     if spec.head_bias and spec.tied_embeddings:
         yield "head.bias", _padded(spec.vocab_size, PANEL)
+    if spec.streams is not None:
+        yield from stream_vectors(spec.streams, spec.hidden_size, len(spec.layers))
     for number, layer in enumerate(spec.layers):
         if isinstance(layer.attention, AttentionSpec) and layer.attention.sinks:
             yield f"layers.{number}.attention.sinks", layer.attention.num_heads
@@ -197,8 +203,9 @@ def _norms(layer: LayerSpec, spec: DecoderSpec) -> Iterator[tuple[str, int]]:
         if attention.q_lora_rank is not None:
             yield "q_a_norm", attention.q_lora_rank
     elif attention is not None and attention.qk_norm and attention.qk_norm_weighted:
-        yield from (("q_norm", qk_norm_length(attention, attention.num_heads)),)
-        yield from (("k_norm", qk_norm_length(attention, attention.num_kv_heads)),)
+        yield "q_norm", qk_norm_length(attention, attention.num_heads)
+        if attention.shared_kv is None:
+            yield "k_norm", qk_norm_length(attention, attention.num_kv_heads)
 
 
 def qk_norm_length(attention: AttentionSpec, num_heads: int) -> int:
@@ -211,9 +218,10 @@ def _padded(length: int, multiple: int) -> int:
 
 
 def packed_model_bytes(spec: DecoderSpec, weights: Weights, dense: PackedKind) -> int:
-    """Returns the bytes that `pack_model` will take, from what each matrix becomes; nothing large is read."""
+    """Returns the bytes that `pack_model` will take, and a table of layer inputs; nothing large is read."""
     matrices = sum(_matrix_bytes(parts, weights, dense) for parts in matrices_of(spec))
-    return matrices + sum(4 * length for _, length in vectors_of(spec))
+    table = 0 if spec.streams is None else table_bytes(weights, dense)
+    return matrices + table + sum(4 * length for _, length in vectors_of(spec))
 
 
 def _matrix_bytes(parts: MatrixParts, weights: Weights, dense: PackedKind) -> int:
@@ -239,7 +247,7 @@ def pack_model(spec: DecoderSpec, weights: Weights, packer: Packer) -> PackedMod
     read = partial(read_rows, weights, orders=row_orders(spec))
     return PackedModel(
         matrices={parts.name: _pack_matrix(parts, read, packer) for parts in matrices_of(spec)},
-        vectors={name: _vector(read(name), length) for name, length in vectors_of(spec)},
+        vectors={name: _vector(name, read(name), length) for name, length in vectors_of(spec)},
     )
 
 
@@ -267,6 +275,9 @@ def _row(tensor: Tensor) -> FloatArray:
     return np.asarray(dequantized(tensor)).astype(np.float32)
 
 
-def _vector(tensor: Tensor, length: int) -> npt.NDArray[Any]:
-    values = _row(tensor).T.reshape(-1)  # filters [channels, positions] become [positions, channels]
+def _vector(name: str, tensor: Tensor, length: int) -> npt.NDArray[Any]:
+    values = _row(tensor)
+    if name.endswith("conv.weight"):  # filters [channels, positions] become [positions, channels]
+        values = values.T
+    values = values.reshape(-1)
     return np.pad(values, (0, length - len(values)))

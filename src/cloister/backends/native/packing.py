@@ -331,6 +331,7 @@ def _by_panel(columns: Sequence[npt.NDArray[Any]], places: Sequence[IntArray], p
 _PAGE = 4096  # every buffer takes whole ones
 _NUM_BUFFERS = 11
 _NUM_MIXTURE_BUFFERS = 6
+_NUM_STREAM_BUFFERS = 7
 _MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
 _DELTA_BYTES = 33 << 10  # cpp/delta_net.hpp, `DeltaScratch`, for the longest keys
 
@@ -354,7 +355,16 @@ def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     layers = set(spec.layers)
     mixers = max((_mixer_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
     branches = max((_branch_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
-    return 12 * spec.hidden_size + mixers + branches
+    return 12 * spec.hidden_size + mixers + branches + _stream_bytes(spec)
+
+
+def _stream_bytes(spec: DecoderSpec) -> int:
+    """Bytes that one token takes for several streams, before the last layer and behind it, and for inputs of layers."""
+    streams = spec.streams
+    if streams is None:
+        return 0
+    inputs = _padded(len(spec.layers) * streams.input_size) + _padded(max(streams.laurel_rank, streams.input_size))
+    return 4 * (2 * streams.num_streams * spec.hidden_size + inputs + _padded(spec.hidden_size))
 
 
 def _mixer_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
@@ -403,7 +413,8 @@ def _branch_bytes(layer: LayerSpec, hidden: int, is_wide: bool) -> int:
     if mlp is None:
         return beside + early
     if isinstance(mlp, MlpSpec):
-        return 6 * mlp.intermediate_size + beside + early
+        stored = 4 * 2 * _padded(mlp.intermediate_size) if mlp.sparsity else 0
+        return 6 * mlp.intermediate_size + stored + beside + early
     routing = _input_bytes(hidden, True) + 4 * _padded(mlp.num_experts + mlp.shared_gate) + 12 * mlp.num_chosen + 4
     routing += 4 * mlp.num_groups if mlp.num_groups > 1 else 0
     pair = _input_bytes(hidden, is_wide) + 6 * _padded(mlp.expert.intermediate_size) + 4 * _padded(hidden)
@@ -438,10 +449,12 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
         feeds = (mlp.intermediate_size for mlp in _feed_forwards(layer.mlp))
         inputs = max(spec.hidden_size, mixed, _mixed_size(layer.state), *feeds)
         shape = (1, 1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        streamed = 0 if spec.streams is None else 4 * len(spec.layers) * spec.streams.input_size
         scan = _DELTA_BYTES if isinstance(layer.state, GatedDeltaNetSpec) else 0
-        return max(scan, _native.scratch_bytes(kernels, *shape, value_dim, inputs, spec.vocab_size))
+        return max(scan, streamed, _native.scratch_bytes(kernels, *shape, value_dim, inputs, spec.vocab_size))
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
+    num_buffers += _NUM_STREAM_BUFFERS if spec.streams is not None else 0
     return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
 
 

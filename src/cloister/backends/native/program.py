@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from cloister.backends.native.model import BESIDE, PackedModel, qk_norm_length
 from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.native.rotation import row_orders
 from cloister.backends.native.states import StateStore
+from cloister.backends.native.streams import InputTable, bind_stream_layer, bind_streams
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import (
     AnyAttentionSpec,
@@ -136,7 +138,9 @@ _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, 
 
 
 def kv_block_bytes(attention: AnyAttentionSpec, kv_dtype: str, block_size: int) -> int:
-    """Returns the bytes of a block of one layer's cache."""
+    """Returns the bytes of a block of one layer's cache; none where it reads an earlier layer's."""
+    if isinstance(attention, AttentionSpec) and attention.shared_kv is not None:
+        return 0
     shape = attention.num_kv_heads, attention.head_dim, _value_dim(attention)
     return _native.kv_block_bytes(KV_KINDS[kv_dtype], *shape, block_size)
 
@@ -184,6 +188,7 @@ class NativeProgram(Program):
         kv_dtype: one of `KV_KINDS`.
         packer: packs adapters and draft heads.
         encoder: encodes images; None for a model that takes none.
+        table: inputs of layers by token, of a model with several residual streams.
 
     Raises:
         ModelError: experts of one layer are in several number formats.
@@ -202,11 +207,13 @@ class NativeProgram(Program):
         kv_dtype: str,
         packer: Packer,
         encoder: ImageEncoder | None = None,
+        table: InputTable | None = None,
     ) -> None:
         self._encoder = encoder
         if encoder is not None:
             self.capabilities |= Capability.IMAGES
-        self._model = model  # the kernels hold pointers into its arrays
+        self._model, self._table = model, table  # the kernels hold pointers into their arrays
+        self._streams = spec.streams
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
         self._adapters = NativeAdapters(self._program, packer, row_orders(spec))
@@ -217,6 +224,8 @@ class NativeProgram(Program):
         self._ones: list[FloatArray] = []  # weights of norms that have none
         self._states = StateStore(kv)
         self._has_states = any(layer.state is not None for layer in spec.layers)
+        if spec.streams is not None and table is not None:
+            bind_streams(self._program, spec.streams, model.matrices, model.vectors, table)
         first = 0
         for group in kv.groups or (KVGroup(kv.num_blocks),):
             self._program.add_group(
@@ -263,8 +272,12 @@ class NativeProgram(Program):
         mixer = prefix + BESIDE if beside else prefix
         cache: ByteArray | None = None
         if attention is not None:
-            cache = self._make_cache(attention, number, kv, kv_dtype)
-            self._caches.append(LayerCache(number, cache, kv.blocks_of(number)))
+            shared = attention.shared_kv if isinstance(attention, AttentionSpec) else None
+            if shared is None:
+                cache = self._make_cache(attention, number, kv, kv_dtype)
+                self._caches.append(LayerCache(number, cache, kv.blocks_of(number)))
+            else:
+                cache = next(each.cache for each in self._caches if each.layer == shared)
         elif layer.state is not None:
             cache = self._states.add_layer(layer.state)
             self._caches.append(LayerCache(number, cache, kv.state_blocks))
@@ -289,6 +302,9 @@ class NativeProgram(Program):
             mlp_post_norm=self._norm(f"{prefix}mlp_post_norm"),
             q_norm=self._qk_norm(attention, f"{prefix}q_norm", attention.num_heads if attention else 0),
             k_norm=self._qk_norm(attention, f"{prefix}k_norm", attention.num_kv_heads if attention else 0),
+            v_norm=self._make_ones(attention.head_dim) if isinstance(attention, AttentionSpec) and attention.v_norm else None,
+            shares_kv=isinstance(attention, AttentionSpec) and attention.shared_kv is not None,
+            stream=self._stream_layer(prefix),
             norms_projection=isinstance(attention, AttentionSpec) and attention.qk_norm_over == "projection",
             sinks=vectors.get(f"{prefix}attention.sinks"),
             chunked=isinstance(attention, AttentionSpec) and attention.chunked,
@@ -335,9 +351,17 @@ class NativeProgram(Program):
 
     def _qk_norm(self, attention: AnyAttentionSpec | None, name: str, num_heads: int) -> FloatArray | None:
         if isinstance(attention, AttentionSpec) and attention.qk_norm and not attention.qk_norm_weighted:
-            self._ones.append(np.ones(qk_norm_length(attention, num_heads), np.float32))
-            return self._ones[-1]
+            return self._make_ones(qk_norm_length(attention, num_heads))
         return self._model.vectors.get(f"{name}.weight")
+
+    def _make_ones(self, length: int) -> FloatArray:
+        self._ones.append(np.ones(length, np.float32))
+        return self._ones[-1]
+
+    def _stream_layer(self, prefix: str) -> _native.StreamLayer | None:
+        if self._streams is None:
+            return None
+        return bind_stream_layer(self._streams, self._hidden_size, prefix, self._model.matrices, self._model.vectors)
 
     def _delta_net(self, net: GatedDeltaNetSpec, prefix: str, mixer: str) -> _native.DeltaNet:
         vectors = self._model.vectors
@@ -381,6 +405,7 @@ class NativeProgram(Program):
             gated=mlp.gated,
             scales=(mlp.gate_scale, mlp.output_scale),
             clipping=(0.0, 0.0) if mlp.clipped is None else (mlp.clipped.alpha, mlp.clipped.limit),
+            sparse=NormalDist().inv_cdf(mlp.sparsity) if mlp.sparsity else None,
         )
 
     def _mixture(self, mlp: MoeSpec, prefix: str) -> _native.Mixture:

@@ -46,6 +46,7 @@ void Program::multiply_head(int num_rows, const std::function<void(int row, floa
 }
 
 void Program::read_hidden_row(int i, float* to) const {
+    if (streams) return apply(norm, joined_.get<float>() + size_t(i) * size_t(streams->num_streams) * size_t(hidden_size_), to);
     apply(norm, residual_.get<float>() + size_t(head_rows_[size_t(i)]) * stride_, to);
 }
 
@@ -71,6 +72,7 @@ void Program::forward_hidden(const Batch& batch, float* hidden) {
     layers_only.num_rows = 0;
     forward(layers_only, nullptr);
     head_rows_.assign(batch.logit_rows, batch.logit_rows + batch.num_rows);
+    if (streams) join_streams(batch.logit_rows, batch.num_rows);
     read_hidden(hidden);
 }
 

@@ -122,6 +122,9 @@ struct DeltaHeads {
     size_t head_state() const { return size_t(value_dim) * size_t(key_dim); }
 };
 constexpr int most_delta_dim = 256;  // of a key
+constexpr int most_streams = 64;     // of a token
+// How numbers lie that are not packed.
+enum class NumberType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
 constexpr int draw_group = 256;  // neighbouring tokens that are drawn together first
 inline int num_draw_groups(int length) { return (length + draw_group - 1) / draw_group; }
@@ -192,6 +195,20 @@ struct Kernels {
     size_t (*delta_scratch)(const DeltaHeads& heads);
     // For each token of a head of Mamba 2: state = decay state + step x b, out = state c + skip x. The layout of the state: mamba2.hpp.
     void (*scan)(const Scan& scan, float* state);
+
+    // out[i] = (rows[i] . x) * scale, rows [num_rows][length].
+    void (*dot_rows)(const float* rows, const float* x, int num_rows, int length, float scale, float* out);
+    // Each stream [num_streams][length] of a token gains weights[its number][i] * streams[i], summed in the order of i.
+    void (*predict_streams)(float* streams, const float* weights, int num_streams, int length);
+    // Stream j gains (row - streams[active]) * weights[j].
+    void (*correct_streams)(float* streams, const float* row, const float* weights, int active, int num_streams, int length);
+    float (*mean_square)(const float* row, int length);
+    void (*multiply_by)(float* values, const float* others, int length);
+    void (*activate_row)(float* values, Activation activation, int length);
+    // Outputs of a product with gates and what they multiply, 16 by 16 in turn: gates become what they exceed the mean of all `length`
+    // by, less so many deviations, and at least 0.
+    void (*keep_largest)(float* outputs, int length, float deviations);
+    void (*read_numbers)(const uint8_t* from, NumberType type, int length, float* out);
 };
 
 // Counts steps. What a thread knows of its tile registers holds for one step only: between two, other code may use them.

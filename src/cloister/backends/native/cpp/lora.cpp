@@ -118,7 +118,7 @@ void Program::add_gained(const AdapterTask& task, const UpdatePlace& place, cons
 
 void Program::adapt_heads(const Layer& layer, float* qkv, size_t stride) {
     if (adapter_tasks_.empty()) return;
-    int q_width = layer.shape.num_heads * layer.shape.head_dim, kv_width = layer.shape.num_kv_heads * layer.shape.head_dim;
+    int q_width = layer.shape.num_heads * layer.shape.head_dim, kv_width = layer.key_width();
     auto read = [&](int token, int, float* to) { read_normed(layer.attention_norm, layer.input_scale, token, to); };
     if (layer.latent) adapt(layer, {{Site::q, 0}, {Site::q_a, 0}, {Site::kv_a, layer.latent->key_column}}, hidden_size_, read, qkv, stride);
     else adapt(layer, {{Site::q, 0}, {Site::k, q_width}, {Site::v, q_width + kv_width}, {Site::q_gate, q_width + 2 * kv_width}}, hidden_size_, read, qkv, stride);
@@ -144,21 +144,23 @@ void Program::keep_normed(const Layer& layer) {
     each_row("adapter", int(adapter_tokens_.size()), [&](int i, int) { read_normed(layer.mlp_norm, 1, adapter_tokens_[size_t(i)], kept + size_t(i) * stride_); });
 }
 
-// The first product of a feed-forward where some rows have adapters for it: its outputs are kept in float32, added to, and bent.
-void Program::product_adapted(const Layer& layer, const Rows& inputs, const Sink& sink) {
-    const Matrix& up = layer.mlp.up;
+// The first product of a feed-forward where some rows have adapters for it (`adapted`, else null), or where gates are sparse: its outputs
+// are kept in float32, added to, and bent.
+void Program::product_stored(const FeedForward& mlp, const Rows& inputs, const Sink& sink, const Layer* adapted) {
+    const Matrix& up = mlp.up;
     size_t stride = size_t(up.panels) * panel_width, outputs = size_t(up.outputs);
-    float* out = (float*)adapter_wide_.reserve(size_t(inputs.num_rows) * stride * 4);
+    float* out = (float*)stored_.reserve(size_t(inputs.num_rows) * stride * 4);
     product("gate_up", up, inputs, {Finish::store, out, stride});
     auto read = [&](int token, int index, float* to) {
-        if (layer.parallel) std::memcpy(to, adapter_normed_.get<float>() + size_t(index) * stride_, size_t(hidden_size_) * 4);
-        else read_normed(layer.mlp_norm, 1, token, to);
+        if (adapted->parallel) std::memcpy(to, adapter_normed_.get<float>() + size_t(index) * stride_, size_t(hidden_size_) * 4);
+        else read_normed(adapted->mlp_norm, 1, token, to);
     };
-    if (layer.mlp.gated) adapt(layer, {{Site::gate, 0, true}, {Site::up, 16, true}}, hidden_size_, read, out, stride);
-    else adapt(layer, {{Site::up}}, hidden_size_, read, out, stride);
+    if (adapted && mlp.gated) adapt(*adapted, {{Site::gate, 0, true}, {Site::up, 16, true}}, hidden_size_, read, out, stride);
+    else if (adapted) adapt(*adapted, {{Site::up}}, hidden_size_, read, out, stride);
     each_row("activate", inputs.num_rows, [&](int row, int) {
         float* from = out + size_t(row) * stride;
         std::memset(from + outputs, 0, (stride - outputs) * 4);
+        if (mlp.sparse) kernels_.keep_largest(from, mlp.down.inputs, *mlp.sparse);
         kernels_.bend_outputs(up, from, row, sink);
     });
 }

@@ -169,12 +169,12 @@ void check_mixture(const Mixture& mixture, int hidden) {
 std::pair<int, int> adapted_shape(const Layer& layer, Site site, int hidden) {
     const AttentionShape& shape = layer.shape;
     const Latent* latent = layer.latent ? &*layer.latent : nullptr;
-    int kv_width = shape.num_kv_heads * shape.head_dim, inner = layer.mixture ? 0 : layer.mlp.down.inputs;
+    int kv_width = layer.key_width(), inner = layer.mixture ? 0 : layer.mlp.down.inputs;
     std::pair<int, int> none{0, 0};
     if (!layer.attends() && site <= Site::o) return none;
     switch (site) {
         case Site::q: return !latent ? std::pair(hidden, shape.num_heads * shape.head_dim) : latent->query_rank ? none : std::pair(hidden, latent->key_column);
-        case Site::k: case Site::v: return latent ? none : std::pair(hidden, kv_width);
+        case Site::k: case Site::v: return latent || layer.shares_kv ? none : std::pair(hidden, kv_width);
         case Site::o: return {layer.output.inputs, hidden};
         case Site::gate: return layer.mlp.gated ? std::pair(inner ? hidden : 0, inner) : none;
         case Site::up: return {inner ? hidden : 0, inner};
@@ -276,8 +276,8 @@ void check_attention(const Program& program, const Layer& layer) {
     require(s.num_kv_heads > 0 && s.num_heads % s.num_kv_heads == 0 && s.head_dim > 0 && s.window >= 0, "a layer has no such heads");
     require(layer.rope < 0 || (size_t(layer.rope) < program.ropes.size() && int(program.ropes[size_t(layer.rope)].inv_freq.size()) * 2 <= s.head_dim - s.value_dim),
             "a layer has a rotation that is larger than its heads");
-    int first = layer.latent ? layer.latent->key_column + s.head_dim : (s.num_heads * (layer.gated ? 2 : 1) + 2 * s.num_kv_heads) * s.head_dim;
-    require(!layer.gated || !layer.latent, "latent attention has no gates");
+    int first = layer.latent ? layer.latent->key_column + s.head_dim : s.num_heads * (layer.gated ? 2 : 1) * s.head_dim + 2 * layer.key_width();
+    require(!layer.latent || (!layer.gated && !layer.shares_kv), "latent attention has no gates, and keys of its own");
     int width = layer.latent ? s.num_heads * layer.latent->expand[0].outputs : s.num_heads * s.head_dim;
     require(layer.qkv.inputs == hidden && layer.qkv.outputs == first && layer.output.inputs == width && layer.output.outputs == hidden,
             "the matrices of a layer do not fit together");
@@ -285,9 +285,35 @@ void check_attention(const Program& program, const Layer& layer) {
     require(size_t(layer.group) < program.groups.size(), "a layer is of a group that was not added");
     const KVGroup& group = program.groups[size_t(layer.group)];
     require(group.num_blocks > 0 && layer.num_blocks >= group.num_blocks + (group.window ? 1 : 0), "a cache has fewer blocks than its group");
+    require(!layer.shares_kv || std::any_of(program.layers.begin(), program.layers.end(), [&](const Layer& other) {
+        return other.attends() && other.cache.base == layer.cache.base && other.cache.block_bytes == layer.cache.block_bytes && other.group == layer.group &&
+               other.shape.num_kv_heads == s.num_kv_heads && other.shape.head_dim == s.head_dim;
+    }), "a layer reads keys and values that no earlier layer writes");
+}
+
+void check_streams(const Program& program, const Streams& streams) {
+    int hidden = program.hidden_size(), others = streams.num_streams - 1, inputs = streams.projection.outputs;
+    const char* unfit = "the matrices of several residual streams do not fit together";
+    require(streams.num_streams > 0 && streams.num_streams <= most_streams && streams.active >= 0 && streams.active < streams.num_streams, "there are no such residual streams");
+    require(int(streams.out.size()) == others && (!others || (streams.in.inputs == hidden && streams.in.outputs == others * hidden)), unfit);
+    for (const Matrix& out : streams.out) require(out.inputs == hidden && out.outputs == hidden, unfit);
+    require(streams.input_size > 0 && streams.projection.inputs == hidden && inputs % streams.input_size == 0, unfit);
+    require(streams.table.num_rows > 0 && (!streams.table.packed.codes || streams.table.packed.inputs == inputs), unfit);
+}
+
+void check_stream_layer(const Program& program, const Layer& layer) {
+    const StreamLayer& its = *layer.stream;
+    int hidden = program.hidden_size(), size = program.streams->input_size, rank = its.laurel_right.inputs;
+    require(layer.attends() && !layer.beside && layer.attention_norm.weight && layer.mlp_norm.weight && !layer.mixture && layer.feeds() && !layer.parallel && layer.input_scale == 1,
+            "a layer of several residual streams has no such parts");
+    require(int(program.layers.size()) < program.streams->projection.outputs / size, "there are more layers than inputs of layers");
+    require(its.laurel_left.inputs == hidden && its.laurel_left.outputs == rank && its.laurel_right.outputs == hidden && its.input_gate.inputs == hidden &&
+            its.input_gate.outputs == size && its.input_out.inputs == size && its.input_out.outputs == hidden, "the matrices of a layer do not fit together");
 }
 
 void check_layer(const Program& program, const Layer& layer) {
+    require(!program.streams == !layer.stream, "all layers have several residual streams, or none");
+    if (layer.stream) check_stream_layer(program, layer);
     if (layer.short_conv) check_short_conv(program, layer);
     else if (layer.mixes()) check_attention(program, layer);
     if (layer.mixture) check_mixture(*layer.mixture, program.hidden_size());
@@ -365,14 +391,38 @@ NB_MODULE(_native, m) {
     }, nb::arg("weight").noconvert(), nb::arg("bias").none());
 
     nb::class_<FeedForward>(m, "FeedForward").def("__init__", [](FeedForward* self, const Matrix& up, const Matrix& down, int activation, bool gated,
-                                                               std::tuple<float, float> scales, std::tuple<float, float> clipping) {
+                                                               std::tuple<float, float> scales, std::tuple<float, float> clipping, nb::object sparse) {
         require(activation >= int(Activation::silu) && activation <= int(Activation::relu2), "there is no such activation");
         auto [gate_scale, output_scale] = scales;
         auto [alpha, limit] = clipping;
         require(limit >= 0, "a feed-forward has no such clipping");
         new (self) FeedForward{up, down, Activation(activation), gated, gate_scale, output_scale, {alpha, limit}};
+        if (gated && !sparse.is_none()) self->sparse = nb::cast<float>(sparse);
     }, nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("gated"), nb::arg("scales") = std::tuple(1.0f, 1.0f),
-       nb::arg("clipping") = std::tuple(0.0f, 0.0f));
+       nb::arg("clipping") = std::tuple(0.0f, 0.0f), nb::arg("sparse") = nb::none());
+
+    nb::class_<StreamLayer>(m, "StreamLayer").def("__init__", [](StreamLayer* self, int num_streams, int hidden, nb::object router, nb::object predict, nb::object correct, nb::object scale,
+                                                                 const GivenNorm& router_norm, const GivenNorm& laurel_norm, const GivenNorm& input_norm,
+                                                                 const Matrix& laurel_left, const Matrix& laurel_right, const Matrix& input_gate, const Matrix& input_out) {
+        const char* too_short = "a matrix of residual streams is shorter than its shape asks for";
+        require(num_streams > 0 && num_streams <= most_streams && hidden > 0, "there are no such residual streams");
+        size_t n = size_t(num_streams);
+        StreamLayer layer;
+        layer.router = kept<float>(router, n * size_t(hidden), too_short);
+        layer.predict = kept<float>(predict, n * n * n, too_short);
+        layer.correct = kept<float>(correct, n * n, too_short);
+        layer.scale = kept<float>(scale, size_t(hidden), too_short);
+        require(layer.router && layer.predict && layer.correct, too_short);
+        layer.router_norm = norm_of(&router_norm, hidden);
+        layer.laurel_norm = norm_of(&laurel_norm, hidden);
+        layer.input_norm = norm_of(&input_norm, hidden);
+        layer.laurel_left = laurel_left;
+        layer.laurel_right = laurel_right;
+        layer.input_gate = input_gate;
+        layer.input_out = input_out;
+        new (self) StreamLayer(layer);
+    }, nb::arg("num_streams"), nb::arg("hidden"), nb::arg("router"), nb::arg("predict"), nb::arg("correct"), nb::arg("scale").none(), nb::arg("router_norm"),
+       nb::arg("laurel_norm"), nb::arg("input_norm"), nb::arg("laurel_left"), nb::arg("laurel_right"), nb::arg("input_gate"), nb::arg("input_out"));
 
     nb::class_<Routing>(m, "Routing").def("__init__", [](Routing* self, int num_experts, int num_chosen, bool renormalize, bool sigmoid, nb::object correction,
                                                          std::tuple<int, int, int> groups, float scale) {
@@ -473,6 +523,29 @@ NB_MODULE(_native, m) {
             self.logit_softcap = logit_softcap;
         }, nb::arg("embedding"), nb::arg("head"), nb::arg("norm"), nb::arg("positions").none(), nb::arg("centres"), nb::arg("embedding_scale"),
            nb::arg("logit_scale"), nb::arg("logit_softcap"))
+        .def("set_streams", [](Program& self, int num_streams, int active, int input_size, const Matrix* in, const std::vector<Matrix>& out, const Matrix& projection,
+                               Array1<const float> projection_norm, const Matrix* packed, nb::object numbers, int number_type, int num_rows) {
+            require(self.layers.empty(), "residual streams come before layers");
+            require(int(projection_norm.size()) >= input_size, "a norm is shorter than its rows");
+            Streams streams;
+            streams.num_streams = num_streams;
+            streams.active = active;
+            streams.input_size = input_size;
+            if (in) streams.in = *in;
+            streams.out = out;
+            streams.projection = projection;
+            streams.projection_norm = projection_norm.data();
+            require(number_type >= int(NumberType::f32) && number_type <= int(NumberType::f16), "a table has no such numbers");
+            streams.table.type = NumberType(number_type);
+            streams.table.num_rows = packed ? packed->outputs : num_rows;
+            if (packed) streams.table.packed = *packed;
+            check_streams(self, streams);
+            size_t row_bytes = size_t(projection.outputs) * (streams.table.type == NumberType::f32 ? 4 : 2);
+            streams.table.numbers = kept<uint8_t>(numbers, size_t(num_rows) * row_bytes, "a table is shorter than its rows");
+            require(packed || streams.table.numbers, "inputs of layers have no table");
+            self.streams = std::move(streams);
+        }, nb::arg("num_streams"), nb::arg("active"), nb::arg("input_size"), nb::arg("streams_in").none(), nb::arg("streams_out"), nb::arg("projection"),
+           nb::arg("projection_norm").noconvert(), nb::arg("packed").none(), nb::arg("numbers").none(), nb::arg("number_type"), nb::arg("num_rows"))
         .def("add_rope", [](Program& self, std::vector<float> inv_freq, float scale) {
             self.ropes.push_back({std::move(inv_freq), scale, {}, 0});
         })
@@ -482,8 +555,8 @@ NB_MODULE(_native, m) {
         }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"), nb::arg("is_state"))
         .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix* qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const DeltaNet* delta_net, bool gated, const Matrix* output, std::tuple<float, float> scales,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
-                             const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm,
-                             bool norms_projection, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, nb::object cache, int kv_kind, int block_size, int group, bool beside) {
+                             const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm, nb::object v_norm,
+                             bool norms_projection, bool shares_kv, const StreamLayer* stream, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, nb::object cache, int kv_kind, int block_size, int group, bool beside) {
             Layer layer;
             Bytes memory;
             require((qkv != nullptr) == (output != nullptr), "a layer mixes tokens with two matrices, or not at all");
@@ -526,7 +599,10 @@ NB_MODULE(_native, m) {
             layer.mlp_post_norm = norm_of(mlp_post_norm, hidden);
             layer.q_norm = kept<float>(q_norm, size_t(norms_projection ? heads * dim : dim), "a norm is shorter than its rows");
             layer.k_norm = kept<float>(k_norm, size_t(norms_projection ? kv_heads * dim : dim), "a norm is shorter than its rows");
+            layer.v_norm = kept<float>(v_norm, size_t(dim), "a norm is shorter than its rows");
             layer.norms_projection = norms_projection;
+            layer.shares_kv = shares_kv;
+            if (stream) layer.stream = std::make_shared<StreamLayer>(*stream);
             layer.shape.sinks = kept<float>(sinks, size_t(heads), "a layer has fewer sinks than heads");
             layer.shape.chunked = chunked;
             std::tie(layer.growth.beta, layer.growth.period, layer.growth.first) = growth;
@@ -543,7 +619,7 @@ NB_MODULE(_native, m) {
             self.layers.back().beside = std::make_shared<Layer>(std::move(layer));
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv").none(), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("delta_net").none(), nb::arg("gated"), nb::arg("output").none(), nb::arg("scales"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norms_projection"), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").none(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"), nb::arg("beside"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("v_norm").none(), nb::arg("norms_projection"), nb::arg("shares_kv"), nb::arg("stream").none(), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").none(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"), nb::arg("beside"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");

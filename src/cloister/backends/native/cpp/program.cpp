@@ -47,7 +47,8 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 
 std::vector<Buffer*> Program::buffers() {
     std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
-                             &branch_, &parallel_, &beside_, &exact_, &other_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &adapter_wide_, &guesses_, &drafts_};
+                             &branch_, &parallel_, &beside_, &exact_, &other_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &stored_, &guesses_, &drafts_,
+                             &streams_, &layer_inputs_, &laurel_, &low_, &joined_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -77,6 +78,7 @@ void Program::wipe() {
 
 void Program::check(const Batch& batch) const {
     const int32_t *starts = batch.query_starts, *contexts = batch.context_lens;
+    require(!streams || !layers.empty(), "residual streams need layers");
     require(starts[0] == 0 && starts[batch.num_sequences] == batch.num_tokens, "the sequences of a batch do not make up its tokens");
     int block_size = layers.empty() ? 1 : layers[0].cache.block_size, num_groups = int(groups.size());
     for (int s = 0; s < batch.num_sequences; s++) {
@@ -326,7 +328,7 @@ void Program::move_positions(const int32_t* moves, int num_moves) {
         }), "a move names a position that the cache does not have");
     phase("move", int(layers.size()), [&](int i, int) {
         const Layer& layer = layers[size_t(i)];
-        if (!layer.attends()) return;
+        if (!layer.attends() || layer.shares_kv) return;
         const KVGroup& group = groups[size_t(layer.group)];
         int first = group.first_block * layer.cache.block_size;
         for (int move = 0; move < num_moves; move++)
@@ -393,7 +395,7 @@ Program::Normed Program::norm_rows(const char* name, const Norm& norm, const Mat
 // Norms and turns q and k of each token, and puts queries, keys and values where attention reads them.
 void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, size_t stride) {
     const AttentionShape& shape = layer.shape;
-    int dim = shape.head_dim, q_width = shape.num_heads * dim, kv_width = shape.num_kv_heads * dim;
+    int dim = shape.head_dim, q_width = shape.num_heads * dim, kv_width = layer.key_width();
     size_t query_bytes = size_t(shape.num_heads) * shape.padded_dim * (layer.cache.kind == KVKind::f32 ? 4 : 2);
     uint8_t* queries = queries_.reserve(size_t(batch.num_tokens) * query_bytes);
     const Rope* rope = layer.rope < 0 ? nullptr : &ropes[size_t(layer.rope)];
@@ -406,13 +408,15 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
         float *k = q + q_width, *v = k + kv_width;
         norm_heads(q, layer.q_norm, q_width);
         norm_heads(k, layer.k_norm, kv_width);
+        for (int at = 0; layer.v_norm && at < kv_width; at += dim) kernels_.norm(v + at, layer.v_norm, norm_eps_, dim, v + at);
         if (rope) {
             int half = int(rope->inv_freq.size());
             const float* cos = rope->table.data() + size_t(batch.positions[row]) * 2 * size_t(half);
             kernels_.rotate(q, shape.num_heads, dim, half, cos, cos + half);
-            kernels_.rotate(k, shape.num_kv_heads, dim, half, cos, cos + half);
+            if (!layer.shares_kv) kernels_.rotate(k, shape.num_kv_heads, dim, half, cos, cos + half);
         }
         kernels_.put_queries(q, shape, layer.scale * layer.growth(batch.positions[row]), layer.cache.kind, queries + size_t(row) * query_bytes);
+        if (layer.shares_kv) return;
         int slot = slot_of_[size_t(row)], size = layer.cache.block_size;
         kernels_.put_keys(k, v, shape, layer.cache, sequences_[size_t(sequence_of_[size_t(row)])].block(slot / size), slot % size);
     });
@@ -429,7 +433,7 @@ void Program::attention_block(const Layer& layer, const Batch& batch, const Rows
     attention(layer, batch);
     const float* mixed = layer.latent ? expand_latents(layer, num_tokens) : mixed_.get<float>();
     Rows rows = shape_rows(inputs_, layer.output.form(), num_tokens, width);
-    const float* gates = qkv + (layer.shape.num_heads + 2 * layer.shape.num_kv_heads) * layer.shape.head_dim;
+    const float* gates = qkv + layer.shape.num_heads * layer.shape.head_dim + 2 * layer.key_width();
     each_row("round", num_tokens, [&](int row, int) {
         if (layer.gated) kernels_.gate(mixed_.get<float>() + size_t(row) * width, gates + size_t(row) * stride, width, false);
         kernels_.put_row(mixed + size_t(row) * width, width, rows, row);
@@ -443,11 +447,12 @@ void Program::mix(const Layer& layer, const Batch& batch, const Layer*& previous
     int num_tokens = batch.num_tokens;
     const Layer* beside = layer.beside.get();
     auto norm = [&](const Layer& mixer, Buffer& buffer) {
-        const Matrix* steps = mixer.delta_net ? &mixer.delta_net->steps : nullptr;
-        return norm_rows("norm", layer.attention_norm, mixer.qkv, num_tokens, buffer, nullptr, steps, mixer.input_scale);
+        const Matrix* other = mixer.delta_net ? &mixer.delta_net->steps : mixer.stream ? &mixer.stream->laurel_left : nullptr;
+        return norm_rows("norm", layer.attention_norm, mixer.qkv, num_tokens, buffer, nullptr, other, mixer.input_scale);
     };
     Normed inputs = norm(layer, inputs_), others;
     if (beside) others = norm(*beside, beside_);
+    if (layer.stream) laurel(*layer.stream, inputs.other);
     Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
     sink.scale = layer.output_scale;
     if (layer.attends()) {
@@ -496,12 +501,14 @@ Sink Program::up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const 
 
 void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, Sink end, const Layer* adapted) {
     end.scale = mlp.output_scale;
+    const Layer* adapted_up = adapted;
     int num_tokens = inputs.num_rows, inner = mlp.down.inputs;
     Input input = input_of(mlp.down.kind);
     Rows next = shape_rows(next_inputs_, mlp.down.form(), num_tokens, inner);
     Sink sink = up_sink(mlp, next, nullptr);
     if (input == Input::int8) sink.wide = (uint16_t*)wide_.reserve(size_t(num_tokens) * sink.stride * 2);
-    if (adapted && changes(*adapted, {{Site::gate}, {Site::up}})) product_adapted(*adapted, inputs, sink);
+    if (adapted && !changes(*adapted, {{Site::gate}, {Site::up}})) adapted_up = nullptr;
+    if (adapted_up || mlp.sparse) product_stored(mlp, inputs, sink, adapted_up);
     else product("gate_up", mlp.up, inputs, sink);
     if (sink.wide)
         each_row("round", num_tokens, [&](int row, int) { kernels_.put_wide_row(sink.wide + size_t(row) * sink.stride, inner, next, row); });
@@ -520,8 +527,13 @@ void Program::forward(const Batch& batch, float* logits) {
     list_adapters(batch);
     normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
     embed(batch);
+    if (streams) widen(batch);
     const Layer* previous = nullptr;  // with attention
     for (const Layer& layer : layers) {
+        if (layer.stream) {
+            stream_block(layer, batch, previous, &layer == &layers.back() ? nullptr : &layer + 1);
+            continue;
+        }
         if (!layer.feeds()) {
             if (layer.mixes()) mix(layer, batch, previous);
             continue;
@@ -542,6 +554,7 @@ void Program::forward(const Batch& batch, float* logits) {
             join_branch(layer, layer.mlp_post_norm, num_tokens);
         }
     }
+    if (streams) join_streams(batch.logit_rows, batch.num_rows);
     head_logits(batch, logits);
 }
 

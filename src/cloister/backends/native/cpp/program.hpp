@@ -26,6 +26,7 @@ struct FeedForward {
     bool gated = true;
     float gate_scale = 1, output_scale = 1;  // of what the gate and `down` return
     Clipping clipping = {};
+    std::optional<float> sparse = {};  // gates count from so many deviations above their mean on
 };
 
 // A mixture of experts, all of one shape and number format. The router is float32; with `shared_gate` it has one output more,
@@ -86,6 +87,36 @@ struct DeltaNet {
     size_t features(const Matrix& qkv) const { return size_t(qkv.panels + steps.panels) * panel_width; }
 };
 
+// A matrix of numbers as a file has them, a row for each token.
+struct InputTable {
+    const uint8_t* numbers = nullptr;
+    NumberType type = NumberType::f32;
+    Matrix packed;  // in place of `numbers`
+    int num_rows = 0;
+    void read(const Kernels& kernels, int row, int length, float* out) const {
+        if (packed.codes) return kernels.read_row(packed, row, out);
+        kernels.read_numbers(numbers + size_t(row) * size_t(length) * (type == NumberType::f32 ? 4 : 2), type, length, out);
+    }
+};
+
+// Several residual streams of each token (backends/spec.py, StreamsSpec), and what is before the first layer and after the last.
+struct Streams {
+    int num_streams = 1, active = 0, input_size = 0;
+    Matrix in;                // all but the first, one below the other; without codes where there is one stream
+    std::vector<Matrix> out;  // of all but the first
+    Matrix projection;        // gives inputs of all layers
+    const float* projection_norm = nullptr;  // [input_size]
+    InputTable table;
+};
+
+// What a block has for them.
+struct StreamLayer {
+    const float *router = nullptr, *predict = nullptr, *correct = nullptr;  // [n][hidden], [n * n][n], [n][n] of n streams
+    const float* scale = nullptr;  // [hidden], or null
+    Norm router_norm, laurel_norm, input_norm;
+    Matrix laurel_left, laurel_right, input_gate, input_out;
+};
+
 // Queries are multiplied by 1 + beta * log(1 + (position + first) / period), rounded down; period 0: they are not.
 struct QueryGrowth {
     float beta = 0;
@@ -108,18 +139,22 @@ struct Layer {
     bool gated = false;                   // `qkv` gives gates too, with which outputs of heads are multiplied
     std::shared_ptr<Layer> beside;        // a mixer with a state beside attention: it reads the same, and both outputs are added
     Norm attention_norm, mlp_norm, attention_post_norm, mlp_post_norm;
-    const float *q_norm = nullptr, *k_norm = nullptr;
+    const float *q_norm = nullptr, *k_norm = nullptr, *v_norm = nullptr;
     bool norms_projection = false;  // q and k are normed over all heads together
     FeedForward mlp;
     std::optional<Mixture> mixture;  // in place of `mlp`
+    std::shared_ptr<StreamLayer> stream;  // where there are several
     bool parallel = false;           // the feed-forward reads what attention reads
     float residual_scale = 1;
     Cache cache;
+    bool shares_kv = false;  // the cache is an earlier layer's: `qkv` gives queries only
     int num_blocks = 0;  // of the cache
     int group = 0;       // of `Program::groups`
 
     bool mixes() const { return qkv.codes; }
     bool attends() const { return mixes() && !short_conv; }
+    // Outputs of `qkv` that are keys, or values.
+    int key_width() const { return shares_kv ? 0 : shape.num_kv_heads * shape.head_dim; }
     bool feeds() const { return mixture || mlp.down.codes; }
     // The mixer with a state, or null.
     const Layer* stateful() const { return short_conv ? this : beside.get(); }
@@ -176,6 +211,7 @@ public:
     std::vector<Rope> ropes;
     Matrix embedding, head, positions;  // positions: without codes, none are learned
     Norm norm;
+    std::optional<Streams> streams;
     bool centres = false;  // norms are layer norms
     float embedding_scale = 1, logit_scale = 1, logit_softcap = 0;
 
@@ -298,6 +334,17 @@ private:
     // delta_net.cpp
     void delta_net_block(const Layer& layer, const Batch& batch, const Normed& inputs, const Sink& sink);
     void accept_delta_net(const Layer& layer, const float* kept, int block);
+    // streams.cpp
+    size_t input_stride() const { return size_t(streams->projection.panels) * panel_width; }
+    float* streams_of(int token) const;
+    void widen(const Batch& batch);
+    void scale_streams(float* its) const;
+    void route_streams(const StreamLayer& layer, const float* row, float* normed, float* routed) const;
+    void predict_streams(const StreamLayer& layer, int token, int thread);
+    void laurel(const StreamLayer& layer, const Rows& inputs);
+    void stream_block(const Layer& layer, const Batch& batch, const Layer*& previous, const Layer* next);
+    void add_layer_inputs(const Layer& layer, const Rows& gate_rows);
+    void join_streams(const int32_t* tokens, int num_rows);
     // scan.hpp
     template <class StateIn, class Advance> void scan(const Batch& batch, int sequence, size_t size, float* copies, StateIn&& state_in, Advance&& advance) const;
 
@@ -336,7 +383,7 @@ private:
     void adapt_latent_queries(const Layer& layer, const float* latents, size_t stride, float* queries, size_t query_stride);
     void adapt_output(const Layer& layer, const float* mixed, const Sink& sink);
     void keep_normed(const Layer& layer);
-    void product_adapted(const Layer& layer, const Rows& inputs, const Sink& sink);
+    void product_stored(const FeedForward& mlp, const Rows& inputs, const Sink& sink, const Layer* adapted);
     void adapt_down(const Layer& layer, const Rows& next, const Sink& bent, const Sink& sink);
     void read_normed(const Norm& norm, float scale, int token, float* to) const;
     void product(const char* name, const Matrix& w, const Rows& x, const Sink& sink);
@@ -353,7 +400,8 @@ private:
 
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, masked_, peaks_;
     Buffer branch_, parallel_, beside_, exact_, other_inputs_, scores_, routes_, gathered_, expert_outputs_;
-    Buffer latent_, adapter_normed_, adapter_wide_, guesses_, drafts_;
+    Buffer latent_, adapter_normed_, stored_, guesses_, drafts_;
+    Buffer streams_, layer_inputs_, laurel_, low_, joined_;
     std::vector<DraftHeads> draft_heads_;
     std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
     std::vector<AdapterTask> adapter_tasks_;
