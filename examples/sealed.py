@@ -14,7 +14,7 @@ import httpx
 from openai import OpenAI
 
 from cloister.client import SealedError, SealedTransport, Session
-from cloister.client.report import tell_epoch
+from cloister.client.proxy import tell_epoch
 from cloister.trust.attestation import AttestationPolicy
 
 
