@@ -7,9 +7,11 @@ What it does to names, shapes and numbers is written down here once more, by the
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,14 @@ ARCHITECTURES = {
     "llama4_text": "llama4", "ministral3": "mistral3", "cohere2": "cohere2", "olmo3": "olmo2", "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2", "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "mamba2": "mamba2",
+    "gemma3n_text": "gemma3n",
 }  # fmt: skip
 _OUTSIDE = {
     "model.embed_tokens": "token_embd", "backbone.embeddings": "token_embd", "lm_head": "output", "model.norm": "output_norm",
     "backbone.norm_f": "output_norm", "model.final_layernorm": "output_norm", "model.embedding_norm": "token_embd_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "model.altup_projections": "altup_proj",
+    "model.altup_unembed_projections": "altup_unembd_proj",
 }  # fmt: skip
 _NAMES = {
     "input_layernorm": "attn_norm", "operator_norm": "attn_norm", "norm": "attn_norm",
@@ -79,12 +85,21 @@ _OWN_NAMES: dict[str, dict[str, str]] = {
         for family in ("glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     },
     "olmo3": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
-}
+    "gemma3n_text": {
+        "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm", "altup.modality_router": "altup_router",
+        "altup.router_norm": "altup_router_norm", "altup.prediction_coefs": "altup_predict_coef",
+        "altup.correction_coefs": "altup_correct_coef", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
+        "laurel.post_laurel_norm": "laurel_post_norm", "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+    },
+}  # fmt: skip
 
 
 def convert(
     directory: Path, family: str, kind: str = "F32", *, old: bool = False, mtp: bool = False,
-    fused: bool = False, changed: Mapping[str, Any] | None = None, architecture: str = "", **config: Any,
+    fused: bool = False, changed: Mapping[str, Any] | None = None, architecture: str = "",
+    more: Mapping[str, Array] | None = None, **config: Any,
 ) -> Path:  # fmt: skip
     """Writes a random checkpoint to `directory`, and the GGUF file of the same beside it, which it returns.
 
@@ -95,6 +110,7 @@ def convert(
         fused: gates and up-projections of experts are one tensor.
         changed: entries that say something else.
         architecture: what the file calls itself, where that is not what `ARCHITECTURES` has.
+        more: further tensors of the file.
     """
     make_model(directory, family, **config)
     settings = json.loads((directory / "config.json").read_text())
@@ -113,7 +129,7 @@ def convert(
         stored, key=lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
     ):
         for target, tensor in _translate(family, name, stored[name], settings, old=old):
-            if "_exps." in target and tensor.ndim == 2:
+            if ("_exps." in target or target.startswith("altup_")) and tensor.ndim == 2:
                 stacks[target].append(tensor)
             else:
                 _write_tensor(writer, target, tensor, kind)
@@ -122,6 +138,8 @@ def convert(
         stacks[target.replace("gate", "gate_up")] = [np.concatenate(pair) for pair in halves]
     for target, parts in stacks.items():
         _write_tensor(writer, target, np.stack(parts), kind)
+    for target, tensor in (more or {}).items():
+        _write_tensor(writer, target, tensor, kind)
     if mtp:
         _write_tensor(writer, f"blk.{num_layers}.nextn.eh_proj.weight", np.ones((64, 128), np.float32), kind)
     finish(writer)
@@ -155,7 +173,7 @@ def _translate(family: str, name: str, tensor: Array, config: Config, *, old: bo
     if ".layers." not in name:
         module, _, last = name.rpartition(".")
         scale = _scale_of(family, name, config)
-        yield f"{_OUTSIDE[module]}.{last}", _centre(family, name, tensor) * np.float32(scale)
+        yield f"{_OUTSIDE[module.rstrip('.0123456789')]}.{last}", _centre(family, name, tensor) * np.float32(scale)
         return
     number, rest = name.split(".layers.")[1].split(".", 1)
     module, _, last = rest.rpartition(".")
@@ -176,6 +194,8 @@ def _translate_layer(
         yield "ssm_d", tensor[:, None]
     elif last == "dt_bias":
         yield "ssm_dt.bias", tensor
+    elif last == "correct_output_scale":
+        yield "altup_correct_scale.weight", tensor
     elif last == "e_score_correction_bias":
         yield "exp_probs_b.bias", tensor
     elif module in ("mamba.norm", "mixer.norm"):
@@ -427,7 +447,21 @@ def _describe_windows(config: Config, said: Config) -> dict[str, Any]:
     return {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": pattern}
 
 
+def _describe_streams(config: Config, said: Config) -> dict[str, Any]:
+    parts, deviations = config["activation_sparsity_pattern"], NormalDist().inv_cdf
+    return {
+        **_describe_windows(config, said),
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "altup.active_idx": config["altup_active_idx"],
+        "altup.num_inputs": config["altup_num_inputs"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "activation_sparsity_scale": [deviations(part) if part else -math.inf for part in parts],
+    }
+
+
 _ENTRIES: dict[str, Any] = {
+    "gemma3n_text": _describe_streams,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _describe_latent),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _describe_delta_net),
     "minimax_m2": lambda config, said: {"expert_feed_forward_length": config["intermediate_size"]},

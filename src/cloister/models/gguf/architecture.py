@@ -45,6 +45,7 @@ from cloister.models.gguf.layout import (
 )
 from cloister.models.gguf.mixtures import GLM4_MOE_FILES, LLAMA4_FILES, MINIMAX_M2_FILES
 from cloister.models.gguf.rotation import ROPE_FACTORS, read_factors, read_rotation
+from cloister.models.gguf.streams import GEMMA3N_FILES
 from cloister.models.gguf.windows import COHERE2_FILES, OLMO3_FILES
 from cloister.models.sources import Source, module_of
 from cloister.types.errors import ModelError
@@ -62,6 +63,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(QWEN3_MOE, names=EXPERTS, fixed={"norm_topk_prob": True}),
     "gemma2": Architecture(GEMMA2, names=WINDOW, root_of_head=46),
     "gemma3": Architecture(GEMMA3, names=WINDOW, local_base=10000.0, global_base=1000000.0, root_of_head=62),
+    "gemma3n": GEMMA3N_FILES,
     "phi3": Architecture(PHI3, names=WINDOW, sources={**QKV, **GATE_UP}),
     "gpt2": Architecture(GPT2, sources=QKV),
     "gptneox": Architecture(GPT_NEOX, sources=QKV),
