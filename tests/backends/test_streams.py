@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +17,10 @@ import torch
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS, FloatArray, KVLayout
+from cloister.backends.native import store
+from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.program import NativeProgram
+from cloister.backends.native.store import PackedStore
 from cloister.backends.spec import DecoderSpec, LayerSpec, Mamba2Spec, MlpSpec
 from cloister.backends.tensors import GroupedTensor, Tensor
 from cloister.backends.torch.cuda import limits
@@ -145,6 +149,18 @@ def test_inputs_of_layers_are_read_from_a_table_as_it_is_stored(name: str, kerne
         for settings in ({"backend": "native", "kernels": kernels}, {"backend": "torch"})
     )
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_a_second_start_reads_only_the_table_and_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_LEAST_BYTES", 0)
+    maker = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=PackedStore(tmp_path))
+    tensors = dict(RandomWeights(STREAMS))
+    programs = [
+        maker.build(STREAMS, GivenWeights(given), KVLayout(8, 16), identity="these very weights")
+        for given in (tensors, {TABLE: tensors[TABLE]})
+    ]
+    first, second = (Driver(program, 8, 16).run("a", TOKENS[:40]).tobytes() for program in programs)
+    assert first == second
 
 
 def test_a_layer_that_reads_the_kv_of_another_shows_the_same_blocks() -> None:
