@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "llama4_text": "llama4", "ministral3": "mistral3", "cohere2": "cohere2", "olmo3": "olmo2", "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2", "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "mamba2": "mamba2",
-    "gemma3n_text": "gemma3n",
+    "gemma3n_text": "gemma3n", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 _OUTSIDE = {
     "model.embed_tokens": "token_embd", "backbone.embeddings": "token_embd", "lm_head": "output", "model.norm": "output_norm",
@@ -52,6 +52,7 @@ _NAMES = {
     "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down", "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "feed_forward.router": "ffn_gate_inp",
+    "feed_forward.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp", "mixer.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{
@@ -59,7 +60,11 @@ _NAMES = {
         for block, stored, name in (
             *(("mlp", f"{name}_proj", name) for name in ("gate", "up", "down")),
             *(("mixer", f"{name}_proj", name) for name in ("up", "down")),
-            *zip(["block_sparse_moe"] * 3, ("w1", "w3", "w2"), ("gate", "up", "down"), strict=True),
+            *(
+                (block, stored, name)
+                for block in ("block_sparse_moe", "feed_forward")
+                for stored, name in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+            ),
         )
     },
     **{
@@ -196,7 +201,7 @@ def _translate_layer(
         yield "ssm_dt.bias", tensor
     elif last == "correct_output_scale":
         yield "altup_correct_scale.weight", tensor
-    elif last == "e_score_correction_bias":
+    elif last in ("e_score_correction_bias", "expert_bias"):
         yield "exp_probs_b.bias", tensor
     elif module in ("mamba.norm", "mixer.norm"):
         yield "ssm_norm.weight", tensor.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
@@ -351,7 +356,7 @@ def _list_rope(family: str, config: Config) -> dict[str, Any]:
         said |= {"rope.scaling.yarn_attn_factor": rope["attention_factor"]} if "attention_factor" in rope else {}
     if "mscale_all_dim" in rope:
         said["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"] * (1.0 if family == "ministral3" else 0.1)
-    if family in ("cohere2", "olmo3", "falcon_h1", "lfm2"):
+    if family in ("cohere2", "olmo3", "falcon_h1", "lfm2", "lfm2_moe"):
         return said
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -430,13 +435,14 @@ def _describe_nemotron(config: Config, said: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _describe_lfm2(config: Config, said: Config) -> dict[str, Any]:
+def _list_convolutions(config: Config) -> dict[str, Any]:
     counts = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+    return {"attention.head_count_kv": counts, "shortconv.l_cache": config["conv_L_cache"]}
+
+
+def _describe_lfm2(config: Config, said: Config) -> dict[str, Any]:
     size, multiple = 2 * config.get("block_ff_dim", config["intermediate_size"]) // 3, config["block_multiple_of"]
-    return {
-        "attention.head_count_kv": counts, "feed_forward_length": -(-size // multiple) * multiple,
-        "shortconv.l_cache": config["conv_L_cache"],
-    }  # fmt: skip
+    return {**_list_convolutions(config), "feed_forward_length": -(-size // multiple) * multiple}
 
 
 def _describe_windows(config: Config, said: Config) -> dict[str, Any]:
@@ -474,6 +480,12 @@ _ENTRIES: dict[str, Any] = {
     "cohere2": _describe_windows,
     "olmo3": _describe_windows,
     "lfm2": _describe_lfm2,
+    "lfm2_moe": lambda config, said: {
+        **_list_convolutions(config),
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": config["routed_scaling_factor"],
+    },
     "granitemoehybrid": _describe_granite,
     "falcon_h1": _describe_falcon,
     "nemotron_h": _describe_nemotron,

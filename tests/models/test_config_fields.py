@@ -74,6 +74,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"rope_parameters": PARTLY},
     "qwen3_5_moe_text": {"rope_parameters": PARTLY},
     "lfm2": {},
+    "lfm2_moe": {},
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "falcon_h1": {"mamba_rms_norm": True},
     "nemotron_h": {},
@@ -221,6 +222,9 @@ HONOURED |= {
         **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
     },
     "lfm2": {"norm_eps": 0.5, **THETA},
+    "lfm2_moe": {
+        "norm_eps": 0.5, **THETA, "num_experts_per_tok": 2, "norm_topk_prob": False, "routed_scaling_factor": 0.4,
+    },
     "granitemoehybrid": {
         **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_multiplier": 0.9, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
         "residual_multiplier": 1.0, "num_experts_per_tok": 2, "position_embedding_type": None,
@@ -302,6 +306,10 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "lfm2": {
         "use_sliding_window": None, "hidden_act": "gelu", "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 7,
         "block_ffn_dim_multiplier": 2.0, "block_auto_adjust_ff_dim": False, "layer_types": ["conv"] * 3,
+    },
+    "lfm2_moe": {
+        "use_sliding_window": None, "hidden_act": "gelu", "conv_L_cache": 4, "conv_bias": True, "layer_types": ["conv"] * 3,
+        "num_experts": 4, "moe_intermediate_size": 40, "num_dense_layers": 2, "use_expert_bias": False,
     },
     "granitemoehybrid": {
         **_MAMBA, "use_sliding_window": None, "mamba_expand": 1, "shared_intermediate_size": 40, "num_local_experts": 4,
