@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "llama4_text": "llama4", "ministral3": "mistral3", "cohere2": "cohere2", "olmo3": "olmo2", "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2", "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "mamba2": "mamba2",
-    "gemma3n_text": "gemma3n", "lfm2_moe": "lfm2moe",
+    "gemma3n_text": "gemma3n", "lfm2_moe": "lfm2moe", "granitemoe": "granitemoe",
 }  # fmt: skip
 _OUTSIDE = {
     "model.embed_tokens": "token_embd", "backbone.embeddings": "token_embd", "lm_head": "output", "model.norm": "output_norm",
@@ -226,7 +226,7 @@ def _translate_layer(
         yield "ffn_down_exps.weight", tensor.swapaxes(1, 2)
     else:
         target = {**_NAMES, **_OWN_NAMES.get(family, {})}[module]
-        if family in ("granitemoehybrid", "ministral3") and target in ("attn_q", "attn_k"):
+        if family in ("granitemoe", "granitemoehybrid", "ministral3") and target in ("attn_q", "attn_k"):
             tensor = _pair(tensor, config["num_attention_heads" if target == "attn_q" else "num_key_value_heads"])
         tensor = tensor.squeeze(1) if tensor.ndim == 3 and tensor.shape[1] == 1 else tensor
         tensor = _centre(family, f"{module}.{last}", tensor) * np.float32(_scale_of(family, module, config))
@@ -404,14 +404,19 @@ def _describe_mamba(config: Config, inner: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _list_multipliers(config: Config) -> dict[str, Any]:
+    return {
+        "attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"],
+    }  # fmt: skip
+
+
 def _describe_granite(config: Config, said: Config) -> dict[str, Any]:
     attends = [kind == "full_attention" for kind in config["layer_types"]]
     counts = [config["num_key_value_heads"] * attending for attending in attends]
     return {
         **_describe_mamba(config, config["mamba_expand"] * config["hidden_size"]),
-        "attention.head_count_kv": counts,
-        "attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
-        "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"],
+        **_list_multipliers(config), "attention.head_count_kv": counts,
         "expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"],
         "expert_shared_feed_forward_length": config["shared_intermediate_size"],
         "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
@@ -486,6 +491,7 @@ _ENTRIES: dict[str, Any] = {
         "expert_gating_func": 2,
         "expert_weights_scale": config["routed_scaling_factor"],
     },
+    "granitemoe": lambda config, said: _list_multipliers(config),
     "granitemoehybrid": _describe_granite,
     "falcon_h1": _describe_falcon,
     "nemotron_h": _describe_nemotron,

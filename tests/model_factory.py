@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -85,6 +86,8 @@ MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_d_conv": 4, "mamba_expand": 2,
 }  # fmt: skip
 """Fields of the hybrids with Mamba 2."""
+MULTIPLIERS = {"attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6}
+"""Fields of Granite."""
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2,
@@ -104,9 +107,8 @@ OWN: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.3, 0.0], "laurel_rank": 12, "hidden_size_per_layer_input": 20,
         "vocab_size_per_layer_input": 300, "altup_num_inputs": 3, "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
     },
-    "granite": {
-        "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
-    },
+    "granite": MULTIPLIERS,
+    "granitemoe": {**MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 3},
     "smollm3": {"num_hidden_layers": 4},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
@@ -130,7 +132,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA_NET,
     "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 56},
     "granitemoehybrid": {
-        **MAMBA, "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
+        **MAMBA, **MULTIPLIERS,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
         "shared_intermediate_size": 56, "num_local_experts": 6, "num_experts_per_tok": 3,
     },

@@ -61,6 +61,7 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": True, "sliding_window": 40,
                 "layer_types": ["full_attention", "sliding_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
     "granite": {},
+    "granitemoe": {},
     "olmo2": {},
     "deepseek_v2": {"rope_parameters": YARN},
     "deepseek_v3": {"rope_parameters": YARN},
@@ -160,6 +161,10 @@ HONOURED: dict[str, dict[str, Any]] = {
     "granite": {
         **EPS, **ACTIVATION, **THETA, "attention_multiplier": 0.5, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
         "residual_multiplier": 1.0,
+    },
+    "granitemoe": {
+        **EPS, **ACTIVATION, **THETA, "attention_multiplier": 0.5, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+        "residual_multiplier": 1.0, "num_experts_per_tok": 2,
     },
     "olmo2": {**EPS, **ACTIVATION, **THETA},
     "deepseek_v2": {
@@ -321,6 +326,7 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
     "qwen2": {"use_sliding_window": False},
     "mixtral": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
     "qwen2_moe": {
         "use_sliding_window": False, "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40,
         "qkv_bias": False, "mlp_only_layers": [0], "decoder_sparse_step": 2,

@@ -66,6 +66,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next, before projections were cut": ("qwen3_next", {**DELTA, "old": True}),
     "qwen35": ("qwen3_5_text", DELTA),
     "qwen35moe": ("qwen3_5_moe_text", {**DELTA, "mtp": True}),
+    "granitemoe, of Granite 3": ("granitemoe", {}),
     "lfm2moe": ("lfm2_moe", {"tie_word_embeddings": True}),
     "lfm2": ("lfm2", {"tie_word_embeddings": True}),
     "granitehybrid": ("granitemoehybrid", {"position_embedding_type": "rope"}),

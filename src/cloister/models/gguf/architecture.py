@@ -44,7 +44,7 @@ from cloister.models.gguf.layout import (
     WINDOW,
     Architecture,
 )
-from cloister.models.gguf.mixtures import GLM4_MOE_FILES, LLAMA4_FILES, MINIMAX_M2_FILES
+from cloister.models.gguf.mixtures import GLM4_MOE_FILES, GRANITE_MOE_FILES, LLAMA4_FILES, MINIMAX_M2_FILES
 from cloister.models.gguf.rotation import ROPE_FACTORS, read_factors, read_rotation
 from cloister.models.gguf.streams import GEMMA3N_FILES
 from cloister.models.gguf.windows import COHERE2_FILES, OLMO3_FILES
@@ -100,7 +100,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2": LFM2_FILES,
     "lfm2moe": LFM2_MOE_FILES,
     "granitehybrid": GRANITE_HYBRID_FILES,
-    "granitemoe": GRANITE_HYBRID_FILES,
+    "granitemoe": GRANITE_MOE_FILES,
     "falcon-h1": FALCON_H1_FILES,
     "nemotron_h": NEMOTRON_H_FILES,
     "nemotron_h_moe": NEMOTRON_H_FILES,
@@ -110,10 +110,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 MIXTRAL_AS_LLAMA = Architecture(MIXTRAL, paired=True, names=EXPERTS)
 """What "llama" stands for in a file with experts."""
+_SHARED_SIZE = "granitemoe.expert_shared_feed_forward_length"
 _CHOICES: Mapping[str, Callable[[GGUFFile], Architecture]] = {
     "llama": lambda file: MIXTRAL_AS_LLAMA if file.get("llama.expert_count", int) else ARCHITECTURES["llama"],
     "olmo2": lambda file: OLMO3_FILES if file.get("olmo2.attention.sliding_window", int) else ARCHITECTURES["olmo2"],
     "granite": lambda file: GRANITE_HYBRID_FILES if "granite.ssm.inner_size" in file.metadata else ARCHITECTURES["granite"],
+    "granitemoe": lambda file: GRANITE_HYBRID_FILES if file.get(_SHARED_SIZE, int) else GRANITE_MOE_FILES,
     "deepseek2": choose_deepseek,
 }
 """Architectures that more than one family shares."""
