@@ -21,6 +21,9 @@ where all are zero the scale is 0 and so are the codes.
 """
 E2M1_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16).astype(np.uint8) + np.uint8(128)
 """[16] uint8: 128 and twice each E2M1 number, by its bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
+E2M1_BITS = np.zeros(256, np.uint8)
+"""[256] uint8: the bits of a code of `E2M1_CODES`; minus zero is zero."""
+E2M1_BITS[E2M1_CODES[::-1]] = np.arange(16, dtype=np.uint8)[::-1]
 ROTATIONS = (128, 64, 16)
 """Blocks that inputs of products are rotated in."""
 _NUMBERS_AT_ONCE = 1 << 16  # so that they stay in a core's own cache

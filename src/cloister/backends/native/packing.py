@@ -26,7 +26,7 @@ from cloister.backends.spec import (
     StateSpec,
 )
 from cloister.backends.tensors import (
-    E2M1_CODES,
+    E2M1_BITS,
     GroupedTensor,
     InputRounding,
     ProgressiveTensor,
@@ -41,8 +41,6 @@ PANEL = 32
 _CHUNK = 1 << 18  # numbers that are dequantised at once: they stay in a core's own cache
 _SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length and its multiples
 _E2M1_ZERO = 12  # the codes of E2M1 that kernels multiply are so much more than twice its numbers
-_E2M1_BITS = np.zeros(256, np.uint8)
-_E2M1_BITS[E2M1_CODES[::-1]] = np.arange(16, dtype=np.uint8)[::-1]  # minus zero is zero
 IntArray = npt.NDArray[np.int32]
 
 
@@ -185,7 +183,7 @@ class Packer:
     def _pack_codes(self, kind: PackedKind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
         data = tensor if isinstance(tensor, np.ndarray) else tensor.codes
         if _is_e2m1(tensor):
-            data = _E2M1_BITS[data]
+            data = E2M1_BITS[data]
         if data.dtype not in _SOURCES:
             data = data.astype(np.float32)
         data = np.ascontiguousarray(data)
