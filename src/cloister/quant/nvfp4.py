@@ -95,12 +95,15 @@ def search_scales(groups: FloatArray, costs: FloatArray | None) -> FloatArray:
         groups: [16, num_groups] weights over the tensor's factor.
         costs: the same shape, or None for 1.
     """
-    ideal = (np.abs(groups).max(0) / np.float32(_GREATEST_NUMBER)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    sizes = np.abs(groups)
+    ideal = (sizes.max(0) / np.float32(_GREATEST_NUMBER)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     best, scales = np.full(groups.shape[1], np.inf, np.float32), np.zeros(groups.shape[1], np.float32)
     for offset in _CANDIDATES:
         stored = np.clip(ideal.astype(np.int16) + offset, 0, _GREATEST_BYTE).astype(np.uint8)
         halves = stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(0.5)
-        errors = round_to_e2m1(groups * reciprocal(halves)) * halves - groups
+        errors = _round_sizes(sizes * reciprocal(halves))
+        errors *= halves
+        errors -= sizes
         loss = np.einsum("kn,kn->n", errors, errors if costs is None else errors * costs)
         better = loss < best
         np.copyto(best, loss, where=better)
@@ -110,7 +113,16 @@ def search_scales(groups: FloatArray, costs: FloatArray | None) -> FloatArray:
 
 def round_to_e2m1(levels: FloatArray) -> FloatArray:
     """Returns the nearest of 0, 1, 2, 3, 4, 6, 8, 12 and their negatives, twice the numbers of E2M1; between two, the even."""
-    sizes = np.abs(levels)
-    steps = np.where(sizes < 4, np.float32(1), np.where(sizes < 8, np.float32(2), np.float32(4)))
-    rounded: FloatArray = np.copysign(np.minimum(np.rint(sizes / steps) * steps, np.float32(12)), levels)
+    rounded: FloatArray = np.copysign(_round_sizes(np.abs(levels)), levels)
     return rounded
+
+
+def _round_sizes(sizes: FloatArray) -> FloatArray:
+    """Rounds numbers that are not negative, in place: to a quarter of the power of two above each, but to 1 at the finest."""
+    np.minimum(sizes, np.float32(12), out=sizes)
+    powers = (sizes.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+    np.maximum(powers, np.float32(2), out=powers)
+    powers *= np.float32(0.75 * 2**23)  # half a power is the step; adding 1.5 * 2^23 steps rounds to whole ones
+    sizes += powers
+    sizes -= powers
+    return sizes
