@@ -19,12 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cloister.backends.native.backend import NativeBackend
 from cloister.backends.tensors import GroupedTensor, dequantized, stored_bits
 from cloister.models import load
 from cloister.models.quantized.fp8 import multiply
 from cloister.types.errors import ModelError
 from tests.driving import build
 from tests.model_factory import make_model
+from tests.native import build_native, relative_error
 
 Array = npt.NDArray[Any]
 Exporter = Callable[[np.random.Generator, int, int], tuple[dict[str, Array], Array]]
@@ -177,9 +179,9 @@ def to_torch(array: Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
 
 
-def write(path: Path, export: Exporter, config: dict[str, Any], **fields: Any) -> dict[str, Array]:
+def write(path: Path, export: Exporter, config: dict[str, Any], family: str = "llama", **fields: Any) -> dict[str, Array]:
     """Writes a model whose every projection is quantised; returns the weights they stand for by stored name."""
-    make_model(path, "llama", intermediate_size=160, hidden_size=128, **fields)
+    make_model(path, family, **{"intermediate_size": 160, "hidden_size": 128, **fields})
     tensors, rng, weights = load_file(path / "model.safetensors"), np.random.default_rng(0), {}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         parts, weights[name] = export(rng, *tensors.pop(name).shape)
@@ -541,3 +543,23 @@ def test_nvfp4_takes_four_and_a_half_bits(tmp_path: Path) -> None:
     form = load(tmp_path).weights.form("layers.0.up.weight")
     assert form is not None
     assert stored_bits(form) == 4 + 8 / 16 + 32 / 128
+
+
+def test_experts_in_nvfp4_compute_what_their_numbers_do_on_both_back_ends(tmp_path: Path) -> None:
+    expected = write(tmp_path / "few", nvfp4(), modelopt(), "qwen3_moe")
+    assert sum(".experts." in name for name in expected) == 2 * 6 * 3
+    plain = make_model(tmp_path / "plain", "qwen3_moe", intermediate_size=160, hidden_size=128)
+    tensors = load_file(plain / "model.safetensors")
+    tensors.update({name: torch.from_numpy(np.ascontiguousarray(weight)) for name, weight in expected.items()})
+    save_file(tensors, plain / "model.safetensors")
+    few, whole = load(tmp_path / "few"), load(plain)
+    tokens = list(range(60))
+    exact = build(whole.spec, whole.weights).run("a", tokens)
+    assert build(few.spec, few.weights).run("a", tokens).tobytes() == exact.tobytes()
+    driver = build_native(few.spec, few.weights)
+    assert relative_error(driver.run("a", tokens), exact) < 0.02
+    need = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16").need
+    few_bytes, whole_bytes = (
+        need(model.spec, model.weights, block_size=16, max_batched_tokens=16).weights_bytes for model in (few, whole)
+    )
+    assert few_bytes < 0.6 * whole_bytes
