@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -93,41 +92,26 @@ def take_nvfp4(parts: Parts, shape: tuple[int, int], packed: str, factor: str, *
     def assemble() -> GroupedTensor:
         bytes_of = np.ascontiguousarray(codes.read())
         halves = np.stack([bytes_of & 15, bytes_of >> 4], axis=-1)
-        return make_nvfp4(
-            E2M1_CODES[halves].reshape(shape),
-            np.ascontiguousarray(scales.read()),
-            _read_factor(tensor_scale.read(), f"{parts.module}.{factor}", divides=divides),
-            f"{parts.module}.weight_scale",
-        )
+        found = _read_factor(tensor_scale.read(), f"{parts.module}.{factor}", divides=divides)
+        numbers = decode_e4m3(scales.read().view(np.uint8))
+        if np.isnan(numbers).any():
+            name = f"{parts.module}.weight_scale"
+            raise ModelError(f"the checkpoint's tensor {name!r} has a scale that is no number; download it again")
+        numbers *= np.float32(0.5)
+        return _grouped(E2M1_CODES[halves].reshape(shape), numbers, np.full(num_out, found, np.float32))
 
-    return StoredMatrix(shape, lambda: form_nvfp4(num_in), assemble)
-
-
-def make_nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[Any], factor: np.float32, name: str) -> GroupedTensor:
-    """Returns a matrix of E2M1 codes [out, in] and scales [out, in / 16] of `ml_dtypes.float8_e4m3fn`.
-
-    Args:
-        name: of the scales in the file, for an error.
-
-    Raises:
-        ModelError: a scale is no number.
-    """
-    numbers: npt.NDArray[np.float32] = scales.astype(np.float32)
-    if np.isnan(numbers).any():
-        raise ModelError(f"the checkpoint's tensor {name!r} has a scale that is no number; download it again")
-    return _grouped(codes, numbers * np.float32(0.5), np.full(len(codes), factor, np.float32))
-
-
-def form_nvfp4(num_in: int) -> GroupedTensor:
-    """Returns a row of zeros as NVFP4 has it (`Stored.form`)."""
-    scales = np.ones((1, num_in // GROUP), np.float32)
-    return _grouped(np.full((1, num_in), _ZERO, np.uint8), scales, np.ones(1, np.float32))
+    return StoredMatrix(shape, lambda: _form(num_in), assemble)
 
 
 def decode_e4m3(stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """Returns the numbers that bytes are in E4M3 without infinities."""
     numbers: npt.NDArray[np.float32] = np.ascontiguousarray(stored).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return numbers
+
+
+def _form(num_in: int) -> GroupedTensor:
+    scales = np.ones((1, num_in // GROUP), np.float32)
+    return _grouped(np.full((1, num_in), _ZERO, np.uint8), scales, np.ones(1, np.float32))
 
 
 def _grouped(
