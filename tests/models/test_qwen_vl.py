@@ -17,6 +17,7 @@ from cloister.backends.torch.cuda.limits import check_computable
 from cloister.backends.vision import QwenVisionSpec
 from cloister.models import load
 from cloister.models.image_processing import open_image_processor
+from cloister.models.safetensors import read_header, write_tensors
 from cloister.types.errors import ConfigError, ModelError
 from cloister.types.images import ImageTile
 from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, PATCH, TOKEN, UNTYPED, make_qwen_vl
@@ -139,6 +140,50 @@ def test_deepstack_behind_a_step_of_text_and_images_of_several_requests(backend:
     assert Served(path, backend=backend, chunk=300).serve(requests) == {
         name: tokens for one in alone for name, tokens in one.items()
     }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"num_experts_per_tok": 1}, {"attention_bias": True}],
+    ids=str,
+)
+def test_experts_are_those_of_transformers(text: dict[str, Any], tmp_path: Path) -> None:
+    path = make_qwen_vl(tmp_path, "qwen3_vl_moe", text=text)
+    compare(path, num_tokens=8)
+    compare(path, num_tokens=8, backend="native")
+
+
+@pytest.mark.parametrize("inner", [48, 32], ids=["of other sizes", "gate and up as high as they are wide"])
+def test_experts_are_read_either_way(inner: int, tmp_path: Path) -> None:
+    """Published files hold them as [in, out], transformers 5 writes [out, in] and takes what fits both for that."""
+    path, other = make_qwen_vl(tmp_path / "a", "qwen3_vl_moe", text={"moe_intermediate_size": inner}), tmp_path / "b"
+    other.mkdir()
+    for file in path.glob("*.json"):
+        (other / file.name).write_bytes(file.read_bytes())
+    stored = {name: np.array(entry.read()) for name, entry in read_header(path / "model.safetensors").items()}
+    for name, values in stored.items():
+        if "experts" in name and values.shape[1] != values.shape[2]:
+            stored[name] = np.ascontiguousarray(values.swapaxes(1, 2))
+    write_tensors(other / "model.safetensors", stored)
+    ours, turned = load(path).weights, load(other).weights
+    for name in ours.names():
+        assert np.array_equal(ours.read(name), turned.read(name)), name
+    theirs = open_theirs(other).state_dict()["model.language_model.layers.1.mlp.experts.gate_up_proj"].numpy()
+    assert np.array_equal(turned.read("layers.1.experts.4.up.weight"), theirs[4, inner:])
+    if inner == 48:
+        compare(other, num_tokens=8)
+
+
+def test_weights_of_experts_that_do_not_sum_to_one_are_refused(tmp_path: Path) -> None:
+    path = make_qwen_vl(tmp_path, "qwen3_vl_moe")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["norm_topk_prob"] = True
+    (path / "config.json").write_text(json.dumps(config))
+    assert load(path).spec.layers[0].mlp.renormalize  # type: ignore[union-attr]
+    config["text_config"]["norm_topk_prob"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="norm_topk_prob"):
+        load(path)
 
 
 def test_a_config_whose_decoder_is_not_apart_is_read(tmp_path: Path) -> None:
