@@ -120,6 +120,16 @@ def test_the_kernels_compute_what_the_reference_does(name: str, kernels: str) ->
         assert np.abs(missed[10:30] - found[10:30]).max() > 0.01
 
 
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in CASES if "experts" not in name and "latent" not in name])
+def test_weights_of_few_bits_compute_what_the_reference_does_with_the_same_codes(name: str, quant: str) -> None:
+    case = CASES[name]
+    weights, tokens = quantized(case.spec, quant), tokens_of()
+    found = ImageDriver(build_native(case.spec, weights, dtype="bfloat16"), case).run("a", tokens)
+    expected = ImageDriver(build(case.spec, weights), case).run("a", tokens)
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("num_added", [1, 2])
 def test_rows_are_added_behind_the_layer_that_they_are_for(num_added: int) -> None:
     """The rows of the last part are added behind the last layer here, so the norm of the head is all that reads them."""
