@@ -355,7 +355,8 @@ def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     layers = set(spec.layers)
     mixers = max((_mixer_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
     branches = max((_branch_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
-    return 12 * spec.hidden_size + mixers + branches + _stream_bytes(spec)
+    merged = _input_bytes(2 * spec.hidden_size, is_wide) if spec.merges_hidden else 0
+    return 12 * spec.hidden_size + mixers + branches + _stream_bytes(spec) + merged
 
 
 def _stream_bytes(spec: DecoderSpec) -> int:
