@@ -31,7 +31,9 @@ def equip(path: Path, documents: Sequence[Sequence[int]], *, distance: float = 0
         documents: token ids, for the datastore.
         distance: of the small models (`make_like`).
     """
-    add_layer(path)
+    layers = load(path).mtp
+    if layers is not None and not layers.tensors:
+        add_layer(path)
     for number in range(2):
         make_like(path / "small" / str(number), path, distance, seed=10 + number)
     for kind in ("medusa", "blockwise"):

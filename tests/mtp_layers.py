@@ -14,6 +14,10 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
+from cloister.backends import BACKENDS
+from cloister.backends.base import ForwardBatch, KVLayout, Wants
+from cloister.backends.tensors import dequantized
+from cloister.models import load
 from cloister.models.safetensors import read_header, write_tensors
 
 FloatArray = npt.NDArray[np.float32]
@@ -131,3 +135,52 @@ def _as_transformers(found: dict[str, torch.Tensor], names: Any) -> dict[str, to
 
     stacked = {"mlp.experts.gate_up_proj": stack("gate_proj", "up_proj"), "mlp.experts.down_proj": stack("down_proj")}
     return {**own, **stacked}
+
+
+def fit_layer(path: Path, texts: Sequence[Sequence[int]]) -> None:
+    """Adds a layer whose block adds nothing, and whose projection is the best linear guess of the next hidden state from what
+    it reads: least squares over what the model computes for some texts.
+
+    Args:
+        texts: token ids.
+    """
+    model = load(path)
+    program = BACKENDS.get("torch")(num_threads=1, device="cpu", dtype="float32").build(
+        model.spec, model.weights, KVLayout(64, 16)
+    )
+    embedding = np.asarray(dequantized(model.weights.read("embed.weight"))).astype(np.float32)
+    inputs, targets = [], []
+    for text in texts:
+        places = np.arange(len(text), dtype=np.int32)
+        batch = ForwardBatch(
+            token_ids=np.array(text, np.int32),
+            positions=places,
+            query_starts=np.array([0, len(text)], np.int32),
+            context_lens=np.array([len(text)], np.int32),
+            block_tables=np.arange(-(-len(text) // 16), dtype=np.int32)[None],
+            logit_rows=places[:1],
+        )
+        hidden = program.step(batch, Wants(every_hidden=True)).hidden
+        merged = [_unit(rows) for rows in (embedding[list(text[1:])], hidden[:-1])]
+        inputs.append(np.concatenate(merged, axis=1))
+        targets.append(hidden[1:])
+    read, wanted = np.concatenate(inputs), np.concatenate(targets)
+    width = wanted.shape[1]
+    ridge = np.eye(2 * width, dtype=np.float32) * np.float32(0.01 * len(read))
+    projection = np.linalg.solve(read.T @ read + ridge, read.T @ wanted).T
+    size = np.float32(np.sqrt(np.mean(wanted**2)))
+    prefix = f"model.layers.{len(model.spec.layers)}."
+    ones = {name: np.ones(width, np.float32) for name in ("enorm", "hnorm")}
+    own = {**ones, "shared_head.norm": np.full(width, size), "eh_proj": np.ascontiguousarray(projection, np.float32)}
+    like = f"model.layers.{len(model.spec.layers) - 1}."
+    zeros = {
+        prefix + name.removeprefix(like): 0 * values
+        for name, values in load_tensors(path).items()
+        if name.startswith(like) and name.endswith(("o_proj.weight", "down_proj.weight"))
+    }
+    add_layer(path, tensors={**zeros, **{f"{prefix}{name}.weight": values for name, values in own.items()}})
+
+
+def _unit(rows: FloatArray) -> FloatArray:
+    unit: FloatArray = rows / np.sqrt(np.mean(rows**2, axis=1, keepdims=True) + np.float32(1e-5))
+    return unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest, HiddenStates, VerifyFeedback
+from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest, HiddenRows, VerifyFeedback
 from cloister.executor.state import SequenceState
 from cloister.types.clock import Clock
 from cloister.types.errors import EngineError
@@ -91,7 +91,7 @@ class DrafterGroup:
             with self._timing(name):
                 self._drafters[name].observe(seen)
 
-    def keep_hidden(self, parts: Sequence[HiddenStates]) -> None:
+    def keep_hidden(self, parts: Sequence[HiddenRows]) -> None:
         """Passes the hidden states of a step to the drafters that read those of all positions."""
         for name in self._readers if parts else ():
             with self._timing(name):

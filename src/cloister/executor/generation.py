@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
 from cloister.executor.drafter_group import DrafterGroup
-from cloister.executor.drafters import NOTHING, HiddenStates, VerifyFeedback
+from cloister.executor.drafters import NOTHING, HiddenRows, VerifyFeedback
 from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, row_slices, split_scored
 from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
 from cloister.executor.program_executor import ProgramExecutor
@@ -226,8 +226,8 @@ class TokenGenerator:
         for part in parts:
             start, end = part.plan.start, first + part.end - part.plan.start
             own = [*range(first, end), *(end + place for place in paths.get(part.plan.seq_id, ()))]
-            found.append(HiddenStates(part.state, start, every[own]))
-            found += [HiddenStates(child, start, every[first:end]) for child in children.get(part.plan.seq_id, ())]
+            found.append(HiddenRows(part.state, start, every[own]))
+            found += [HiddenRows(child, start, every[first:end]) for child in children.get(part.plan.seq_id, ())]
             first = end + len(part.draft.token_ids)
         self._drafting.keep_hidden([each for each in found if each.state.failure is None])
         for rows in (every, *(each.rows for each in found)):

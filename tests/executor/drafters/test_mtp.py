@@ -18,6 +18,8 @@ from cloister.launch.settings import resolve_settings
 from cloister.models.safetensors import write_tensors
 from cloister.types.errors import CloisterError
 from cloister.types.request import Request, SamplingParams
+from tests.equality import ask as answer
+from tests.equality import differing as differing_answers
 from tests.model_factory import make_model
 from tests.mtp_layers import FILE, FloatArray, add_layer, load_tensors, reference_predictions
 from tests.speculating import Replica
@@ -27,22 +29,33 @@ NUM_DRAFTS = 3
 SEEDS = range(100)
 
 
+Drafted = list[tuple[list[int], list[int]]]
+"""What sequences knew, and what was drafted for them."""
+
+
+def watch(drafter: MtpDrafter) -> Drafted:
+    """Returns what is drafted from now on."""
+    found: Drafted = []
+    draft = drafter.draft
+
+    def keep(requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = draft(requests)
+        pairs = zip(requests, drafts, strict=True)
+        found.extend((request.state.tokens.tolist(), draft.token_ids) for request, draft in pairs)
+        return drafts
+
+    drafter.draft = keep  # type: ignore[method-assign]
+    return found
+
+
 class Watched(Replica):
-    """A replica whose drafts are kept: what a sequence knew, and what was drafted for it."""
+    """A replica whose drafts are kept."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self.drafts: list[tuple[list[int], list[int]]] = []
         super().__init__(path, DRAFTERS.get("mtp"), num_drafts=NUM_DRAFTS, max_num_seqs=4, **options)
         drafter = self.runner._drafting._drafters["tested"]
         assert isinstance(drafter, MtpDrafter)
-        self.drafter, self._draft = drafter, drafter.draft
-        drafter.draft = self._watch  # type: ignore[method-assign]
-
-    def _watch(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        drafts = self._draft(requests)
-        pairs = zip(requests, drafts, strict=True)
-        self.drafts += [(request.state.tokens.tolist(), draft.token_ids) for request, draft in pairs]
-        return drafts
+        self.drafter, self.drafts = drafter, watch(drafter)
 
 
 def ask(replica: Replica, prompts: Sequence[Sequence[int]], **sampling: Any) -> dict[tuple[str, int], list[int]]:
@@ -65,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Flo
     return path, add_layer(path, seed=4)
 
 
-def differing(model: tuple[Path, dict[str, FloatArray]], drafts: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+def differing(model: tuple[Path, dict[str, FloatArray]], drafts: Drafted) -> list[int]:
     """Returns which drafts are not the tokens that the equations predict."""
     found = []
     for place, (known, drafted) in enumerate(drafts):
@@ -96,6 +109,16 @@ def test_drafts_after_a_prefix_hit_are_those_without_one(model: Any, backend: st
     assert differing(model, replica.drafts[:2]) == []
 
 
+def test_blocks_of_a_request_that_never_drafted_are_full_for_the_next_one(model: Any) -> None:
+    (prompt,) = make_prompts(1, 21)
+    replica = Watched(model[0], prefix_cache=True)
+    ask(replica, [prompt], max_tokens=1)
+    assert replica.drafts == []
+    ask(replica, [prompt])
+    assert all(drafted for _, drafted in replica.drafts)
+    assert differing(model, replica.drafts) == []
+
+
 def test_a_conversation_that_goes_on_drafts_from_its_first_turns_kv(model: Any) -> None:
     (prompt,) = make_prompts(1, 13)
     replica = Watched(model[0], prefix_cache=True)
@@ -115,13 +138,13 @@ def test_preempted_sequences_draft_as_if_nothing_had_been(model: Any) -> None:
 
 
 def test_forks_draft_each_from_its_own_text(model: Any) -> None:
-    prompts = make_prompts(2, 18)
+    prompts = make_prompts(1, 18)
     wishes = {"n": 2, "temperature": 1.0, "seed": 5}
-    replica = Watched(model[0])
+    replica = Watched(model[0], block_size=16, max_tokens=9)  # what the layer has not read when it forks is of earlier chunks
     assert ask(replica, prompts, **wishes) == ask(Replica(model[0]), prompts, **wishes)
     num_empty = sum(not drafted for _, drafted in replica.drafts)
     assert num_empty == 0
-    assert len({tuple(known) for known, _ in replica.drafts}) > 20
+    assert len({tuple(known) for known, _ in replica.drafts}) > 10
 
 
 def test_blocks_and_hidden_states_are_overwritten_when_requests_end(model: Any) -> None:
@@ -178,6 +201,34 @@ def test_auto_finds_the_layer_and_its_memory_is_counted(model: Any) -> None:
     assert own.model.drafters == ("mtp",)
     # the model has two layers, and the third one's KV lies in every block too
     assert own._scheduler.pool.num_total == pytest.approx(plain._scheduler.pool.num_total * 2 / 3, abs=1)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_engines_of_families_that_have_such_layers_draft_what_the_equations_predict(family: str, tmp_path: Path) -> None:
+    """In chunks, after prefix hits, and with preemption: latent attention, experts, and recurrent states beside them."""
+    is_hybrid = family == "qwen3_next"
+    kinds = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]} if is_hybrid else {}
+    path = make_model(tmp_path, family, **kinds)
+    layer = add_layer(path, seed=4)
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_batched_tokens": 24, "block_size": 4, "dtype": "float32"}
+    wishes = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    requests = [
+        Request(request_id=f"{turn} {number}", token_ids=prompt, sampling=wishes)
+        for turn in range(2)
+        for number, prompt in enumerate(make_prompts(4, 20))
+    ]
+    plain = answer(open_core(path, speculate="none", dtype="float32"), requests)
+    tight = {"deepseek_v3": 0.06, "glm4_moe": 0.2, "qwen3_next": 0.25}[family]
+    num_preempted = num_hits = 0
+    for memory in (tight, 2.0):
+        core = open_core(path, speculate="mtp", draft_tokens=NUM_DRAFTS, prefix_cache=True, kv_memory_mb=memory, **sizes)
+        drafts = watch(core._runner._drafting._drafters["mtp"])
+        found = answer(core, requests)
+        assert differing_answers(found, plain) == []
+        assert differing((path, layer), drafts[::20]) == []
+        assert len([known for known, drafted in drafts if drafted]) > 100
+        num_preempted, num_hits = num_preempted + found.num_preempted, num_hits + found.num_hits
+    assert min(num_preempted, num_hits) > 0
 
 
 def test_a_model_without_such_a_layer_says_what_to_do(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from cloister.executor.drafters.base import (
     Drafter,
     DrafterContext,
     DraftRequest,
-    HiddenStates,
+    HiddenRows,
     VerifyFeedback,
 )
 
@@ -30,7 +30,7 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "DrafterContext",
-    "HiddenStates",
+    "HiddenRows",
     "VerifyFeedback",
     "blockwise",
     "draft_model",

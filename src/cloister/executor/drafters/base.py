@@ -105,7 +105,7 @@ class VerifyFeedback:
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenStates:
+class HiddenRows:
     """Hidden states of a sequence that a step computed.
 
     Attributes:
@@ -159,7 +159,7 @@ class Drafter:
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         """Called with the model's output for observed sequences, whichever drafter drafted for them."""
 
-    def keep_hidden(self, parts: Sequence[HiddenStates]) -> None:
+    def keep_hidden(self, parts: Sequence[HiddenRows]) -> None:
         """Called after each step with the hidden states of all sequences in it, if it wants them; copies what it keeps."""
 
     def forget(self, seq_id: int) -> None:

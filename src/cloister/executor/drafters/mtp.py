@@ -24,7 +24,7 @@ from cloister.executor.drafters.base import (
     DraftModel,
     DraftRequest,
     FloatArray,
-    HiddenStates,
+    HiddenRows,
 )
 from cloister.executor.drafters.chain import Stretch
 from cloister.executor.drafters.draft_model import PagedDrafter
@@ -92,7 +92,7 @@ class MtpDrafter(PagedDrafter):
         # of every sequence, a block of hidden states and that of the pair before it
         self.fixed_bytes += 4 * context.max_num_seqs * (context.block_size + 1) * context.hidden_size
 
-    def keep_hidden(self, parts: Sequence[HiddenStates]) -> None:
+    def keep_hidden(self, parts: Sequence[HiddenRows]) -> None:
         """Keeps hidden states until the layer reads them, at the end of each block."""
         stretches = []
         for part in parts:
@@ -137,7 +137,7 @@ class MtpDrafter(PagedDrafter):
         if unread is not None:
             self._unread[child_id] = _Unread(unread.start, unread.rows.copy())
 
-    def _keep(self, part: HiddenStates) -> _Unread | None:
+    def _keep(self, part: HiddenRows) -> _Unread | None:
         """Adds hidden states to those of a sequence; None if some before them are missing, so that nothing can be drafted."""
         seq_id = part.state.seq_id
         unread = self._unread.get(seq_id)
