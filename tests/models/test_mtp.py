@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import ForwardBatch, KVLayout, Program, Wants
 from cloister.models import load
 from cloister.types.errors import ModelError
+from tests.driving import build
 from tests.model_factory import make_model
 from tests.mtp_layers import add_layer, change_tensors, reference_predictions
 
@@ -82,12 +84,15 @@ def test_the_layer_computes_the_equations_and_repeats_on_its_own_hidden_states(
 
 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
-def test_hidden_states_of_every_token_are_those_of_rows_and_bring_the_same_tokens(backend: str, tmp_path: Path) -> None:
-    program, _ = build_both(make_path(tmp_path, "llama")[0], backend)
-    rows = program.step(batch_of(TOKENS, 0), Wants(logits=True, hidden=True))
-    few = batch_of(TOKENS, 0)
-    few = ForwardBatch(**{**{name: getattr(few, name) for name in few.__slots__}, "logit_rows": np.array([3], np.int32)})
-    every = program.step(few, Wants(logits=True, every_hidden=True))
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "gemma3n_text"])
+def test_hidden_states_of_every_token_are_those_of_rows_and_bring_the_same_logits(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    model = load(make_model(tmp_path, family))
+    program = build(model.spec, model.weights, backend=backend).program
+    whole = batch_of(TOKENS, 0)
+    rows = program.step(whole, Wants(logits=True, hidden=True))
+    every = program.step(replace(whole, logit_rows=np.array([3], np.int32)), Wants(logits=True, every_hidden=True))
     assert every.hidden.tobytes() == rows.hidden.tobytes()
     assert every.logits.tobytes() == rows.logits[3:4].tobytes()
 

@@ -231,6 +231,24 @@ def test_engines_of_families_that_have_such_layers_draft_what_the_equations_pred
     assert min(num_preempted, num_hits) > 0
 
 
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_packed_weights_of_a_layer_are_kept_and_read_again(quant: str, model: Any, tmp_path: Path) -> None:
+    wishes = {"speculate": "mtp", "draft_tokens": NUM_DRAFTS, "quant": quant, "weights_cache": str(tmp_path)}
+    requests = [
+        Request(
+            request_id=str(number), token_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+        )
+        for number, prompt in enumerate(make_prompts(2, 18))
+    ]
+    plain = answer(open_core(model[0], speculate="none", quant=quant), requests)
+    drafts = []
+    for _ in range(2):
+        core = open_core(model[0], **wishes)
+        drafts.append(watch(core._runner._drafting._drafters["mtp"]))
+        assert differing_answers(answer(core, requests), plain) == []
+    assert drafts[0] == drafts[1] != []
+
+
 def test_a_model_without_such_a_layer_says_what_to_do(tmp_path: Path) -> None:
     path = make_model(tmp_path, "llama")
     with pytest.raises(CloisterError, match=r"has no layer that predicts further tokens.*choose another drafter"):
