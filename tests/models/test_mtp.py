@@ -36,10 +36,10 @@ def make_path(directory: Path, family: str, **config: Any) -> tuple[Path, dict[s
     return path, add_layer(path, seed=3)
 
 
-def build_both(path: Path, backend: str) -> tuple[Program, Program]:
+def build_both(path: Path, backend: str, num_threads: int = 1) -> tuple[Program, Program]:
     """Returns the programs of a model and of its layer."""
     model = load(path)
-    maker = BACKENDS.get(backend)(num_threads=1, device="cpu", dtype="float32")
+    maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype="float32")
     layout = KVLayout(64, BLOCK)
     program = maker.build(model.spec, model.weights, layout)
     assert model.mtp is not None
@@ -95,6 +95,18 @@ def test_hidden_states_of_every_token_are_those_of_rows_and_bring_the_same_logit
     every = program.step(replace(whole, logit_rows=np.array([3], np.int32)), Wants(logits=True, every_hidden=True))
     assert every.hidden.tobytes() == rows.hidden.tobytes()
     assert every.logits.tobytes() == rows.logits[3:4].tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_positions_have_the_same_bits_one_by_one_and_on_two_threads(backend: str, tmp_path: Path) -> None:
+    path, _ = make_path(tmp_path, "deepseek_v3")
+    program, module = build_both(path, backend)
+    states = program.step(batch_of(TOKENS, 0), Wants(every_hidden=True)).hidden
+    count = len(TOKENS) - 1
+    whole = build_both(path, backend, num_threads=2)[1].step(batch_of(TOKENS[1:], 0, states[:-1].copy()), Wants(logits=True))
+    steps = [batch_of(TOKENS[i + 1 : i + 2], i, states[i : i + 1].copy()) for i in range(count)]
+    alone = [module.step(step, Wants(logits=True)).logits for step in steps]
+    assert np.concatenate(alone).tobytes() == whole.logits.tobytes()
 
 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
