@@ -56,6 +56,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, biases, a long filter, tied": (
         "lfm2", {"conv_bias": True, "conv_L_cache": 6, "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False},
     ),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "lfm2_moe, no bias of experts, scores as they are, tied": (
+        "lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "tie_word_embeddings": True, "num_dense_layers": 0},
+    ),
     "granite 4, experts": ("granitemoehybrid", {}),
     "granite 4, no experts, turned, biases": (
         "granitemoehybrid",

@@ -43,6 +43,7 @@ class Matrix:
         channel_scales: _Floats | None,
         scales: _Bytes | None,
         scale_bytes: int,
+        output_scales: _Floats | None,
         zeros: _Bytes | None,
         offsets: _Floats | None,
         group_scales: _Bytes | None,

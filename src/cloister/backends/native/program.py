@@ -224,6 +224,7 @@ class NativeProgram(Program):
         self._set_ends(spec)
         self._num_layers = len(spec.layers)
         self._caches: list[LayerCache] = []
+        self._shared_kv: dict[int, int] = {}  # by layer, the one whose cache it reads
         self._ones: list[FloatArray] = []  # weights of norms that have none
         self._states = StateStore(kv)
         self._has_states = any(layer.state is not None for layer in spec.layers)
@@ -284,6 +285,7 @@ class NativeProgram(Program):
                 self._caches.append(LayerCache(number, cache, kv.blocks_of(number)))
             else:
                 cache = next(each.cache for each in self._caches if each.layer == shared)
+                self._shared_kv[number] = shared
         elif layer.state is not None:
             cache = self._states.add_layer(layer.state)
             self._caches.append(LayerCache(number, cache, kv.state_blocks))
@@ -557,9 +559,10 @@ class NativeProgram(Program):
         return self._num_layers
 
     def read_block(self, layer: int, block: int) -> bytes:
-        """Returns the bytes of one block, for who checks what blocks hold; none where the layer has no such block."""
+        """Returns the bytes of one block that a layer reads, for who checks what blocks hold; none where it has none."""
+        owner = self._shared_kv.get(layer, layer)
         return b"".join(
-            bytes(cache[block - blocks.start]) for number, cache, blocks in self._caches if number == layer and block in blocks
+            bytes(cache[block - blocks.start]) for number, cache, blocks in self._caches if number == owner and block in blocks
         )
 
     def wipe_buffers(self) -> None:

@@ -11,11 +11,12 @@ import torch
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
-from cloister.backends.torch.cuda.limits import check_computable
+from cloister.backends.torch.cuda.limits import check_computable, check_numbers
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.schedule import Team
+from cloister.backends.torch.streams import INPUT_TABLE, table_bytes
 from cloister.backends.torch.vision import tower_bytes
 from cloister.types.errors import ConfigError
 
@@ -58,17 +59,18 @@ class TorchBackend:
         if self._device.type == "cuda":
             sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
             check_computable(spec)
+            check_numbers(weights)
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
-        mapped = {"positions.weight", "layer_inputs.embed.weight", *(() if spec.tied_embeddings else ("embed.weight",))}
+        mapped = {"positions.weight", INPUT_TABLE, *(() if spec.tied_embeddings else ("embed.weight",))}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
         states = [layer.state for layer in spec.layers if layer.state is not None]
         layer_bytes = tuple(
             (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
         )
         return MemoryNeed(
-            weights_bytes=held * self._dtype.itemsize,
+            weights_bytes=held * self._dtype.itemsize + (0 if spec.streams is None else table_bytes(weights)),
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
             state_bytes=4 * sum(state.state_size for state in states),

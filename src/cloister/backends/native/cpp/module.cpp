@@ -38,10 +38,11 @@ template <class T> const T* kept(const nb::object& o, size_t size, const char* o
 
 // A matrix as Python describes it; the arrays must outlive the program.
 Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, const Array1<const uint8_t>& codes, nb::object channel_scales,
-                   nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+                   nb::object scales, int scale_bytes, nb::object output_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
     const char* too_short = "a packed matrix is shorter than its shape asks for";
     require(kind >= int(Kind::f32) && kind <= int(Kind::w4a16) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
-    require(group == 0 || (group > 0 && group % sum_length == 0 && inputs % group == 0), "a packed matrix has groups that no kernel has");
+    bool halves = group == 16 && Kind(kind) == Kind::w4a16 && e2m1;
+    require(group == 0 || (group > 0 && (group % sum_length == 0 || halves) && inputs % group == 0), "a packed matrix has groups that no kernel has");
     Matrix m;
     m.kind = Kind(kind);
     m.outputs = outputs;
@@ -64,6 +65,8 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     require(scale_bytes == 1 || scale_bytes == 2 || scale_bytes == 4, "a packed matrix has no such scales");
     m.scales = kept<uint8_t>(scales, pairs * size_t(scale_bytes), too_short);
     m.scale_bytes = scale_bytes;
+    require(output_scales.is_none() || (e2m1 && scale_bytes == 1), "a packed matrix has no such scales");
+    m.output_scales = kept<float>(output_scales, rows, too_short);
     m.zeros = kept<uint8_t>(zeros, pairs, too_short);
     m.offsets = kept<float>(offsets, pairs, too_short);
     m.group_scales = kept<uint8_t>(group_scales, pairs, too_short);
@@ -387,10 +390,10 @@ NB_MODULE(_native, m) {
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
 
     nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, Array1<const uint8_t> codes,
-            nb::object channel_scales, nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
-        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, e2m1, codes, channel_scales, scales, scale_bytes, zeros, offsets, group_scales, bias));
+            nb::object channel_scales, nb::object scales, int scale_bytes, nb::object output_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, e2m1, codes, channel_scales, scales, scale_bytes, output_scales, zeros, offsets, group_scales, bias));
     }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("group_inputs"), nb::arg("rotation"), nb::arg("e2m1"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
-       nb::arg("scales").none(), nb::arg("scale_bytes"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
+       nb::arg("scales").none(), nb::arg("scale_bytes"), nb::arg("output_scales").none(), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
 
     nb::class_<GivenNorm>(m, "Norm").def("__init__", [](GivenNorm* self, Array1<const float> weight, nb::object bias) {
         new (self) GivenNorm{{weight.data(), kept<float>(bias, weight.size(), "a norm's bias is shorter than its weight")}, weight.size()};
