@@ -136,6 +136,24 @@ def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) ->
     assert program.buffer_bytes < need.activations_bytes < 2.1 * program.buffer_bytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["latent attention", "experts"])
+def test_a_layer_that_predicts_further_tokens_takes_what_was_named_and_no_head(name: str, dtype: str) -> None:
+    model, num_tokens = replace(PARTS[name], max_positions=400), 300
+    spec = replace(model, layers=model.layers[:1], merges_hidden=True)
+    backend = NativeBackend(num_threads=2, device="cpu", dtype=dtype)
+    program = backend.build(model, RandomWeights(model), KVLayout(32, 16))
+    layer = backend.build(spec, RandomWeights(spec), KVLayout(32, 16), beside=program)
+    plan = Driver(layer, 32, 16).plan({"a": list(range(num_tokens))}, [num_tokens - 1])
+    layer.step(replace(plan, hidden=np.ones((num_tokens, spec.hidden_size), np.float32)), LOGITS)
+    need = backend.need(spec, RandomWeights(spec), block_size=16, max_batched_tokens=num_tokens)
+    kind = PackedKind.F32 if dtype == "float32" else PackedKind.BF16
+    packed = pack_model(spec, RandomWeights(spec), Packer(_native.Pool(1), kind))
+    assert need.weights_bytes == array_bytes(packed)
+    assert not {"embedding", "head"} & set(packed.matrices)
+    assert layer.buffer_bytes < need.activations_bytes < 2.1 * layer.buffer_bytes
+
+
 @pytest.mark.parametrize(
     "spec",
     [SHORT_CONVOLUTIONS, MAMBA_LAYERS, DELTA_NETS, SIDE_BY_SIDE],

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +19,7 @@ from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.launch.backend import (
     NO_QUANT,
+    QUANT_VERSION,
     choose_backend_for,
     kept_tokenizers,
     make_backend,
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from cloister.executor.adapters import AdapterRoom
     from cloister.launch.drafters import DraftersAtHand
     from cloister.text import Tokenizer
-
-QUANT_VERSION: Final = 2
-"""Increment it when a number format writes other codes for the same weights."""
 
 
 def build_engine(config: EngineConfig) -> EngineCore:

@@ -361,7 +361,8 @@ def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     layers = set(spec.layers)
     mixers = max((_mixer_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
     branches = max((_branch_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
-    return 12 * spec.hidden_size + mixers + branches + _stream_bytes(spec)
+    merged = _input_bytes(2 * spec.hidden_size, is_wide) if spec.merges_hidden else 0
+    return 12 * spec.hidden_size + mixers + branches + _stream_bytes(spec) + merged
 
 
 def _stream_bytes(spec: DecoderSpec) -> int:
@@ -453,7 +454,7 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
             mixed, value_dim = attention.num_heads * attention.v_head_dim, attention.kv_lora_rank
             mixed = max(mixed, attention.q_lora_rank or 0, value_dim)
         feeds = (mlp.intermediate_size for mlp in _feed_forwards(layer.mlp))
-        inputs = max(spec.hidden_size, mixed, _mixed_size(layer.state), *feeds)
+        inputs = max(spec.hidden_size * (2 if spec.merges_hidden else 1), mixed, _mixed_size(layer.state), *feeds)
         shape = (1, 1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         streamed = 0 if spec.streams is None else 4 * len(spec.layers) * spec.streams.input_size
         scan = _DELTA_BYTES if isinstance(layer.state, GatedDeltaNetSpec) else 0
@@ -461,7 +462,8 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
     num_buffers += _NUM_STREAM_BUFFERS if spec.streams is not None else 0
-    return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
+    merged = 8 * _padded(spec.hidden_size) + _PAGE if spec.merges_hidden else 0
+    return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE + merged
 
 
 def _mixed_size(state: StateSpec | None) -> int:

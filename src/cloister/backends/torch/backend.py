@@ -83,11 +83,14 @@ class TorchBackend:
     def _thread_bytes(spec: DecoderSpec) -> int:
         return max(_ATTENTION_BYTES, 0 if spec.vision is None else tower_bytes(spec.vision))
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:
+    def build(
+        self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None, beside: Program | None = None
+    ) -> Program:
         """Loads the weights and makes an empty cache.
 
         Raises:
             ConfigError: the block size is outside 1 to 256, or there is no block.
+            TypeError: `beside` is no program of this back end.
         """
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
@@ -97,7 +100,10 @@ class TorchBackend:
             return CudaProgram(spec, weights, kv, dtype=self._dtype, device=self._device, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return EncoderProgram(spec, weights, kv, team=self._team, dtype=self._dtype)
-        return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device)
+        if spec.merges_hidden and not isinstance(beside, TorchProgram):
+            raise TypeError("a module without an embedding and a head is built beside the program that lends both")
+        lender = beside if isinstance(beside, TorchProgram) else None
+        return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device, beside=lender)
 
 
 def check_libraries(device: str, dtype: str, numerics: str) -> None:
@@ -121,7 +127,8 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
 def _row_bytes(spec: DecoderSpec) -> int:
     """Bytes that one token takes at the widest place of a step, its logits included (all may be asked for)."""
     widest = max(3 * widest_feed_forward(layer.mlp) + 4 * _attention_numbers(layer) for layer in set(spec.layers))
-    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size) + _stream_numbers(spec))
+    merged = 4 * spec.hidden_size if spec.merges_hidden else 0
+    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size) + _stream_numbers(spec) + merged)
 
 
 def _stream_numbers(spec: DecoderSpec) -> int:

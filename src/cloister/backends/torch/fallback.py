@@ -60,7 +60,9 @@ class FallbackBackend:
             activations_bytes=tile_bytes + 2 * slot_bytes * spec.max_positions,  # a sequence's cache, gathered
         )
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> FallbackProgram:
+    def build(
+        self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None, beside: Program | None = None
+    ) -> FallbackProgram:
         """Loads the model.
 
         Raises:

@@ -68,6 +68,8 @@ def _missing(spec: DecoderSpec) -> Iterator[str]:
         yield "a vision tower"
     if spec.streams is not None:
         yield "several residual streams"
+    if spec.merges_hidden:
+        yield "modules that predict further tokens"
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:
