@@ -146,6 +146,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         drafters=drafters.drafters,
         groups=budget.groups,
         vision=model.spec.vision,
+        num_images_at_once=config.num_threads or 1,
     )
     drafters.bind(runner.sampling_metadata)
     public = _release_prefixes(config, model.path, tokenizer)
@@ -159,6 +160,7 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         startup=watch.laps,
         adapters=adapters,
         grammars=grammars,
+        encoding=runner.encoding,
         scrubber=scrubber,
         ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
     )
@@ -264,7 +266,7 @@ def build_scheduler(
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
             cache_scopes=config.cache_scopes or 0,
-            max_images_per_step=config.num_threads or 1,
+            num_images_at_once=config.num_threads or 1,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,
