@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,19 @@ def test_a_hardened_node_sees_and_refuses_as_a_plain_server_does(node: Node, pat
     assert (status, refused["error"]["code"]) == (400, "invalid_image")
     assert len(set(said.values())) == 3
     assert not any("image" in line for line in node.lines), node.lines
+
+
+def test_the_process_that_decodes_has_every_measure_one_socket_and_ends_with_its_request(node: Node) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, node, part(PNG))
+        node.wait_until(lambda: node.pids_named("cl-image"))
+        (pid,) = node.pids_named("cl-image")
+        node.wait_until(lambda: node.status(pid, "CapEff") == {"0000000000000000"} and len(os.listdir(f"/proc/{pid}/fd")) == 1)
+        assert node.status(pid, "Seccomp") == {"2"}
+        assert node.status(pid, "NoNewPrivs") == {"1"}
+        assert os.readlink(f"/proc/{pid}/fd/{os.listdir(f'/proc/{pid}/fd')[0]}").startswith("socket:")
+        # two filters of its own besides those of every worker: it is confined further
+        (worker,) = node.pids_named("cl-worker")
+        assert min(map(int, node.status(pid, "Seccomp_filters"))) > max(map(int, node.status(worker, "Seccomp_filters")))
+        assert asking.result()[0] == 200
+    node.wait_until(lambda: not node.pids_named("cl-image"))
