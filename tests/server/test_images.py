@@ -256,13 +256,15 @@ def test_a_prompt_whose_images_do_not_fit_is_refused(server: RunningServer) -> N
         complete(server, messages)
 
 
-@pytest.mark.parametrize("profile", ["private", "paranoid"])
-def test_profiles_with_a_traffic_shape_refuse_images(profile: str, path: Path) -> None:
+@pytest.mark.parametrize(("profile", "status", "says"), [("private", 400, "size class"), ("paranoid", 403, "image-inputs")])
+def test_profiles_with_a_traffic_shape_refuse_images_that_nothing_covers(
+    profile: str, status: int, says: str, path: Path
+) -> None:
     with serving(path, lambda: start(path), gate=make_gate(profile)) as server:
         body = {"messages": asks(part(PNG)), "max_tokens": 2}
         reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
-    assert reply.status_code == 403
-    assert "image-inputs" in reply.json()["error"]["message"]
+    assert reply.status_code == status
+    assert says in reply.json()["error"]["message"]
 
 
 def test_a_text_model_says_that_it_reads_text_only(client: httpx.Client) -> None:

@@ -232,7 +232,7 @@ class Capability(Flag):
             `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
             sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
             chosen.
-        IMAGES: encodes images (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
+        IMAGES: encodes images (`Program.encode_image`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -369,12 +369,14 @@ class Program(ABC):
         """
         raise self._lacks(Capability.SAMPLING)
 
-    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of each image, alone as in company: what `ForwardBatch.embeddings` has at its positions
-        (IMAGES).
+    def encode_image(self, image: ImageTile, check: Callable[[], None] = lambda: None) -> FloatArray:
+        """Returns the embeddings of an image: what `ForwardBatch.embeddings` has at its positions (IMAGES).
+
+        It computes in the calling thread, with the same bits whatever else runs; several threads may call it, beside steps.
 
         Args:
-            images: of the sizes that the tower takes (`DecoderSpec.vision`).
+            image: of a size that the tower takes (`DecoderSpec.vision`).
+            check: called between layers; an exception of it ends the encoding.
         """
         raise self._lacks(Capability.IMAGES)
 
@@ -442,8 +444,8 @@ class Program(ABC):
 class ImageEncoder(Protocol):
     """A vision tower with its weights, which a program may borrow from another back end."""
 
-    def encode(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of images (`Program.encode_images`)."""
+    def encode(self, image: ImageTile, check: Callable[[], None]) -> FloatArray:
+        """Returns the embeddings of an image (`Program.encode_image`)."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import NormalDist
@@ -518,9 +518,9 @@ class NativeProgram(Program):
         self._program.draw_masked(logits, sampling.view(np.uint8), masks, tokens)
         return tokens
 
-    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
-        return super().encode_images(images) if self._encoder is None else self._encoder.encode(images)
+    def encode_image(self, image: ImageTile, check: Callable[[], None] = lambda: None) -> FloatArray:
+        """Returns the embeddings of an image (`backends.base.Program.encode_image`)."""
+        return super().encode_image(image, check) if self._encoder is None else self._encoder.encode(image, check)
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
         """Packs an adapter and puts it in a slot."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
@@ -120,7 +120,7 @@ class TorchProgram(Program):
         self._mixers = {number: layer.mixer for number, layer in enumerate(self._layers) if layer.mixer is not None}
         self._states = States(kv, specs, team, device) if specs else None
         self._adapters = TorchAdapters(spec, team, dtype, device)
-        self._vision = None if spec.vision is None else open_tower(spec.vision, reader, team)
+        self._vision = None if spec.vision is None else open_tower(spec.vision, reader)
         if self._vision is not None:
             self.capabilities |= Capability.IMAGES
 
@@ -152,9 +152,9 @@ class TorchProgram(Program):
         logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
         return logits
 
-    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
-        return super().encode_images(images) if self._vision is None else self._vision.encode(images)
+    def encode_image(self, image: ImageTile, check: Callable[[], None] = lambda: None) -> FloatArray:
+        """Returns the embeddings of an image (`backends.base.Program.encode_image`)."""
+        return super().encode_image(image, check) if self._vision is None else self._vision.encode(image, check)
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer."""
