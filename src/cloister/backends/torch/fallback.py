@@ -139,7 +139,8 @@ class FallbackProgram(Program):
 
     def _run_tile(self, slots: Tensor, first: int, count: int) -> Tensor:
         """Computes `count` positions from `first` on, files their keys and values, and returns logits [TILE, vocab]."""
-        cache, before, new = transformers.DynamicCache(), slots[:first], slots[first : first + count]
+        cache: Any = transformers.DynamicCache()
+        before, new = slots[:first], slots[first : first + count]
         tokens = torch.zeros(1, TILE, dtype=torch.long, device=self._device)
         tokens[0, :count] = self._tokens[new]
         if first:
@@ -198,7 +199,7 @@ def _probe(model: Any, device: torch.device) -> list[tuple[int, int, int]]:
     """
     try:
         tokens = torch.zeros(1, TILE, dtype=torch.long, device=device)
-        cache = transformers.DynamicCache()
+        cache: Any = transformers.DynamicCache()
         model(input_ids=tokens, use_cache=True, **{_cache_argument(model): cache})
         shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
     except Exception:
