@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,16 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
         family: a model type of `ARCHITECTURES`.
         config: fields of config.json that differ from `small_fields`.
     """
-    fields = {"pad_token_id": None, **small_fields(family), **config}
+    directory.mkdir(exist_ok=True)
+    for name, content in _model_files(family, seed, shard_size, json.dumps(config)).items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+@lru_cache(maxsize=128)
+def _model_files(family: str, seed: int, shard_size: str, config: str) -> dict[str, bytes]:
+    """Returns the files of a model by name; many tests ask for the same ones."""
+    fields = {"pad_token_id": None, **small_fields(family), **json.loads(config)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = UNTYPED.from_config(
@@ -203,11 +213,13 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
             centre_norms(model)
         if family in UNSCALED:
             soften_queries(model)
-    model.save_pretrained(directory, max_shard_size=shard_size)
-    write_tokenizer(directory)
     generation = {"bos_token_id": 0, "eos_token_id": [1, 0], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
-    (directory / "generation_config.json").write_text(json.dumps(generation))
-    return directory
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        model.save_pretrained(directory, max_shard_size=shard_size)
+        write_tokenizer(directory)
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+        return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 def centre_norms(model: torch.nn.Module) -> None:

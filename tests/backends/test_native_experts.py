@@ -6,7 +6,7 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import ml_dtypes
@@ -108,6 +108,7 @@ class Partly:
         return ((name, self.read(name)) for name in self.names())
 
 
+@cache
 def weights_in(form: str) -> Weights:
     plain = RandomWeights(SPEC)
     if form == "int8, shared one not":

@@ -127,7 +127,12 @@ class Served:
 
 @pytest.mark.parametrize(
     ("backend", "options", "name"),
-    [(*kind.values, name) for kind in BACKENDS_AND_KINDS for name in SPECS],
+    [(*kind.values, "mixed") for kind in BACKENDS_AND_KINDS]
+    + [
+        ("torch", {}, "all windowed"),
+        ("torch", {}, "sharing"),
+        *(("native", {"dtype": "float32"}, name) for name in SPECS if name != "mixed"),
+    ],
 )
 def test_answers_are_those_of_a_cache_that_keeps_everything(backend, options, name):
     whole = Served(name, backend, options, grouped=False, num_blocks=600)
