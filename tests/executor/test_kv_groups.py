@@ -127,10 +127,9 @@ class Served:
 
 @pytest.mark.parametrize(
     ("backend", "options", "name"),
-    [(*kind.values, "mixed") for kind in BACKENDS_AND_KINDS]
-    + [
-        ("torch", {}, "all windowed"),
-        ("torch", {}, "sharing"),
+    [
+        *((*kind.values, "mixed") for kind in BACKENDS_AND_KINDS),
+        *(("torch", {}, name) for name in SPECS if name != "mixed"),
         *(("native", {"dtype": "float32"}, name) for name in SPECS if name != "mixed"),
     ],
 )
