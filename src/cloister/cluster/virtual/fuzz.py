@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.routers import ROUTERS
-from cloister.cluster.virtual.replica import write_byte_tokenizer
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.cluster.virtual.scenario import Job, Scenario, draw_scenario
 from cloister.cluster.virtual.simulation import Outcome, run_scenario
 from cloister.text import Tokenizer

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,20 +17,22 @@ from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
+from cloister.cluster.virtual.checks import Answer, check_answer, check_events
+from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.network import GOOD, Network, Path
-from cloister.cluster.virtual.replica import EngineShape, Host, LinkTransport, make_engine
+from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import Fault, Job, Scenario
-from cloister.engine.client import GRACE_S, EngineClient
-from cloister.engine.in_flight import MAX_RESUMES
+from cloister.cluster.virtual.transport import LinkTransport
+from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Supervision
 from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
-from cloister.types.events import Arrived, Ended, Event, Stepped, Submit
-from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
+from cloister.types.events import Event, Stepped, Submit
+from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 
 LONGEST_S: Final = 400.0
@@ -38,45 +40,6 @@ LONGEST_S: Final = 400.0
 REST_S: Final = 70.0
 """Virtual time in which the cluster comes to rest after the last request."""
 DRAIN_S: Final = 5.0
-RECOVERY_S: Final = 70.0
-"""Virtual time in which a lost engine is noticed and replaced; one that hangs before its first step takes longest."""
-_SLACK_S: Final = 1.0
-_GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
-
-
-@dataclass(slots=True)
-class Answer:
-    """What the client of one job saw.
-
-    Attributes:
-        token_ids, texts, ends: of each of its sequences; `ends` has every finish reason that came.
-        refusal: why it was not accepted.
-        has_left: the client left.
-        is_cut: its front was killed.
-    """
-
-    job: Job
-    request: Request
-    token_ids: list[list[int]]
-    texts: list[str]
-    ends: list[list[FinishReason]]
-    sent_s: float = 0.0
-    ended_s: float | None = None
-    refusal: str | None = None
-    has_left: bool = False
-    is_cut: bool = False
-
-    @classmethod
-    def to(cls, job: Job, request: Request) -> Answer:
-        """Returns the empty answer to a request."""
-        return cls(job, request, [[] for _ in range(job.n)], [""] * job.n, [[] for _ in range(job.n)])
-
-    def take(self, output: SequenceOutput) -> None:
-        """Records an output."""
-        self.token_ids[output.index] += output.token_ids
-        self.texts[output.index] += output.text
-        if output.finish_reason is not None:
-            self.ends[output.index].append(output.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +73,8 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> Outcome:
         return simulation.outcome([str(error)])
     expected = _answer_alone(simulation)
     for answer, alone in zip(simulation.answers, expected, strict=True):
-        simulation.violations += _check_answer(answer, alone, simulation)
-    simulation.violations += _check_events(simulation)
+        simulation.violations += check_answer(answer, alone, simulation)
+    simulation.violations += check_events(simulation)
     return simulation.outcome(simulation.violations)
 
 
@@ -348,92 +311,3 @@ def _answer_alone(simulation: _Simulation) -> list[list[tuple[list[int], str, Fi
         for output in outputs.outputs:
             by_id[output.request_id].take(output)
     return [list(zip(a.token_ids, a.texts, (ends[0] for ends in a.ends), strict=True)) for a in answers]
-
-
-def _check_answer(answer: Answer, alone: list[tuple[list[int], str, FinishReason]], simulation: _Simulation) -> list[str]:
-    """Compares an answer with that of one engine alone."""
-    name, wrong = answer.request.request_id, []
-    if answer.refusal is not None:
-        return [f"{name} was refused and answered"] if any(answer.ends) or any(answer.token_ids) else []
-    for index, (token_ids, text, reason) in enumerate(alone):
-        ends, where = answer.ends[index], f"{name}[{index}]"
-        if len(ends) > 1 or not (ends or answer.has_left or answer.is_cut):
-            wrong.append(f"{where} ended {len(ends)} times")
-        end = ends[0] if ends else None
-        is_whole = end in _GOOD_ENDS
-        if is_whole and (answer.token_ids[index], answer.texts[index], end) != (token_ids, text, reason):
-            wrong.append(f"{where} got another answer than from one engine alone")
-        if not is_whole and answer.token_ids[index] != token_ids[: len(answer.token_ids[index])]:
-            wrong.append(f"{where} got other tokens than from one engine alone, until it ended by {end}")
-        wrong += _check_end(where, end, reason, answer, simulation)
-    return wrong
-
-
-def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: Answer, simulation: _Simulation) -> list[str]:
-    """Says whether a sequence may end like this, and when."""
-    assert answer.ended_s is not None
-    took_s, limit_s = answer.ended_s - answer.sent_s, answer.job.timeout_s
-    if end is FinishReason.TIMEOUT and took_s < limit_s:
-        return [f"{where} timed out after {took_s:.3f} of {limit_s:.3f} s"]
-    if end is FinishReason.TIMEOUT and limit_s > longest_trouble_s(simulation.scenario):
-        return [f"{where} timed out, though nothing was wrong for long"]
-    if took_s > limit_s + GRACE_S + simulation.late_s + _SLACK_S:
-        return [f"{where} ended {took_s - limit_s:.1f} s after its deadline"]
-    if end is FinishReason.REJECTED and alone is not FinishReason.REJECTED:
-        return [f"{where} was rejected, which one engine alone does not"]
-    if end is FinishReason.ABORT:
-        return [f"{where} was aborted, though its client waited"]
-    if end is FinishReason.ERROR and not may_fail(simulation.scenario):
-        return [f"{where} failed, though its engines were lost at most {MAX_RESUMES} times"]
-    return []
-
-
-def may_fail(scenario: Scenario) -> bool:
-    """Whether a request may end with an error: steps fail, or engines can be lost more often than a request is resumed."""
-    kinds = Counter(fault.kind for fault in scenario.faults)
-    num_losses = kinds["crash"] + kinds["hang"] + kinds["slow"] + kinds["cut"] + kinds["clock_jump"] + kinds["network"]
-    return kinds["fail_step"] > 0 or num_losses > MAX_RESUMES
-
-
-def longest_trouble_s(scenario: Scenario) -> float:
-    """Returns a time within which a cluster has overcome all faults of a scenario and answered everything."""
-    return 10.0 + sum(RECOVERY_S + (0.0 if fault.kind == "hang" else fault.lasts_s) for fault in scenario.faults)
-
-
-def _check_events(simulation: _Simulation) -> list[str]:
-    """Checks that every request arrived once and each of its sequences ended once, and that tenants share nothing."""
-    wrong: list[str] = []
-    arrived: Counter[str] = Counter()
-    ended: defaultdict[str, list[Ended]] = defaultdict(list)
-    for event in simulation.events:
-        if isinstance(event, Arrived):
-            arrived[event.request_id] += 1
-        elif isinstance(event, Ended):
-            ended[event.request_id].append(event)
-    for answer in simulation.answers:
-        name = answer.request.request_id
-        if answer.refusal is not None or answer.is_cut:
-            continue
-        if arrived[name] != 1:
-            wrong.append(f"{name} arrived {arrived[name]} times")
-        if sorted(event.index for event in ended[name]) != list(range(answer.job.n)):
-            wrong.append(f"the events have {len(ended[name])} ends of {name}, which has {answer.job.n} sequences")
-        if [event.last for event in ended[name]].count(True) != 1:
-            wrong.append(f"{name} has {[event.last for event in ended[name]].count(True)} last ends")
-        if not simulation.scenario.faults:
-            wrong += _check_sharing(answer, ended[name], simulation)
-    return wrong
-
-
-def _check_sharing(answer: Answer, ended: list[Ended], simulation: _Simulation) -> list[str]:
-    """Checks that no more of a prompt came from the cache than other requests of its tenant can have left there."""
-    others = [a for a in simulation.answers if a is not answer and a.job.tenant == answer.job.tenant and a.refusal is None]
-    longest = max((_count_common(answer.request.token_ids, other.request.token_ids) for other in others), default=0)
-    found = max((event.num_cached_tokens for event in ended), default=0)
-    if found <= longest:
-        return []
-    return [f"{answer.request.request_id} found {found} tokens in the cache, of which its tenant had sent {longest}"]
-
-
-def _count_common(first: list[int], second: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))

@@ -1,0 +1,139 @@
+"""The engine of a virtual cluster: scheduler, runner and output processing around a program without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders, models, pre_tokenizers
+
+from cloister.cluster.virtual.history_program import HistoryProgram
+from cloister.engine.core import EngineCore
+from cloister.engine.output_processor import OutputProcessor
+from cloister.executor import ModelRunner
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.text import Tokenizer
+from cloister.types.clock import Clock
+from cloister.types.request import ModelInfo
+from cloister.types.step import StepPlan, StepResult
+
+EOS: Final = 256
+VOCAB_SIZE: Final = 257
+"""A token for each byte, and one that ends an answer."""
+
+
+def write_byte_tokenizer(folder: Path) -> Path:
+    """Writes a tokenizer with a token for each byte, whose id is the byte, and `<eos>`; returns the folder."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Encoder(models.BPE({letter: _byte_of(letter) for letter in letters}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _byte_of(letter: str) -> int:
+    """GPT-2's byte-level alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    if ord(letter) < 0x100:
+        return ord(letter)
+    others = [b for b in range(256) if not (0x21 <= b <= 0x7E or 0xA1 <= b <= 0xAC or 0xAE <= b <= 0xFF)]
+    return others[ord(letter) - 0x100]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """The sizes of an engine, and the times of its steps.
+
+    Attributes:
+        step_s, token_s: a step takes `step_s` and `token_s` for each of its tokens.
+        start_s: from the start of its process until it is ready.
+    """
+
+    num_blocks: int = 64
+    block_size: int = 8
+    max_num_seqs: int = 8
+    max_waiting: int = 16
+    max_model_len: int = 256
+    max_batched_tokens: int = 64
+    step_s: float = 0.01
+    token_s: float = 0.0002
+    start_s: float = 0.5
+
+
+class EngineClock:
+    """The clock of an engine: that of the event loop, and what the steps since then have taken."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.ahead_s = 0.0
+        self._clock = clock
+
+    def now(self) -> float:
+        return self._clock.now() + self.ahead_s
+
+
+class TimedRunner:
+    """Runs plans, and lets virtual time pass.
+
+    Attributes:
+        slowness: steps take so many times as long.
+        num_failing: so many of the next steps fail.
+    """
+
+    def __init__(self, runner: ModelRunner, clock: EngineClock, shape: EngineShape) -> None:
+        self.slowness = 1.0
+        self.num_failing = 0
+        self._runner, self._clock, self._shape = runner, clock, shape
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs a plan (`engine.core.Runner`). Raises OSError if the step is to fail."""
+        elapsed_s = self.slowness * (self._shape.step_s + self._shape.token_s * plan.num_tokens)
+        self._clock.ahead_s += elapsed_s
+        if self.num_failing:
+            self.num_failing -= 1
+            raise OSError("a step that was to fail")
+        result = self._runner.run(plan)
+        result.elapsed_s = elapsed_s
+        return result
+
+
+@dataclass
+class VirtualEngine:
+    """One engine and what it is made of."""
+
+    core: EngineCore
+    scheduler: Scheduler
+    runner: TimedRunner
+    clock: EngineClock
+
+
+def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock) -> VirtualEngine:
+    """Returns an engine that computes nothing but which token follows."""
+    model = ModelInfo(
+        name="history",
+        path="",
+        max_model_len=shape.max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        fingerprint="history",
+    )
+    own = EngineClock(clock)
+    program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=shape.num_blocks, block_size=shape.block_size)
+    runner = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=shape.max_model_len, block_size=shape.block_size)
+    timed = TimedRunner(runner, own, shape)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_model_len=shape.max_model_len,
+            max_num_seqs=shape.max_num_seqs,
+            budget=BudgetConfig(shape.max_batched_tokens),
+            eos_token_ids=(EOS,),
+        ),
+        BlockPool(shape.num_blocks, shape.block_size),
+        PrefixKeys(model.fingerprint, shape.block_size),
+    )
+    core = EngineCore(scheduler, timed, OutputProcessor(tokenizer, model), model=model, memory=[], clock=own)
+    return VirtualEngine(core, scheduler, timed, own)

@@ -1,0 +1,140 @@
+"""Transport of a front to an engine on another machine, over a link."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Final
+
+from cloister.cluster.link import Link, decode_frame, encode_frame
+from cloister.cluster.virtual.replica import Host
+from cloister.engine import channel
+from cloister.engine.supervision import Supervision
+from cloister.engine.transports import LOST, Deliver
+from cloister.types.config import EngineConfig
+from cloister.types.errors import EngineError
+from cloister.types.events import EngineMessage, FrontMessage, Outputs, Ready
+
+CONNECT_S: Final = 6.0
+"""Longest wait of a front for an engine to be there and describe itself."""
+
+
+class LinkTransport:
+    """Transport to an engine on another machine over a link (protocol `engine.transports.Transport`)."""
+
+    lost = LOST
+    pid = None
+
+    def __init__(self, host: Host, draw: random.Random, supervision: Supervision) -> None:
+        self.ready: Ready | None = None
+        self.supervision: Supervision | None = supervision
+        self._host, self._draw = host, draw
+        self._session = 0
+        self._is_crashed = False
+        self._link: Link | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._received: list[EngineMessage] = []
+        self._loop: asyncio.AbstractEventLoop
+
+    async def open(self, config: EngineConfig) -> None:
+        """Connects to the engine, which is started if it does not run. Raises EngineError if it is not ready in time."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._host.start()
+                self._connect()
+                while not self._received:
+                    if self._link is None or self._link.is_lost:
+                        raise EngineError("the engine cannot be reached")
+                    await self._wait()
+        except TimeoutError as error:
+            self.kill()  # it hangs, or is out of reach and will find that its front is gone
+            await self.close()
+            raise EngineError("the engine did not answer in time") from error
+        except EngineError:
+            await self.close()
+            raise
+        match self._received.pop(0):
+            case Ready() as ready:
+                self.ready = ready
+            case _:
+                await self.close()
+                raise EngineError("the engine sent something else before it described itself")
+
+    def send(self, message: FrontMessage) -> None:
+        """Sends a message."""
+        if self._link is not None:
+            self._link.send(channel.encode(message))
+            self._poll()
+
+    async def run(self, deliver: Deliver) -> None:
+        """Dispatches messages until the link is lost."""
+        while self._link is not None:
+            received, self._received = self._received, []
+            for message in received:
+                if isinstance(message, Outputs):
+                    deliver(message)
+            if self._link.is_lost:
+                return
+            if not self._received:
+                await self._wait()
+
+    def kill(self) -> None:
+        """Kills the engine, and waits for no reply."""
+        if self._is_crashed:
+            return
+        self._host.kill()
+        if self._link is not None:
+            self._link.is_lost = True
+            self._changed.set()
+
+    def crash(self) -> None:
+        """Ends the front's side at once, as SIGKILL of the front does: the engine hears nothing of it."""
+        self._is_crashed, self._link = True, None
+        self._host.listen(self._session, None)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def close(self) -> str | None:
+        """Ends the session; the engine goes on, and aborts its requests."""
+        if self._link is None:
+            return None
+        self._host.send(self._session, encode_frame(self._link.reset()))
+        self._host.listen(self._session, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._link = None
+        self._received.clear()
+        return "the link to it was lost"
+
+    def _connect(self) -> None:
+        self._session = self._draw.getrandbits(62)
+        self._received.clear()
+        self._link = Link(self._session, self._loop.time(), times=self._host.times)
+        self._host.listen(self._session, self._receive)
+        self._poll()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _receive(self, data: bytes) -> None:
+        if self._link is not None:
+            self._received += [
+                channel.decode_engine(payload) for payload in self._link.receive(decode_frame(data), self._loop.time())
+            ]
+            self._poll()
+            self._changed.set()
+
+    def _poll(self) -> None:
+        if self._link is None:
+            return
+        for frame in self._link.poll(self._loop.time()):
+            self._host.send(self._session, encode_frame(frame))
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._link.is_lost:
+            self._changed.set()
+        else:
+            self._timer = self._loop.call_at(self._link.next_poll_s, self._poll)
