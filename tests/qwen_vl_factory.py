@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.model_factory import SMALL, randomise, write_tokenizer
+from tests.model_factory import EXPERTS, SMALL, randomise, write_tokenizer
 from tests.vision_factory import VOCAB
 
 UNTYPED: Any = AutoModelForImageTextToText  # its constructors carry no types
@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 IMAGE_TOKEN = VOCAB - 1
 PATCH = 6
@@ -43,6 +44,8 @@ TEXT: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_ROPE, "mrope_section": [5, 4, 3], "mrope_interleaved": True},
     },
 }  # fmt: skip
+VISION["qwen3_vl_moe"] = VISION["qwen3_vl"]
+TEXT["qwen3_vl_moe"] = {**TEXT["qwen3_vl"], **EXPERTS}
 PROCESSOR: dict[str, Any] = {
     "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "image_mean": [0.5, 0.4, 0.6],
     "image_std": [0.5, 0.3, 0.4], "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2, "resample": 3,

@@ -71,6 +71,18 @@ class InMXFP4(Coded):
         return GroupedTensor(np.full(tensor.shape, 140, np.uint8), scales, None, None, 8, 32, "bfloat16", is_mxfp4=True)
 
 
+class InNVFP4(Coded):
+    """The same in NVFP4."""
+
+    def read(self, name: str) -> Tensor:
+        tensor = super().read(name)
+        if isinstance(tensor, np.ndarray):
+            return tensor
+        codes, scales = np.full(tensor.shape, 140, np.uint8), np.full(tensor.shape, 0.25, np.float32)[:, ::16]
+        factors = np.full(len(codes), 0.1, np.float32)
+        return GroupedTensor(codes, scales, None, None, 8, 16, "bfloat16", output_scales=factors, is_nvfp4=True)
+
+
 EVERY = "q k v o gate up down"
 CASES: dict[str, Weights] = {
     "4 bits that meet bfloat16": Coded(WIDE, 4, 32, "bfloat16", ordered=False, only=EVERY),
@@ -81,6 +93,8 @@ CASES: dict[str, Weights] = {
     "numbers beside codes in one matrix": Coded(WIDE, 4, 32, "int8", ordered=False, only="q k gate o"),
     "MXFP4": InMXFP4(WIDE, 8, 32, "bfloat16", ordered=False, only=EVERY),
     "MXFP4 beside numbers in one matrix": InMXFP4(WIDE, 8, 32, "bfloat16", ordered=False, only="q gate o"),
+    "NVFP4": InNVFP4(WIDE, 8, 16, "bfloat16", ordered=False, only=EVERY),
+    "NVFP4 beside numbers in one matrix": InNVFP4(WIDE, 8, 16, "bfloat16", ordered=False, only="q gate o"),
     "numbers": RandomWeights(SPEC),
     **{name: QuantizedWeights(RandomWeights(WIDE), FORMATS.get(name)(FormatOptions())) for name in FORMATS.names()},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,11 +20,18 @@ from tests.vision_serving import Served, make_request, place_tiles, score, serve
 PLACES = [2, 11, 12, 30]
 SIZES = [(70, 40), (24, 60), (30, 30), (100, 20)]
 Prompt = tuple[list[int], tuple[ImageTile, ...]]
+Make = Callable[..., Served]
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen_vl(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def make(path: Path, request: pytest.FixtureRequest) -> Make:
+    """Makes a scheduler and a runner on each back end."""
+    return partial(Served, path, backend=request.param)
 
 
 def prompt_of(path: Path, seeds: tuple[int, ...] = (1, 2, 3, 4), length: int = 40) -> Prompt:
@@ -36,44 +45,44 @@ def prompt_of(path: Path, seeds: tuple[int, ...] = (1, 2, 3, 4), length: int = 4
 
 
 @pytest.fixture(scope="module")
-def expected(path: Path) -> list[int]:
-    return serve_one(Served(path), *prompt_of(path))
+def expected(path: Path, make: Make) -> list[int]:
+    return serve_one(make(), *prompt_of(path))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 200])
-def test_chunks_that_cut_an_image_change_no_token(chunk: int, path: Path, expected: list[int]) -> None:
-    assert serve_one(Served(path, chunk=chunk, block_size=4, num_threads=2), *prompt_of(path)) == expected
+def test_chunks_that_cut_an_image_change_no_token(chunk: int, path: Path, make: Make, expected: list[int]) -> None:
+    assert serve_one(make(chunk=chunk, block_size=4, num_threads=2), *prompt_of(path)) == expected
 
 
-def test_logprobs_have_the_same_bits_in_any_chunks(path: Path) -> None:
+def test_logprobs_have_the_same_bits_in_any_chunks(path: Path, make: Make) -> None:
     prompt, images = prompt_of(path)
-    found = score(Served(path, chunk=3), prompt, images)
+    found = score(make(chunk=3), prompt, images)
     assert len(found) == len(prompt) - 1
-    assert found == score(Served(path, chunk=64, num_threads=2), prompt, images)
+    assert found == score(make(chunk=64, num_threads=2), prompt, images)
 
 
-def test_company_forks_and_preemption_change_no_token(path: Path, expected: list[int]) -> None:
+def test_company_forks_and_preemption_change_no_token(path: Path, make: Make, expected: list[int]) -> None:
     requests = [make_request("a", *prompt_of(path)), make_request("b", *prompt_of(path, (5, 6, 7, 8)))]
     requests += [make_request("c", [7] * 50, ()), make_request("d", *prompt_of(path), n=3, temperature=1.0)]
-    alone = {request.request_id: Served(path).serve([request]) for request in requests}
-    crowded = Served(path, chunk=9, num_blocks=24, images_per_step=1)
+    alone = {request.request_id: make().serve([request]) for request in requests}
+    crowded = make(chunk=9, num_blocks=24, images_per_step=1)
     found = crowded.serve(requests)
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}
     assert found["a", 0] == expected
 
 
-def test_drafts_change_no_token(path: Path) -> None:
+def test_drafts_change_no_token(path: Path, make: Make) -> None:
     prompt, images = prompt_of(path)
-    plain = serve_one(Served(path), prompt, images, max_tokens=30)
-    drafting = Served(path, answers=[[*prompt, *plain]])
+    plain = serve_one(make(), prompt, images, max_tokens=30)
+    drafting = make(answers=[[*prompt, *plain]])
     assert serve_one(drafting, prompt, images, max_tokens=30) == plain
     assert drafting.speculation is not None
     assert drafting.speculation.num_accepted > 5
 
 
-def test_the_same_images_are_a_prefix_hit_and_another_one_is_none(path: Path, expected: list[int]) -> None:
-    served = Served(path, block_size=4)
+def test_the_same_images_are_a_prefix_hit_and_another_one_is_none(path: Path, make: Make, expected: list[int]) -> None:
+    served = make(block_size=4)
     prompt, images = prompt_of(path)
     assert serve_one(served, prompt, images) == expected
     assert serve_one(served, prompt, images) == expected
@@ -81,19 +90,19 @@ def test_the_same_images_are_a_prefix_hit_and_another_one_is_none(path: Path, ex
     served.num_hit = 0
     other, different = prompt_of(path, (1, 2, 3, 9))
     assert other == prompt
-    assert serve_one(served, prompt, different) == serve_one(Served(path), prompt, different) != expected
+    assert serve_one(served, prompt, different) == serve_one(make(), prompt, different) != expected
     assert served.num_hit == images[3].offset // 4 * 4
 
 
-def test_a_second_turn_finds_the_images_of_the_first(path: Path, expected: list[int]) -> None:
-    served = Served(path, block_size=4)
+def test_a_second_turn_finds_the_images_of_the_first(path: Path, make: Make, expected: list[int]) -> None:
+    served = make(block_size=4)
     prompt, images = prompt_of(path)
     answer = serve_one(served, prompt, images)
     more, others = prompt_of(path, (9, 8, 7, 6))
     shift = len(prompt) + len(answer)
     turn = [*prompt, *answer, *more]
     both = (*images, *(msgspec.structs.replace(image, offset=image.offset + shift) for image in others))
-    assert serve_one(served, turn, both) == serve_one(Served(path), turn, both)
+    assert serve_one(served, turn, both) == serve_one(make(), turn, both)
     assert served.num_hit >= len(prompt) // 4 * 4
 
 
@@ -107,10 +116,10 @@ def test_a_second_turn_finds_the_images_of_the_first(path: Path, expected: list[
     ],
 )
 def test_an_image_that_does_not_fit_fails_its_request_alone(
-    change: dict[str, object], word: str, path: Path, expected: list[int]
+    change: dict[str, object], word: str, path: Path, make: Make, expected: list[int]
 ) -> None:
     prompt, images = prompt_of(path)
-    served = Served(path)
+    served = make()
     bad = make_request("bad", prompt, (msgspec.structs.replace(images[0], **change),))
     found = served.serve([bad, make_request("good", prompt, images)])
     assert found["bad", 0] == []

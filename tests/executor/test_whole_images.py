@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,11 +21,18 @@ from tests.vision_serving import Served, make_request, place_tiles, score, serve
 
 PLACES = [2, 3, 11, 12, 30]
 Prompt = tuple[list[int], tuple[ImageTile, ...]]
+Make = Callable[..., Served]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gemma_vision(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def make(path: Path, request: pytest.FixtureRequest) -> Make:
+    """Makes a scheduler and a runner on each back end."""
+    return partial(Served, path, backend=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -39,66 +48,66 @@ def prompt_of(tiles: list[bytes], length: int = 40) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def expected(path: Path, tiles: list[bytes]) -> list[int]:
-    return serve_one(Served(path), *prompt_of(tiles))
+def expected(make: Make, tiles: list[bytes]) -> list[int]:
+    return serve_one(make(), *prompt_of(tiles))
 
 
 @pytest.mark.parametrize("chunk", [14, 15, 17, 23, 200])
-def test_chunks_change_no_bit(chunk: int, path: Path, tiles: list[bytes], expected: list[int]) -> None:
-    served = Served(path, chunk=chunk, block_size=4, num_threads=2)
+def test_chunks_change_no_bit(chunk: int, make: Make, tiles: list[bytes], expected: list[int]) -> None:
+    served = make(chunk=chunk, block_size=4, num_threads=2)
     assert serve_one(served, *prompt_of(tiles)) == expected
-    assert score(Served(path, chunk=chunk), *prompt_of(tiles)) == score(Served(path), *prompt_of(tiles))
+    assert score(make(chunk=chunk), *prompt_of(tiles)) == score(make(), *prompt_of(tiles))
 
 
-def test_an_image_sees_itself_whole(path: Path, tiles: list[bytes], expected: list[int]) -> None:
+def test_an_image_sees_itself_whole(make: Make, tiles: list[bytes], expected: list[int]) -> None:
     prompt, images = prompt_of(tiles)
     causal = tuple(msgspec.structs.replace(image, bidirectional=False) for image in images)
-    served = Served(path)
+    served = make()
     assert served.serve([make_request("a", prompt, causal)]) == {("a", 0): []}
     assert "positions" in served.failures[0]
 
 
-def test_a_step_without_time_takes_an_image_whole(path: Path, tiles: list[bytes], expected: list[int]) -> None:
-    served = Served(path, target_s=1e-6)
+def test_a_step_without_time_takes_an_image_whole(make: Make, tiles: list[bytes], expected: list[int]) -> None:
+    served = make(target_s=1e-6)
     serve_one(served, [7] * 30, ())  # from here on it knows that a step of 8 tokens takes longer
     served.scheduler.add(make_request("a", *prompt_of(tiles)), 1.0)
     plan = served.scheduler.plan(1.0)
     assert plan is not None
     assert plan.num_tokens < NUM_TOKENS
-    served = Served(path, target_s=1e-6)
+    served = make(target_s=1e-6)
     serve_one(served, [7] * 30, ())
     assert serve_one(served, *prompt_of(tiles)) == expected
 
 
-def test_company_forks_and_preemption_change_no_token(path: Path, tiles: list[bytes], expected: list[int]) -> None:
+def test_company_forks_and_preemption_change_no_token(make: Make, tiles: list[bytes], expected: list[int]) -> None:
     prompts = {"a": prompt_of(tiles), "b": prompt_of(tiles[5:]), "c": ([7] * 50, ())}
     requests = [make_request(name, *prompt, max_tokens=30) for name, prompt in prompts.items()]
     requests.append(make_request("d", *prompt_of(tiles), max_tokens=30, n=3, temperature=1.0))
-    alone = {request.request_id: Served(path).serve([request]) for request in requests}
-    crowded = Served(path, chunk=16, num_blocks=28, images_per_step=1)
+    alone = {request.request_id: make().serve([request]) for request in requests}
+    crowded = make(chunk=16, num_blocks=28, images_per_step=1)
     found = crowded.serve(requests)
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}
     assert found["a", 0][:12] == expected
 
 
-def test_drafts_change_no_token(path: Path, tiles: list[bytes]) -> None:
+def test_drafts_change_no_token(make: Make, tiles: list[bytes]) -> None:
     prompt, images = prompt_of(tiles)
-    plain = serve_one(Served(path), prompt, images, max_tokens=30)
-    drafting = Served(path, answers=[[*prompt, *plain]])
+    plain = serve_one(make(), prompt, images, max_tokens=30)
+    drafting = make(answers=[[*prompt, *plain]])
     others = make_request("b", *prompt_of(tiles[5:]))
     found = drafting.serve([make_request("a", prompt, images, max_tokens=30), others])
     assert found["a", 0] == plain
-    assert found["b", 0] == Served(path).serve([others])["b", 0]
+    assert found["b", 0] == make().serve([others])["b", 0]
     assert drafting.speculation is not None
     assert drafting.speculation.num_accepted > 5
 
 
 @pytest.mark.parametrize("block_size", [3, 4])
 def test_a_hit_that_ends_inside_an_image_changes_no_token(
-    block_size: int, path: Path, tiles: list[bytes], expected: list[int]
+    block_size: int, make: Make, tiles: list[bytes], expected: list[int]
 ) -> None:
-    served = Served(path, block_size=block_size)
+    served = make(block_size=block_size)
     prompt, images = prompt_of(tiles)
     other, different = prompt_of([*tiles[:4], tiles[7]])
     assert serve_one(served, other, different) != expected
@@ -106,17 +115,17 @@ def test_a_hit_that_ends_inside_an_image_changes_no_token(
     assert served.num_hit == images[4].offset // block_size * block_size
     served.num_hit = 0
     ends = images[4].offset + NUM_TOKENS - 1
-    assert serve_one(served, prompt[: images[4].end], images) == serve_one(Served(path), prompt[: images[4].end], images)
+    assert serve_one(served, prompt[: images[4].end], images) == serve_one(make(), prompt[: images[4].end], images)
     assert served.num_hit == ends // block_size * block_size > images[4].offset
 
 
-def test_an_image_that_no_step_can_take_is_refused(path: Path, tiles: list[bytes]) -> None:
-    served = Served(path, chunk=13)
+def test_an_image_that_no_step_can_take_is_refused(make: Make, tiles: list[bytes]) -> None:
+    served = make(chunk=13)
     served.scheduler.add(make_request("a", *prompt_of(tiles)), 0.0)
     (ended,) = [event for event in served.scheduler.take_events() if isinstance(event, Ended)]
     assert ended.error is not None
     assert "--max-batched-tokens to 14" in ended.error
-    assert serve_one(Served(path, chunk=9, num_seqs=1), *prompt_of(tiles))
+    assert serve_one(make(chunk=9, num_seqs=1), *prompt_of(tiles))
 
 
 def test_a_plan_that_ends_inside_an_image_is_an_error() -> None:

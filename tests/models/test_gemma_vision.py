@@ -13,14 +13,13 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
-from cloister.backends.native.limits import check_computable
 from cloister.backends.vision import VisionSpec
 from cloister.models import load
 from cloister.models.decoder import read_spec
 from cloister.models.families.gemma_vision import GEMMA3_VISION
 from cloister.models.image_processing import SquareProcessor, open_image_processor
 from cloister.models.safetensors import read_header, write_tensors
-from cloister.types.errors import ConfigError, ModelError
+from cloister.types.errors import ModelError
 from tests.gemma_vision_factory import IMAGE_TOKEN, NUM_TOKENS, SIDE, UNTYPED, make_gemma_vision
 from tests.vision_factory import make_picture
 from tests.vision_serving import Served, place_tiles, score, serve_one
@@ -62,7 +61,8 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int], path: Path) -> 
     ],
     ids=lambda fields: "-".join(fields) or "plain",
 )
-def test_the_tower_and_the_logits_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_tower_and_the_logits_are_those_of_transformers(backend: str, fields: dict[str, Any], tmp_path: Path) -> None:
     path = make_gemma_vision(tmp_path, **fields)
     pictures = [make_picture(70, 40, 1), make_picture(24, 60, 2)]
     model, theirs = load(path), UNTYPED.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -72,19 +72,19 @@ def test_the_tower_and_the_logits_are_those_of_transformers(fields: dict[str, An
     prompt, images = place_tiles(
         [5 + 41 * i % 300 for i in range(60)], prepare(path, pictures), [3, 17], vision.num_tokens, bidirectional=True
     )
-    program = BACKENDS.get("torch")(num_threads=2, device="cpu", dtype="float32").build(
+    program = BACKENDS.get(backend)(num_threads=2, device="cpu", dtype="float32").build(
         model.spec, model.weights, KVLayout(4, 16)
     )
     with torch.no_grad():
         expected = theirs.get_image_features(pixels, return_dict=True).pooler_output.numpy()
     assert np.abs(np.stack(program.encode_images(images)) - expected).max() <= 1e-4
-    served = serve_one(Served(path), prompt, images, max_tokens=40)
+    served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=40)
     ids = torch.tensor([[*prompt, *served]])
     kinds = (ids == IMAGE_TOKEN).int()
     with torch.no_grad():
         logits = theirs(input_ids=ids[:, :-1], pixel_values=pixels, token_type_ids=kinds[:, :-1]).logits[0]
     logprobs = logits.log_softmax(-1)[torch.arange(len(prompt) - 1), ids[0, 1 : len(prompt)]]
-    scored = torch.tensor([entry.logprob for entry in score(Served(path), prompt, images)])
+    scored = torch.tensor([entry.logprob for entry in score(Served(path, backend=backend), prompt, images)])
     assert (scored - logprobs).abs().max() <= 1e-4
     assert scored.std() > 0.3
     logits = logits[len(prompt) - 1 :]
@@ -159,8 +159,3 @@ def test_a_processor_that_asks_for_something_else_is_refused(
 
 def test_a_processor_is_read(path: Path) -> None:
     assert open_image_processor(path) == (SquareProcessor(SIDE, NUM_TOKENS), IMAGE_TOKEN)
-
-
-def test_the_native_back_end_says_what_it_lacks(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"positions of an image that see each other.*--backend torch"):
-        check_computable(load(path).spec, "float32")

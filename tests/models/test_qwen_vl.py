@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVLayout
-from cloister.backends.native import limits as native_limits
-from cloister.backends.torch.cuda import limits as cuda_limits
+from cloister.backends.torch.cuda.limits import check_computable
 from cloister.backends.vision import QwenVisionSpec
 from cloister.models import load
 from cloister.models.image_processing import open_image_processor
+from cloister.models.safetensors import read_header, write_tensors
 from cloister.types.errors import ConfigError, ModelError
 from cloister.types.images import ImageTile
 from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, PATCH, TOKEN, UNTYPED, make_qwen_vl
@@ -87,6 +86,7 @@ def build(path: Path) -> Any:
 def test_the_tower_and_the_logits_are_those_of_transformers(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     path = make_qwen_vl(tmp_path, family, **fields)
     compare(path)
+    compare(path, backend="native")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,9 @@ def test_windows_are_those_of_transformers(vision: dict[str, Any], tmp_path: Pat
     ids=["windows", "yarn"],
 )
 def test_the_decoder_is_that_of_qwen2(text: dict[str, Any], tmp_path: Path) -> None:
-    compare(make_qwen_vl(tmp_path, "qwen2_5_vl", text=text), num_tokens=20)
+    path = make_qwen_vl(tmp_path, "qwen2_5_vl", text=text)
+    compare(path, num_tokens=20)
+    compare(path, num_tokens=20, backend="native")
 
 
 @pytest.mark.parametrize(
@@ -122,17 +124,66 @@ def test_the_decoder_is_that_of_qwen2(text: dict[str, Any], tmp_path: Path) -> N
     ids=str,
 )
 def test_deepstack_and_learned_positions_are_those_of_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
-    compare(make_qwen_vl(tmp_path, "qwen3_vl", **fields), num_tokens=8)
+    path = make_qwen_vl(tmp_path, "qwen3_vl", **fields)
+    compare(path, num_tokens=8)
+    compare(path, num_tokens=8, backend="native")
 
 
-def test_deepstack_behind_a_step_of_text_and_images_of_several_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_deepstack_behind_a_step_of_text_and_images_of_several_requests(backend: str, tmp_path: Path) -> None:
     """Every sequence of a step has what its own images add, whatever stands before it."""
     path = make_qwen_vl(tmp_path, "qwen3_vl")
     pixels, grids = prepare(path, [make_picture(70, 40, 1), make_picture(24, 60, 2)])
     parts = [place_tiles(list(range(5, 20)), [tile], [3], grids=[grid]) for tile, grid in zip(pixels, grids, strict=True)]
     requests = [make_request("a", *parts[0]), make_request("t", list(range(30)), ()), make_request("b", *parts[1])]
-    alone = [Served(path).serve([request]) for request in requests]
-    assert Served(path, chunk=300).serve(requests) == {name: tokens for one in alone for name, tokens in one.items()}
+    alone = [Served(path, backend=backend).serve([request]) for request in requests]
+    assert Served(path, backend=backend, chunk=300).serve(requests) == {
+        name: tokens for one in alone for name, tokens in one.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"num_experts_per_tok": 1}, {"attention_bias": True}],
+    ids=str,
+)
+def test_experts_are_those_of_transformers(text: dict[str, Any], tmp_path: Path) -> None:
+    path = make_qwen_vl(tmp_path, "qwen3_vl_moe", text=text)
+    compare(path, num_tokens=8)
+    compare(path, num_tokens=8, backend="native")
+
+
+@pytest.mark.parametrize("inner", [48, 32], ids=["of other sizes", "gate and up as high as they are wide"])
+def test_experts_are_read_either_way(inner: int, tmp_path: Path) -> None:
+    """Published files hold them as [in, out], transformers 5 writes [out, in] and takes what fits both for that."""
+    path, other = make_qwen_vl(tmp_path / "a", "qwen3_vl_moe", text={"moe_intermediate_size": inner}), tmp_path / "b"
+    other.mkdir()
+    for file in path.glob("*.json"):
+        (other / file.name).write_bytes(file.read_bytes())
+    stored = {name: np.array(entry.read()) for name, entry in read_header(path / "model.safetensors").items()}
+    for name, values in stored.items():
+        if "experts" in name and values.shape[1] != values.shape[2]:
+            stored[name] = np.ascontiguousarray(values.swapaxes(1, 2))
+    write_tensors(other / "model.safetensors", stored)
+    ours, turned = load(path).weights, load(other).weights
+    for name in ours.names():
+        assert np.array_equal(ours.read(name), turned.read(name)), name
+    theirs = open_theirs(other).state_dict()["model.language_model.layers.1.mlp.experts.gate_up_proj"].numpy()
+    assert np.array_equal(turned.read("layers.1.experts.4.up.weight"), theirs[4, inner:])
+    if inner == 48:
+        compare(other, num_tokens=8)
+
+
+def test_weights_of_experts_that_do_not_sum_to_one_are_refused(tmp_path: Path) -> None:
+    path = make_qwen_vl(tmp_path, "qwen3_vl_moe")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["norm_topk_prob"] = True
+    (path / "config.json").write_text(json.dumps(config))
+    assert load(path).spec.layers[0].mlp.renormalize  # type: ignore[union-attr]
+    config["text_config"]["norm_topk_prob"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="norm_topk_prob"):
+        load(path)
 
 
 def test_a_config_whose_decoder_is_not_apart_is_read(tmp_path: Path) -> None:
@@ -206,14 +257,12 @@ def test_newer_processor_configs_have_their_bounds_in_size(path: Path, tmp_path:
     assert open_image_processor(tmp_path) == open_image_processor(path)
 
 
-def test_other_back_ends_say_what_they_lack(path: Path) -> None:
-    spec = load(path).spec
-    for check in (partial(native_limits.check_computable, kv_dtype="float32"), cuda_limits.check_computable):
-        with pytest.raises(ConfigError, match="rotation by time, row and column"):
-            check(spec)
+def test_cuda_says_what_it_lacks(path: Path) -> None:
+    with pytest.raises(ConfigError, match="rotation by time, row and column"):
+        check_computable(load(path).spec)
 
 
-def compare(path: Path, num_tokens: int = 40) -> None:
+def compare(path: Path, num_tokens: int = 40, backend: str = "torch") -> None:
     """Compares a model with transformers: embeddings of images, log-probabilities of a prompt, and a greedy answer."""
     pictures = [make_picture(70, 40, 1), make_picture(24, 60, 2)]
     theirs = open_theirs(path)
@@ -226,7 +275,7 @@ def compare(path: Path, num_tokens: int = 40) -> None:
     features = [torch.cat(list(parts)) for parts in (found.pooler_output, *deepstack)]
     expected = torch.cat(features, dim=1).numpy()
     assert np.abs(np.concatenate(build(path).encode_images(images)) - expected).max() <= 1e-4
-    served = serve_one(Served(path), prompt, images, max_tokens=num_tokens)
+    served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=num_tokens)
     ids = torch.tensor([[*prompt, *served]])
     with torch.no_grad():
         logits = theirs(
@@ -236,7 +285,7 @@ def compare(path: Path, num_tokens: int = 40) -> None:
             mm_token_type_ids=(ids[:, :-1] == IMAGE_TOKEN).int(),
         ).logits[0]
     logprobs = logits.log_softmax(-1)[torch.arange(len(prompt) - 1), ids[0, 1 : len(prompt)]]
-    scored = torch.tensor([entry.logprob for entry in score(Served(path), prompt, images)])
+    scored = torch.tensor([entry.logprob for entry in score(Served(path, backend=backend), prompt, images)])
     assert (scored - logprobs[: len(scored)]).abs().max() <= 1e-4
     assert scored.std() > 0.3
     logits = logits[len(prompt) - 1 :]

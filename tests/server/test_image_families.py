@@ -39,10 +39,10 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_qwen_vl(tmp_path_factory.mktemp("model"), request.param)
 
 
-async def start(path: Path) -> EngineClient:
+async def start(path: Path, **settings: Any) -> EngineClient:
     config = EngineConfig(
-        model=str(path), backend="torch", dtype="float32", num_threads=1, max_model_len=256, kv_memory_mb=8, block_size=8,
-        max_num_seqs=4, profile="open", speculate="none", prefix_cache=True, weights_cache="",
+        model=str(path), num_threads=1, max_model_len=256, kv_memory_mb=8, block_size=8, max_num_seqs=4, profile="open",
+        speculate="none", prefix_cache=True, weights_cache="", **(settings or {"backend": "torch", "dtype": "float32"}),
     )  # fmt: skip
     engine = EngineClient(ThreadTransport(build_engine(config)), config)
     await engine.start()
@@ -111,6 +111,31 @@ def test_a_very_thin_image_is_refused(server: RunningServer) -> None:
     assert complete(server, image(200, 1), TEXT).usage.completion_tokens
 
 
+FORMS = [{"dtype": "float32"}, {"quant": "int8"}, {"quant": "int4"}]
+
+
+def check_native(path: Path, torch_server: RunningServer, settings: dict[str, Any]) -> None:
+    """The native kernels serve a model where nothing else is chosen: in float32 with the answers of torch."""
+    asked = [[image(60, 40, seed), TEXT, image(30, 30, seed)] for seed in (1, 2, 3)]
+    with serving(
+        path, lambda: start(path, **settings), config=ServerConfig(port=0, drain_timeout_s=1.0, max_images=3)
+    ) as native:
+        assert native.engine.model.backend == "native"
+        found = [complete(native, *parts) for parts in (*asked, asked[0])]
+    assert found[0].choices == found[3].choices
+    assert found[3].usage.prompt_tokens_details.cached_tokens >= found[0].usage.prompt_tokens - 8
+    answers = [reply.choices[0].message.content for reply in found[:3]]
+    if "quant" in settings:
+        assert len(set(answers)) > 1
+    else:
+        assert answers == [complete(torch_server, *parts).choices[0].message.content for parts in asked]
+
+
+@pytest.mark.parametrize("settings", FORMS, ids=str)
+def test_the_native_kernels_serve_qwen(settings: dict[str, Any], path: Path, server: RunningServer) -> None:
+    check_native(path, server, settings)
+
+
 # Gemma 3
 
 
@@ -153,3 +178,8 @@ def test_gemma_answers_and_counts(gemma_server: RunningServer) -> None:
     assert two.prompt_tokens - one.prompt_tokens >= NUM_TOKENS + 2
     answers = {complete(gemma_server, image(60, 40, seed), TEXT).choices[0].message.content for seed in (1, 2, 3, 4)}
     assert len(answers) > 1
+
+
+@pytest.mark.parametrize("settings", FORMS, ids=str)
+def test_the_native_kernels_serve_gemma(settings: dict[str, Any], gemma: Path, gemma_server: RunningServer) -> None:
+    check_native(gemma, gemma_server, settings)

@@ -119,9 +119,9 @@ class ForwardBatch:
         embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images), as the
             first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0 of a
             row is added behind layer i - 1.
-        embedding_rows: [num_rows] int32 indexes into the tokens, where there are `embeddings`.
-        last_seen: None, or [num_tokens] int32: the last position that each token sees, of this step or one before; None: its
-            own. A token of an image may see the image to its end.
+        embedding_rows: [num_rows] int32 indexes into the tokens, all different, where there are `embeddings`.
+        last_seen: None, or [num_tokens] int32: the last position that each token sees; None: its own. A token of an image may
+            see the image to its end, which the step computes too; no known token sees less than the one before it.
         rope_positions: None, or [3, num_tokens] int32: time, row and column that each token is turned by (`RopeSpec.axes`);
             none is greater than the token's position. None: `positions` is all three.
         state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens

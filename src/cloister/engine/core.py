@@ -134,7 +134,7 @@ class EngineCore:
             if outputs is not None:
                 emit(outputs)
             elif not self.is_done:
-                self.input_queue.wait(self._patience_s())
+                self.input_queue.wait(self.patience_s())
                 if self._scheduler.waiting_for_grammar:
                     emit(Outputs([], []))
 
@@ -309,7 +309,7 @@ class EngineCore:
             spent_s=spent_s,
         )
 
-    def _patience_s(self) -> float:
+    def patience_s(self) -> float:
         """How long to wait for a message: until the next deadline, within a limit."""
         waiting = self._scheduler.waiting_for_grammar.values()
         known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))

@@ -42,6 +42,8 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
     for name in shapes:
         place = find_place(source_of(family, name), name, shapes, _num_heads(spec, name))
         whole = stored_name(family, name)
+        if place.source.either_way and (held := found.get(whole) or stored.get(whole)) is not None:
+            place = place.fitted_to(held.shape)
         if whole not in stored:
             stored[whole] = _take(whole, place, found, scheme)
         entries[name] = _cut(stored[whole], place)

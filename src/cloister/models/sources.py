@@ -32,6 +32,8 @@ class Source:
         stacked: the stored tensor has one for each expert, along its first axis.
         is_tensor: `name` is the tensor's own, with nothing like ".weight" behind it.
         transposed: matrices lie as [in, out] (GPT-2's Conv1D).
+        either_way: they may lie as [out, in] instead; those of a shape that fits both do (Qwen3-VL's experts: published files
+            are transposed, and transformers 5 writes them otherwise).
         skip: rows before the first that counts (OPT's positions).
         added: what to add to every number (Gemma stores the weights of norms less one).
     """
@@ -46,6 +48,7 @@ class Source:
     by_row: bool = False
     stacked: bool = False
     is_tensor: bool = False
+    either_way: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -76,6 +79,14 @@ class TensorSlice:
     start: int
     num_heads: int
     expert: int | None = None
+
+    def fitted_to(self, stored_shape: Shape) -> TensorSlice:
+        """Returns where the tensor lies in a stored one of that shape, if the source has matrices either way."""
+        *before, num_in, num_out = self.stored_shape
+        plain = (*before, num_out, num_in)
+        if not self.source.either_way or stored_shape != plain:
+            return self
+        return replace(self, source=replace(self.source, transposed=False), stored_shape=plain)
 
     def take_turns(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Returns this tensor's rows of a stored one whose parts take turns, [num_rows, ...]."""

@@ -43,6 +43,7 @@ class Matrix:
         channel_scales: _Floats | None,
         scales: _Bytes | None,
         scale_bytes: int,
+        output_scales: _Floats | None,
         zeros: _Bytes | None,
         offsets: _Floats | None,
         group_scales: _Bytes | None,
@@ -181,7 +182,7 @@ class Program:
         number_type: int,
         num_rows: int,
     ) -> None: ...
-    def add_rope(self, inv_freq: list[float], scale: float) -> None: ...
+    def add_rope(self, inv_freq: list[float], scale: float, axes: list[int]) -> None: ...
     def add_group(self, *, first_block: int, num_blocks: int, window: int, is_state: bool) -> None: ...
     def add_layer(
         self,
@@ -234,6 +235,8 @@ class Program:
         state_spans: _Ints | None,
         embeddings: _Floats | None,
         embedding_rows: _Ints | None,
+        rope_positions: _Ints | None,
+        last_seen: _Ints | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -249,6 +252,8 @@ class Program:
         state_spans: _Ints | None,
         embeddings: _Floats | None,
         embedding_rows: _Ints | None,
+        rope_positions: _Ints | None,
+        last_seen: _Ints | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -264,6 +269,8 @@ class Program:
         state_spans: _Ints | None,
         embeddings: _Floats | None,
         embedding_rows: _Ints | None,
+        rope_positions: _Ints | None,
+        last_seen: _Ints | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -279,6 +286,8 @@ class Program:
         state_spans: _Ints | None,
         embeddings: _Floats | None,
         embedding_rows: _Ints | None,
+        rope_positions: _Ints | None,
+        last_seen: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -295,6 +304,8 @@ class Program:
         state_spans: _Ints | None,
         embeddings: _Floats | None,
         embedding_rows: _Ints | None,
+        rope_positions: _Ints | None,
+        last_seen: _Ints | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -323,6 +334,8 @@ class Program:
         state_spans: _Ints | None,
         embeddings: _Floats | None,
         embedding_rows: _Ints | None,
+        rope_positions: _Ints | None,
+        last_seen: _Ints | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

@@ -16,7 +16,6 @@ from cloister.backends.spec import (
     MlpSpec,
     MoeSpec,
 )
-from cloister.backends.vision import VisionSpec
 from cloister.types.errors import ConfigError
 
 MOST_DELTA_DIM: Final = 256  # cpp/kernels.hpp
@@ -49,8 +48,6 @@ def list_missing(spec: DecoderSpec) -> list[str]:
     missing = {name for layer in set(spec.layers) for name in _missing_of(layer)}
     if isinstance(spec, EncoderSpec):
         missing.add("attention in both directions")
-    if isinstance(spec.vision, VisionSpec) and spec.vision.bidirectional:
-        missing.add("positions of an image that see each other")
     if spec.streams is not None and not all(map(_streams, spec.layers)):
         missing.add("several residual streams with latent attention, experts, a state, scaled inputs or parallel blocks")
     return sorted(missing)
@@ -66,8 +63,6 @@ def _missing_of(layer: LayerSpec) -> Iterator[str]:
         yield "sparse attention with an index"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.sparsity:
         yield "sparse gates of experts"
-    if isinstance(attention, AttentionSpec) and attention.rope is not None and attention.rope.axes:
-        yield "rotation by time, row and column"
 
 
 def _streams(layer: LayerSpec) -> bool:

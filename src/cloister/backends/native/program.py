@@ -238,7 +238,7 @@ class NativeProgram(Program):
             rope = None if layer.attention is None else layer.attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = len(ropes)
-                self._program.add_rope(list(rope.inv_freq), rope.attention_scale)
+                self._program.add_rope(list(rope.inv_freq), rope.attention_scale, list(rope.axes))
             self._add_layer(layer, number, -1 if rope is None else ropes[rope], kv, kv_dtype)
 
     def _set_ends(self, spec: DecoderSpec) -> None:
@@ -583,7 +583,7 @@ class NativeProgram(Program):
 
 _Arrays = tuple[
     IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None,
-    FloatArray | None, IntArray | None,
+    FloatArray | None, IntArray | None, IntArray | None, IntArray | None,
 ]  # fmt: skip
 
 
@@ -601,4 +601,6 @@ def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
         batch.state_spans if states is None or batch.state_spans is not None else states.spans(batch),
         batch.embeddings,
         batch.embedding_rows,
+        batch.rope_positions,
+        batch.last_seen,
     )

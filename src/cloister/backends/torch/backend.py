@@ -11,7 +11,7 @@ import torch
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
-from cloister.backends.torch.cuda.limits import check_computable
+from cloister.backends.torch.cuda.limits import check_computable, check_numbers
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.program import TorchProgram
@@ -59,6 +59,7 @@ class TorchBackend:
         if self._device.type == "cuda":
             sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
             check_computable(spec)
+            check_numbers(weights)
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)

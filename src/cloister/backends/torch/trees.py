@@ -18,7 +18,8 @@ class TreeNode:
     Attributes:
         seq: its sequence there.
         first_position: position of the oldest ancestor in this step.
-        places: places of its ancestors in this step and its own, in the order of positions; a place counts a sequence's slots.
+        places: places of its ancestors in this step and its own, in the order of positions, and of what it sees behind itself
+            (`ForwardBatch.last_seen`); a place counts a sequence's slots.
     """
 
     seq: int
@@ -40,6 +41,7 @@ def unfold(batch: ForwardBatch) -> tuple[ForwardBatch, list[TreeNode]]:
     counts: list[int] = []
     tables: list[IntArray] = []
     nodes: list[TreeNode] = []
+    last_seen = batch.positions if batch.last_seen is None else batch.last_seen
     for seq in range(len(batch.context_lens)):
         start, end = (int(place) for place in batch.query_starts[seq : seq + 2])
         is_chain = all(batch.parents[token] == (token - 1 if token > start else -1) for token in range(start, end))
@@ -48,11 +50,12 @@ def unfold(batch: ForwardBatch) -> tuple[ForwardBatch, list[TreeNode]]:
             first = int(batch.context_lens[seq]) - (end - start)
             for token in range(start, end):
                 path = reversed([first + node - start for node in _ancestors(batch, token)])
-                nodes.append(TreeNode(len(counts) + token - start, first, tuple(path)))
+                later = range(batch.positions[token] + 1, last_seen[token] + 1)  # known tokens, which lie at their positions
+                nodes.append(TreeNode(len(counts) + token - start, first, (*path, *later)))
         counts += pieces
         tables += [batch.block_tables[seq]] * len(pieces)
     starts = np.cumsum([0, *counts]).astype(np.int32)
-    context_lens = (batch.positions[starts[1:] - 1] + 1).astype(np.int32)
+    context_lens = (last_seen[starts[1:] - 1] + 1).astype(np.int32)
     unfolded = replace(batch, query_starts=starts, context_lens=context_lens, block_tables=np.stack(tables), parents=None)
     return unfolded, nodes
 

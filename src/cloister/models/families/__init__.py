@@ -34,7 +34,7 @@ from cloister.models.families.olmo3 import OLMO3
 from cloister.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from cloister.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from cloister.models.families.qwen3_next import QWEN3_NEXT
-from cloister.models.families.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from cloister.models.families.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from cloister.models.families.smolvlm import IDEFICS3, SMOLVLM
 from cloister.models.family import Family
 
@@ -45,6 +45,6 @@ FAMILIES: Mapping[str, Family] = {
         GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS, SMOLVLM, IDEFICS3,
         BERT, BERT_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER, MODERN_BERT, MODERN_BERT_CLASSIFIER,
         MAMBA2, QWEN3_NEXT, LFM2, LFM2_MOE, GRANITE_MOE, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE,
-        MINISTRAL, MINISTRAL3, LLAMA4, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, GEMMA3_VISION, GEMMA3N, DEEPSEEK_V32,
+        MINISTRAL, MINISTRAL3, LLAMA4, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, GEMMA3_VISION, GEMMA3N, DEEPSEEK_V32,
     )
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Qwen2-VL (Wang et al. 2024, arXiv:2409.12191), Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923) and Qwen3-VL (Bai et al. 2025,
-arXiv:2511.21631): a tower for images of any size before Qwen2 or Qwen3, whose tokens turn by time, row and column."""
+arXiv:2511.21631): a tower for images of any size before Qwen2 or Qwen3, dense or with experts, whose tokens turn by time, row
+and column."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from cloister.backends.spec import RopeSpec
 from cloister.backends.vision import QwenVisionSpec
 from cloister.models.config import ConfigFields
-from cloister.models.families.qwen import QWEN2, QWEN3
+from cloister.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from cloister.models.family import Family, VisionConfig
 from cloister.models.rope import RopeReader, see_everything
 from cloister.models.sources import Source
@@ -274,3 +275,30 @@ QWEN3_VL = replace(
     },
     vision=read_qwen3_vision,
 )
+
+_EXPERTS = "model.layers.{}.mlp.experts"
+_GATE_UP = Source(f"{_EXPERTS}.gate_up_proj", ("gate", "up"), transposed=True, stacked=True, is_tensor=True, either_way=True)
+_DOWN = Source(f"{_EXPERTS}.down_proj", transposed=True, stacked=True, is_tensor=True, either_way=True)
+
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    name="qwen3_vl_moe",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe",
+    other_model_types=("qwen3_vl_moe_text",),
+    names=QWEN3_MOE.names,
+    defaults={
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+    },
+    only={**QWEN3_VL.only, "norm_topk_prob": True},  # transformers ignores it here
+    harmless=QWEN3_MOE.harmless,
+    feed_forwards=QWEN3_MOE.feed_forwards,
+    tensors={
+        **QWEN3_VL.tensors,
+        "router": Source("model.layers.{}.mlp.gate"),
+        "experts.gate": _GATE_UP,
+        "experts.up": _GATE_UP,
+        "experts.down": _DOWN,
+    },
+)  # fmt: skip

@@ -15,7 +15,7 @@ from cloister.models.decoder import list_tensors
 from cloister.models.gguf.architecture import entry_of, find_architecture, read_spec, sources_of
 from cloister.models.gguf.layout import Architecture, TensorRecipe
 from cloister.models.gguf.rotation import OF_ROPE
-from cloister.models.gguf.tensors import Reordered, find_entry
+from cloister.models.gguf.tensors import Reordered, find_entry, names_beside
 from cloister.models.location import Digests
 from cloister.models.quantized import Stored
 from cloister.models.quantized.base import StoredMatrix
@@ -78,6 +78,7 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
     architecture = find_architecture(file)[1]
     entries: dict[str, Stored] = {}
     left = set(_list_needed(file, architecture, len(spec.layers)))
+    left.difference_update(*(names_beside(file, name) for name in file.tensors))
     shapes = list_tensors(spec, sum(_count_parts(file, tensor.shape) for tensor in file.tensors.values()) + _MOST_MISSING)
     for name in shapes:
         numbers = [int(part) for part in name.split(".") if part.isdigit()]

@@ -576,9 +576,9 @@ struct View {
 };
 
 INLINE View view_of(const AttentionShape& shape, const Sequence& sequence, int row, int start) {
-    int position = sequence.position(row / shape.group());
-    int low = std::max(0, shape.first_seen(position) - start);
-    int high = position + 1 - start;
+    int token = row / shape.group();
+    int low = std::max(0, shape.first_seen(sequence.position(token)) - start);
+    int high = sequence.seen(token) + 1 - start;
     return {low < split_keys ? low : split_keys, high < 0 ? 0 : high < split_keys ? high : split_keys};
 }
 
@@ -777,9 +777,10 @@ template <bool floats> static void attend_nodes(const Attending& at, int split) 
         int token = (at.task.begin + first) / group, next = (token + 1) * group - at.task.begin;
         rows = std::min(std::min(next, num_rows) - first, query_rows);
         const Node& node = sequence.nodes[token];
-        int end = std::max(0, std::min(node.position + 1 - start, split_keys)), padded = (end + 31) / 32 * 32;
+        int end = std::max(0, std::min(sequence.seen(token) + 1 - start, split_keys)), padded = (end + 31) / 32 * 32;
         for (int column = own; column < end; column++) {
-            int slot = sequence.paths[node.path + start + column - tree], place = slot % cache.block_size;
+            int position = start + column;  // one after the node's is that of a known token, which lies where its position says
+            int slot = position > node.position ? position : sequence.paths[node.path + position - tree], place = slot % cache.block_size;
             if (held[column] == slot) continue;
             held[column] = slot;
             HeadPlace from = head_place(cache, at.shape, sequence.block(slot / cache.block_size), at.task.kv_head);
@@ -810,7 +811,7 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
     }
     bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16, few = num_rows <= most_rows_in_place || shape.value_dim;
     bool in_place = reads_in_place && plain && few && cache.block_size % run_keys == 0;
-    int last_end = sequence.nodes ? sequence.first_position : sequence.position((task.end - 1) / group) + 1;
+    int last_end = sequence.nodes ? sequence.first_position : sequence.seen((task.end - 1) / group) + 1;
     for (int split = task.first_split; split <= task.last_split; split++) {
         int start = split * split_keys, count = std::min(last_end - start, split_keys);
         if (sequence.nodes && count < split_keys) {

@@ -60,15 +60,20 @@ struct Sequence {
     // Of a token tree, whose keys from `first_position` on do not lie where their positions say; else null.
     const Node* nodes = nullptr;     // [num_tokens]
     const int32_t* paths = nullptr;  // of all nodes, one after the other
+    const int32_t* last_seen = nullptr;  // [num_tokens] positions, or null: a token sees none after its own
 
     // A block of the layer's cache.
     int block(int entry) const { return entry < first_entry ? empty_block : table[size_t(entry) * size_t(num_groups)] - first_block; }
     int position(int token) const { return nodes ? nodes[token].position : first_position + token; }
-    // The positions of tokens [begin, end): the first of them, and the one after the last.
+    int seen(int token) const { return last_seen ? last_seen[token] : position(token); }
+    // Tokens [begin, end): the first of their positions, and the one after the last that they see.
     std::pair<int, int> range(int begin, int end) const {
-        if (!nodes) return {first_position + begin, first_position + end};
-        auto [low, high] = std::minmax_element(nodes + begin, nodes + end, [](const Node& a, const Node& b) { return a.position < b.position; });
-        return {low->position, high->position + 1};
+        int low = position(begin), high = seen(end - 1);  // which is all, where they stand in a row
+        for (int token = begin; nodes && token < end; token++) {
+            low = std::min(low, nodes[token].position);
+            high = std::max(high, seen(token));
+        }
+        return {low, high + 1};
     }
 };
 

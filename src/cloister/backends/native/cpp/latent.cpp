@@ -54,13 +54,13 @@ void Program::place_latents(const Layer& layer, const Batch& batch, float* first
     uint8_t* placed = queries_.reserve(size_t(num_tokens) * heads * query_bytes);
     AttentionShape one = shape;
     one.num_heads = 1;
-    reserve_scratch(size_t(shape.head_dim) * 4);
+    reserve_scratch(size_t(2 * shape.head_dim) * 4);
     const Rope* rope = layer.rope < 0 ? nullptr : &ropes[size_t(layer.rope)];
     each_row("rope", num_tokens, [&](int row, int thread) {
         float *query = queries + size_t(row) * query_stride, *key = first + size_t(row) * stride + latent.key_column, *whole = (float*)scratch(thread);
         if (rope) {
             int half = int(rope->inv_freq.size());
-            const float* cos = rope->table.data() + size_t(batch.positions[row]) * 2 * size_t(half);
+            const float* cos = angles(*rope, batch, row, whole + shape.head_dim);
             kernels_.rotate(query + latent.plain_dim, shape.num_heads, dim, half, cos, cos + half);
             kernels_.rotate(key + rank, 1, turned, half, cos, cos + half);
         }

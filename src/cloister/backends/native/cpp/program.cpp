@@ -35,6 +35,17 @@ bool same_tasks(const Layer& one, const Layer& other) {
     return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.padded_dim == b.padded_dim && a.value_dim == b.value_dim && a.window == b.window && a.chunked == b.chunked;
 }
 
+// What a token sees further than its own position are tokens of this step, one after the other in its sequence, which see as much or more.
+void check_last_seen(const Batch& batch, int first, int end, int context) {
+    int start = context - (end - first), chain = first;  // tokens before `chain` stand in a row
+    while (chain < end && batch.positions[chain] == start + chain - first && (!batch.parents || batch.parents[chain] == (chain > first ? chain - 1 : -1))) chain++;
+    for (int i = first; i < end; i++) {
+        int seen = batch.last_seen[i], position = batch.positions[i];
+        require(seen == position || (i < chain && seen > position && seen < start + chain - first), "a batch has a token that sees what is not in its step");
+        require(i == first || i >= chain || seen >= batch.last_seen[i - 1], "a batch has a token that sees less than the one before it");
+    }
+}
+
 }  // namespace
 
 float QueryGrowth::operator()(int position) const {
@@ -98,16 +109,21 @@ void Program::check(const Batch& batch) const {
                             "a batch names a block that the cache does not have");
             }
         }
-        if (!batch.parents) continue;
-        for (int i = first; i < end; i++) {
+        for (int i = first; batch.parents && i < end; i++) {
             int parent = batch.parents[i];
             require(parent == -1 || (parent >= first && parent < i), "a batch has a token whose parent is not before it in its sequence");
         }
+        if (batch.last_seen) check_last_seen(batch, first, end, context);
     }
     for (int i = 0; i < batch.num_tokens; i++) require(within(batch.token_ids[i], vocab_size_), "a batch has a token id outside of the vocabulary");
     for (int i = 0; positions.codes && i < batch.num_tokens; i++)
         require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
     check_states(batch);
+    require(!batch.rope_positions || std::all_of(ropes.begin(), ropes.end(), [](const Rope& rope) { return !rope.axes.empty(); }),
+            "tokens with three positions need a rotation that says which of them turns each frequency");
+    for (int i = 0; batch.rope_positions && i < 3 * batch.num_tokens; i++)
+        require(within(batch.rope_positions[i], batch.positions[i % batch.num_tokens] + 1), "a batch turns a token by more than its position");
+    require(batch.num_parts == 1 || (!streams && size_t(batch.num_parts) <= layers.size() + 1), "a batch has embeddings for more layers than the model has");
     for (int i = 0; i < batch.num_embeddings; i++) require(within(batch.embedding_rows[i], batch.num_tokens), "a batch has an embedding of a token that it does not have");
     for (int i = 0; i < batch.num_rows; i++) require(within(batch.logit_rows[i], batch.num_tokens), "a batch asks for logits of a token that it does not have");
 }
@@ -184,6 +200,22 @@ void Program::extend_ropes(const Batch& batch) {
     }
 }
 
+// Returns the cosines and sines that turn a token, [2][inv_freq]: of one position, or put together in `chosen` of as many numbers.
+const float* Program::angles(const Rope& rope, const Batch& batch, int row, float* chosen) const {
+    size_t half = rope.inv_freq.size(), num_tokens = size_t(batch.num_tokens);
+    auto of = [&](int position) { return rope.table.data() + size_t(position) * 2 * half; };
+    if (!batch.rope_positions) return of(batch.positions[row]);
+    const int32_t* turns = batch.rope_positions + row;
+    const float* of_axis[3] = {of(turns[0]), of(turns[num_tokens]), of(turns[2 * num_tokens])};
+    if (of_axis[0] == of_axis[1] && of_axis[0] == of_axis[2]) return of_axis[0];
+    for (size_t d = 0; d < half; d++) {
+        const float* from = of_axis[rope.axes[d]];
+        chosen[d] = from[d];
+        chosen[half + d] = from[half + d];
+    }
+    return chosen;
+}
+
 // Finds the slot of each token, and which sequences are trees.
 void Program::place_tokens(const Batch& batch) {
     sequences_.clear();
@@ -197,6 +229,7 @@ void Program::place_tokens(const Batch& batch) {
         sequence.first_token = first;
         sequence.num_tokens = count;
         sequence.first_position = batch.context_lens[s] - count;
+        if (batch.last_seen) sequence.last_seen = batch.last_seen + first;
         bool is_tree = false;
         for (int i = 0; i < count; i++) {
             sequence_of_[size_t(first + i)] = s;
@@ -345,7 +378,7 @@ void Program::embed(const Batch& batch) {
         float *to = x + size_t(row) * stride_, *position = learned + size_t(thread) * stride_;
         int given = given_.empty() ? -1 : given_[size_t(row)];
         if (given >= 0) {
-            std::copy_n(batch.embeddings + size_t(given) * size_t(hidden_size_), hidden_size_, to);
+            std::copy_n(batch.embeddings + size_t(given) * size_t(batch.num_parts) * size_t(hidden_size_), hidden_size_, to);
         } else {
             kernels_.read_row(embedding, batch.token_ids[row], to);
             if (embedding_scale != 1) kernels_.bend(to, hidden_size_, embedding_scale, 0);
@@ -353,6 +386,16 @@ void Program::embed(const Batch& batch) {
         if (!positions.codes) return;
         kernels_.read_row(positions, batch.positions[row], position);
         kernels_.add_scaled(position, 1, hidden_size_, to);
+    });
+}
+
+// Adds what stands at some tokens behind a layer, counted from 0.
+void Program::add_deepstack(const Batch& batch, int number) {
+    if (number + 1 >= batch.num_parts) return;
+    const float* added = batch.embeddings + size_t(number + 1) * size_t(hidden_size_);
+    float* x = residual_.get<float>();
+    each_row("deepstack", batch.num_embeddings, [&](int i, int) {
+        kernels_.add_scaled(added + size_t(i) * size_t(batch.num_parts) * size_t(hidden_size_), 1, hidden_size_, x + size_t(batch.embedding_rows[i]) * stride_);
     });
 }
 
@@ -403,7 +446,8 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
         int length = layer.norms_projection ? width : dim;
         for (int at = 0; weight && at < width; at += length) kernels_.norm(heads + at, weight, norm_eps_, length, heads + at);
     };
-    each_row("rope", batch.num_tokens, [&](int row, int) {
+    if (rope) reserve_scratch(rope->inv_freq.size() * 8);
+    each_row("rope", batch.num_tokens, [&](int row, int thread) {
         float* q = qkv + size_t(row) * stride;
         float *k = q + q_width, *v = k + kv_width;
         norm_heads(q, layer.q_norm, q_width);
@@ -411,7 +455,7 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
         for (int at = 0; layer.v_norm && at < kv_width; at += dim) kernels_.norm(v + at, layer.v_norm, norm_eps_, dim, v + at);
         if (rope) {
             int half = int(rope->inv_freq.size());
-            const float* cos = rope->table.data() + size_t(batch.positions[row]) * 2 * size_t(half);
+            const float* cos = angles(*rope, batch, row, (float*)scratch(thread));
             kernels_.rotate(q, shape.num_heads, dim, half, cos, cos + half);
             if (!layer.shares_kv) kernels_.rotate(k, shape.num_kv_heads, dim, half, cos, cos + half);
         }
@@ -516,10 +560,30 @@ void Program::feed_forward(const FeedForward& mlp, const Rows& inputs, Sink end,
     if (adapted) adapt_down(*adapted, next, sink, end);
 }
 
+void Program::decode_layer(const Layer& layer, const Batch& batch, const Layer*& previous) {
+    if (layer.stream) return stream_block(layer, batch, previous, &layer == &layers.back() ? nullptr : &layer + 1);
+    if (!layer.feeds()) {
+        if (layer.mixes()) mix(layer, batch, previous);
+        return;
+    }
+    int num_tokens = batch.num_tokens;
+    const Mixture* experts = layer.mixture ? &*layer.mixture : nullptr;
+    const Matrix& up = experts ? experts->experts[0].up : layer.mlp.up;
+    Normed inputs;
+    if (layer.parallel) {
+        inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, parallel_, experts);
+        keep_normed(layer);
+    }
+    if (layer.mixes()) mix(layer, batch, previous);
+    if (!layer.parallel) inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, inputs_, experts);
+    if (experts) return mixture(layer, inputs);
+    feed_forward(layer.mlp, inputs.rows, branch_sink(layer, layer.mlp_post_norm, num_tokens), &layer);
+    join_branch(layer, layer.mlp_post_norm, num_tokens);
+}
+
 void Program::forward(const Batch& batch, float* logits) {
     check(batch);
     head_rows_.clear();
-    int num_tokens = batch.num_tokens;
     step_number.fetch_add(1);
     extend_ropes(batch);
     place_tokens(batch);
@@ -529,30 +593,9 @@ void Program::forward(const Batch& batch, float* logits) {
     embed(batch);
     if (streams) widen(batch);
     const Layer* previous = nullptr;  // with attention
-    for (const Layer& layer : layers) {
-        if (layer.stream) {
-            stream_block(layer, batch, previous, &layer == &layers.back() ? nullptr : &layer + 1);
-            continue;
-        }
-        if (!layer.feeds()) {
-            if (layer.mixes()) mix(layer, batch, previous);
-            continue;
-        }
-        const Mixture* experts = layer.mixture ? &*layer.mixture : nullptr;
-        const Matrix& up = experts ? experts->experts[0].up : layer.mlp.up;
-        Normed inputs;
-        if (layer.parallel) {
-            inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, parallel_, experts);
-            keep_normed(layer);
-        }
-        if (layer.mixes()) mix(layer, batch, previous);
-        if (!layer.parallel) inputs = norm_rows("mlp_norm", layer.mlp_norm, up, num_tokens, inputs_, experts);
-        if (experts) {
-            mixture(layer, inputs);
-        } else {
-            feed_forward(layer.mlp, inputs.rows, branch_sink(layer, layer.mlp_post_norm, num_tokens), &layer);
-            join_branch(layer, layer.mlp_post_norm, num_tokens);
-        }
+    for (size_t number = 0; number < layers.size(); number++) {
+        decode_layer(layers[number], batch, previous);
+        add_deepstack(batch, int(number));
     }
     if (streams) join_streams(batch.logit_rows, batch.num_rows);
     head_logits(batch, logits);

@@ -173,7 +173,8 @@ using DraftHeads = std::vector<std::vector<FeedForward>>;
 struct Rope {
     std::vector<float> inv_freq;
     float scale = 1;
-    std::vector<float> table;  // [num_positions][2][inv_freq]: cosines, sines
+    std::vector<int> axes;  // which of a token's three positions turns each frequency; empty where it has one
+    std::vector<float> table = {};  // [num_positions][2][inv_freq]: cosines, sines
     int num_positions = 0;
 };
 
@@ -196,9 +197,11 @@ struct Batch {
     const int32_t* adapters = nullptr;  // [num_sequences] slots, or null; one that is empty, or no slot, changes nothing
     const StateSpan* state_spans = nullptr;  // where layers have a state
     int num_state_spans = 0;
-    const float* embeddings = nullptr;  // [num_embeddings][hidden_size], in place of what tokens are looked up as
-    const int32_t* embedding_rows = nullptr;
-    int num_embeddings = 0;
+    const float* embeddings = nullptr;  // [num_embeddings][num_parts][hidden_size]: a part in place of what tokens are looked up as, and
+    const int32_t* embedding_rows = nullptr;  // one behind each of the first layers
+    int num_embeddings = 0, num_parts = 1;
+    const int32_t* rope_positions = nullptr;  // [3][num_tokens] time, row and column, or null
+    const int32_t* last_seen = nullptr;       // [num_tokens] positions, or null: a token sees none after its own
 };
 
 // One caller at a time (`Pool::take_turn`).
@@ -304,11 +307,14 @@ private:
     std::vector<Buffer*> buffers();
     void check(const Batch& batch) const;
     void extend_ropes(const Batch& batch);
+    const float* angles(const Rope& rope, const Batch& batch, int row, float* chosen) const;
     void place_tokens(const Batch& batch);
     void enter_group(const Batch& batch, int number);
     void list_paths(const Batch& batch, const Sequence& sequence);
     int rows_at_once(const Sequence& sequence, const AttentionShape& shape) const;
     void embed(const Batch& batch);
+    void decode_layer(const Layer& layer, const Batch& batch, const Layer*& previous);
+    void add_deepstack(const Batch& batch, int number);
     void apply(const Norm& norm, const float* row, float* out) const;
     Normed norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer,
                      const Mixture* mixture = nullptr, const Matrix* other = nullptr, float scale = 1);
