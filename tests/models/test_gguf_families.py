@@ -56,7 +56,6 @@ def test_every_architecture_is_tested() -> None:
         "qwen2",
         "qwen3",
         "gpt-oss",
-        "granitemoe",
         "nemotron_h",
         "bert",
         "modern-bert",
