@@ -10,6 +10,7 @@ MODEL ?=
 ISA ?= native
 TORCH_INDEX ?=
 GPU_PYTHON ?= 3.12
+TEST_PROCESSES ?= $(shell n=$$(( ($$(nproc) * 3 + 1) / 2 )); echo $$(( n < 8 ? n : 8 )))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -29,12 +30,13 @@ INSTALL = $(BIN)/python deploy/install.py $(TORCH_FLAGS) --no-build-isolation --
 serve: $(VENV)/.installed
 	@exec $(BIN)/cloister serve $(if $(MODEL),--model "$(MODEL)") --port $(PORT)
 
-# A process for each core, up to eight: each imports torch and takes about a gigabyte. Tests of one file share their servers.
+# Three processes for two cores, since tests wait for servers a third of their time, up to eight: each imports torch and takes about a
+# gigabyte. Tests of one file share their servers.
 # In the order of collection: by number of tests per file, the slowest files, which have few, would start last.
 # More threads of OpenMP than cores wait for each other in a loop: small products would take six times the processor time.
 # Hundreds of tests start a Python of their own, which would compile every module again if the environment forbade to keep them.
 test: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -m slow

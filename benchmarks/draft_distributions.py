@@ -35,7 +35,7 @@ BIAS: Final = 0.02
 NUM_DRAFTS: Final = 6
 BY_NAME: Final = {recipe.name: recipe for recipe in RECIPES}
 CONTROL: Final = "none"
-DRAWN: Final = ("draft_model", "spec_infer", "long_spec")
+DRAWN: Final = ("draft_model", "spec_infer", "long_spec", "mtp")
 """Drafters whose tokens are drawn by chance where a request has no seed: verified by min(1, p / q). All others' are coupled."""
 
 Case = tuple[str, str, bool, float]

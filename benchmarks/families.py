@@ -124,6 +124,10 @@ WIDE: list[tuple[str, str, dict[str, Any]]] = [
         "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4,
         "vocab_size": 16000, "embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22,
         "logits_scaling": 8.0, "tie_word_embeddings": True}),
+    ("granitemoe", "Granite 3.1 3B A800M, half width, 40 experts", {
+        "hidden_size": 768, "intermediate_size": 256, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "vocab_size": 16000, "num_local_experts": 40, "num_experts_per_tok": 8, "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 6.0, "tie_word_embeddings": True}),
     ("olmo2", "OLMo 2 1B, half width", {
         "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8,
         "vocab_size": 16000}),
@@ -187,6 +191,10 @@ WIDE: list[tuple[str, str, dict[str, Any]]] = [
         "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 6656,
         "block_multiple_of": 256, "vocab_size": 16000, "num_hidden_layers": 6,
         "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"]}),
+    ("lfm2_moe", "LFM2 8B A1B, half width, 32 experts", {
+        "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3584,
+        "moe_intermediate_size": 896, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 1, "vocab_size": 16000,
+        "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "routed_scaling_factor": 1.0}),
     ("granitemoehybrid", "Granite 4 Tiny, half width, 32 experts", {
         "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 16000, "mamba_n_heads": 24,
         "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "num_local_experts": 32, "num_experts_per_tok": 6,

@@ -72,6 +72,8 @@ FORMS: Final = (
     *(Form(f"int4, groups of {size}", "int4", options=FormatOptions(size)) for size in (32, 128)),
     Form("int4, inputs in bfloat16", "int4", options=FormatOptions(activations="bfloat16")),
     Form("int4, rounded to nearest", "int4", is_rounded=True),
+    Form("nvfp4", "nvfp4"),
+    Form("nvfp4, rounded to nearest", "nvfp4", is_rounded=True),
     Form("qoq", "qoq"),
     Form("qoq, KV int4", "qoq", "int4"),
     Form("qoq, rounded to nearest", "qoq", is_rounded=True),

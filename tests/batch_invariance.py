@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -66,9 +67,9 @@ def _after_hits(driver: Driver, tokens: Sequence[int]) -> Iterator[tuple[str, Fl
 def _in_company(
     make: MakeDriver, tokens: Sequence[int], vocab: int, companions: Sequence[int]
 ) -> Iterator[tuple[str, FloatArray]]:
-    for count in companions:
-        for threads in (1, 2):
-            yield f"{count} companions, {threads} threads", _beside(make(16, threads), tokens, count, vocab)
+    """On one thread and on two in turns: what depends on the number of rows alone, chunks show too."""
+    for count, threads in zip(companions, itertools.cycle((1, 2))):
+        yield f"{count} companions, {threads} threads", _beside(make(16, threads), tokens, count, vocab)
 
 
 def _beside(driver: Driver, tokens: Sequence[int], count: int, vocab: int) -> FloatArray:

@@ -1,4 +1,5 @@
-"""Everything that drafters need for a small model: drafts of it, heads, a datastore. None of it is trained to be right."""
+"""Everything that drafters need for a small model: drafts of it, heads, a layer behind its last, a datastore. None of it is
+trained to be right."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from cloister.executor.drafters.datastore import write_datastore
 from cloister.executor.drafters.heads import HeadsCard, heads_directory, write_heads
 from cloister.models import load
 from cloister.models.generation import digest_tokenizer
+from tests.mtp_layers import add_layer
 from tests.speculating import make_like
 
 TREE: Final = [-1, -1, 0, 0, 1, 2, -1, 2]
@@ -29,6 +31,9 @@ def equip(path: Path, documents: Sequence[Sequence[int]], *, distance: float = 0
         documents: token ids, for the datastore.
         distance: of the small models (`make_like`).
     """
+    layers = load(path).mtp
+    if layers is not None and not layers.tensors:
+        add_layer(path)
     for number in range(2):
         make_like(path / "small" / str(number), path, distance, seed=10 + number)
     for kind in ("medusa", "blockwise"):

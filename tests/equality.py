@@ -12,12 +12,16 @@ from typing import Any, Final
 import msgspec
 
 from cloister.engine import EngineCore
+from cloister.executor.drafters.heads import CARD, read_card
 from cloister.launch import build_engine, resolve_settings
-from cloister.models import locate
+from cloister.models import load, locate
+from cloister.quant.passages import CALIBRATION
+from cloister.text import Tokenizer
 from cloister.types.events import Preempted, Scheduled, Stepped, Submit
 from cloister.types.request import Grammar, GrammarKind, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from tests.adapter_factory import write_adapter
 from tests.drafter_factory import equip
+from tests.mtp_layers import fit_layer
 
 MODEL: Final = "cloister-5m"
 MAX_MODEL_LEN: Final = 160
@@ -43,7 +47,7 @@ WISHES: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 """What requests ask for in turn, beside a seed."""
 
-TIGHT_MB: Final = {"spec_infer": 0.7, "draft_model": 0.3}
+TIGHT_MB: Final = {"spec_infer": 0.7, "draft_model": 0.3, "mtp": 0.31}
 """Memory for KV of little more than the longest sequence, where a drafter keeps KV too."""
 
 
@@ -79,12 +83,17 @@ def prepare(folder: Path, documents: Callable[[Path], Sequence[Sequence[int]]] |
     path = folder / "model"
     shutil.copytree(locate(MODEL), path)
     write_adapter(folder / ADAPTER, path, rank=4, size=0.2)
+    passages = Tokenizer(path).encode(CALIBRATION.read_text()[:30_000])
+    fit_layer(path, [passages[start : start + 200] for start in range(0, len(passages) - 200, 200)])
     own = path / "drafters"
     kept = {part.name: shutil.move(part, folder / f"kept-{part.name}") for part in own.iterdir()} if own.is_dir() else {}
     equip(path, documents(path) if documents is not None else [list(range(20, 60))], distance=0.05)
     for name, moved in kept.items():  # what was trained for the model is a better drafter than what is made up here
         shutil.rmtree(own / name, ignore_errors=True)
         shutil.move(moved, own / name)
+        if (own / name / CARD).is_file():  # its tokens and hidden states are those of before; its files are not
+            card = msgspec.structs.replace(read_card(own / name), fingerprint=load(path).info.fingerprint)
+            (own / name / CARD).write_bytes(msgspec.json.encode(card))
     return path
 
 

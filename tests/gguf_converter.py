@@ -7,9 +7,11 @@ What it does to names, shapes and numbers is written down here once more, by the
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,14 @@ ARCHITECTURES = {
     "llama4_text": "llama4", "ministral3": "mistral3", "cohere2": "cohere2", "olmo3": "olmo2", "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2", "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "mamba2": "mamba2",
+    "gemma3n_text": "gemma3n", "lfm2_moe": "lfm2moe", "granitemoe": "granitemoe",
 }  # fmt: skip
 _OUTSIDE = {
     "model.embed_tokens": "token_embd", "backbone.embeddings": "token_embd", "lm_head": "output", "model.norm": "output_norm",
     "backbone.norm_f": "output_norm", "model.final_layernorm": "output_norm", "model.embedding_norm": "token_embd_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "model.altup_projections": "altup_proj",
+    "model.altup_unembed_projections": "altup_unembd_proj",
 }  # fmt: skip
 _NAMES = {
     "input_layernorm": "attn_norm", "operator_norm": "attn_norm", "norm": "attn_norm",
@@ -46,6 +52,7 @@ _NAMES = {
     "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down", "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp", "feed_forward.router": "ffn_gate_inp",
+    "feed_forward.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp", "mixer.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{
@@ -53,7 +60,11 @@ _NAMES = {
         for block, stored, name in (
             *(("mlp", f"{name}_proj", name) for name in ("gate", "up", "down")),
             *(("mixer", f"{name}_proj", name) for name in ("up", "down")),
-            *zip(["block_sparse_moe"] * 3, ("w1", "w3", "w2"), ("gate", "up", "down"), strict=True),
+            *(
+                (block, stored, name)
+                for block in ("block_sparse_moe", "feed_forward")
+                for stored, name in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+            ),
         )
     },
     **{
@@ -79,12 +90,21 @@ _OWN_NAMES: dict[str, dict[str, str]] = {
         for family in ("glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     },
     "olmo3": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
-}
+    "gemma3n_text": {
+        "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm", "altup.modality_router": "altup_router",
+        "altup.router_norm": "altup_router_norm", "altup.prediction_coefs": "altup_predict_coef",
+        "altup.correction_coefs": "altup_correct_coef", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
+        "laurel.post_laurel_norm": "laurel_post_norm", "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+    },
+}  # fmt: skip
 
 
 def convert(
     directory: Path, family: str, kind: str = "F32", *, old: bool = False, mtp: bool = False,
-    fused: bool = False, changed: Mapping[str, Any] | None = None, architecture: str = "", **config: Any,
+    fused: bool = False, changed: Mapping[str, Any] | None = None, architecture: str = "",
+    more: Mapping[str, Array] | None = None, **config: Any,
 ) -> Path:  # fmt: skip
     """Writes a random checkpoint to `directory`, and the GGUF file of the same beside it, which it returns.
 
@@ -95,6 +115,7 @@ def convert(
         fused: gates and up-projections of experts are one tensor.
         changed: entries that say something else.
         architecture: what the file calls itself, where that is not what `ARCHITECTURES` has.
+        more: further tensors of the file.
     """
     make_model(directory, family, **config)
     settings = json.loads((directory / "config.json").read_text())
@@ -113,7 +134,7 @@ def convert(
         stored, key=lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
     ):
         for target, tensor in _translate(family, name, stored[name], settings, old=old):
-            if "_exps." in target and tensor.ndim == 2:
+            if ("_exps." in target or target.startswith("altup_")) and tensor.ndim == 2:
                 stacks[target].append(tensor)
             else:
                 _write_tensor(writer, target, tensor, kind)
@@ -122,6 +143,8 @@ def convert(
         stacks[target.replace("gate", "gate_up")] = [np.concatenate(pair) for pair in halves]
     for target, parts in stacks.items():
         _write_tensor(writer, target, np.stack(parts), kind)
+    for target, tensor in (more or {}).items():
+        _write_tensor(writer, target, tensor, kind)
     if mtp:
         _write_tensor(writer, f"blk.{num_layers}.nextn.eh_proj.weight", np.ones((64, 128), np.float32), kind)
     finish(writer)
@@ -155,7 +178,7 @@ def _translate(family: str, name: str, tensor: Array, config: Config, *, old: bo
     if ".layers." not in name:
         module, _, last = name.rpartition(".")
         scale = _scale_of(family, name, config)
-        yield f"{_OUTSIDE[module]}.{last}", _centre(family, name, tensor) * np.float32(scale)
+        yield f"{_OUTSIDE[module.rstrip('.0123456789')]}.{last}", _centre(family, name, tensor) * np.float32(scale)
         return
     number, rest = name.split(".layers.")[1].split(".", 1)
     module, _, last = rest.rpartition(".")
@@ -176,7 +199,9 @@ def _translate_layer(
         yield "ssm_d", tensor[:, None]
     elif last == "dt_bias":
         yield "ssm_dt.bias", tensor
-    elif last == "e_score_correction_bias":
+    elif last == "correct_output_scale":
+        yield "altup_correct_scale.weight", tensor
+    elif last in ("e_score_correction_bias", "expert_bias"):
         yield "exp_probs_b.bias", tensor
     elif module in ("mamba.norm", "mixer.norm"):
         yield "ssm_norm.weight", tensor.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
@@ -201,7 +226,7 @@ def _translate_layer(
         yield "ffn_down_exps.weight", tensor.swapaxes(1, 2)
     else:
         target = {**_NAMES, **_OWN_NAMES.get(family, {})}[module]
-        if family in ("granitemoehybrid", "ministral3") and target in ("attn_q", "attn_k"):
+        if family in ("granitemoe", "granitemoehybrid", "ministral3") and target in ("attn_q", "attn_k"):
             tensor = _pair(tensor, config["num_attention_heads" if target == "attn_q" else "num_key_value_heads"])
         tensor = tensor.squeeze(1) if tensor.ndim == 3 and tensor.shape[1] == 1 else tensor
         tensor = _centre(family, f"{module}.{last}", tensor) * np.float32(_scale_of(family, module, config))
@@ -331,7 +356,7 @@ def _list_rope(family: str, config: Config) -> dict[str, Any]:
         said |= {"rope.scaling.yarn_attn_factor": rope["attention_factor"]} if "attention_factor" in rope else {}
     if "mscale_all_dim" in rope:
         said["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"] * (1.0 if family == "ministral3" else 0.1)
-    if family in ("cohere2", "olmo3", "falcon_h1", "lfm2"):
+    if family in ("cohere2", "olmo3", "falcon_h1", "lfm2", "lfm2_moe"):
         return said
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -379,14 +404,19 @@ def _describe_mamba(config: Config, inner: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _list_multipliers(config: Config) -> dict[str, Any]:
+    return {
+        "attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"],
+    }  # fmt: skip
+
+
 def _describe_granite(config: Config, said: Config) -> dict[str, Any]:
     attends = [kind == "full_attention" for kind in config["layer_types"]]
     counts = [config["num_key_value_heads"] * attending for attending in attends]
     return {
         **_describe_mamba(config, config["mamba_expand"] * config["hidden_size"]),
-        "attention.head_count_kv": counts,
-        "attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
-        "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"],
+        **_list_multipliers(config), "attention.head_count_kv": counts,
         "expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"],
         "expert_shared_feed_forward_length": config["shared_intermediate_size"],
         "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
@@ -410,13 +440,14 @@ def _describe_nemotron(config: Config, said: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _describe_lfm2(config: Config, said: Config) -> dict[str, Any]:
+def _list_convolutions(config: Config) -> dict[str, Any]:
     counts = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+    return {"attention.head_count_kv": counts, "shortconv.l_cache": config["conv_L_cache"]}
+
+
+def _describe_lfm2(config: Config, said: Config) -> dict[str, Any]:
     size, multiple = 2 * config.get("block_ff_dim", config["intermediate_size"]) // 3, config["block_multiple_of"]
-    return {
-        "attention.head_count_kv": counts, "feed_forward_length": -(-size // multiple) * multiple,
-        "shortconv.l_cache": config["conv_L_cache"],
-    }  # fmt: skip
+    return {**_list_convolutions(config), "feed_forward_length": -(-size // multiple) * multiple}
 
 
 def _describe_windows(config: Config, said: Config) -> dict[str, Any]:
@@ -427,7 +458,21 @@ def _describe_windows(config: Config, said: Config) -> dict[str, Any]:
     return {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": pattern}
 
 
+def _describe_streams(config: Config, said: Config) -> dict[str, Any]:
+    parts, deviations = config["activation_sparsity_pattern"], NormalDist().inv_cdf
+    return {
+        **_describe_windows(config, said),
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "altup.active_idx": config["altup_active_idx"],
+        "altup.num_inputs": config["altup_num_inputs"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "activation_sparsity_scale": [deviations(part) if part else -math.inf for part in parts],
+    }
+
+
 _ENTRIES: dict[str, Any] = {
+    "gemma3n_text": _describe_streams,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _describe_latent),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _describe_delta_net),
     "minimax_m2": lambda config, said: {"expert_feed_forward_length": config["intermediate_size"]},
@@ -440,6 +485,13 @@ _ENTRIES: dict[str, Any] = {
     "cohere2": _describe_windows,
     "olmo3": _describe_windows,
     "lfm2": _describe_lfm2,
+    "lfm2_moe": lambda config, said: {
+        **_list_convolutions(config),
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": config["routed_scaling_factor"],
+    },
+    "granitemoe": lambda config, said: _list_multipliers(config),
     "granitemoehybrid": _describe_granite,
     "falcon_h1": _describe_falcon,
     "nemotron_h": _describe_nemotron,

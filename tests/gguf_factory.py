@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from tests.model_factory import SPECIAL_TOKENS, make_model
 
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4")
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512}
 """Sizes that hold whole blocks of every type."""
-_FLOATS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_FLOATS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "NVFP4": ()}
 _NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -107,6 +107,8 @@ def quantise(tensor: npt.NDArray[np.float32], kind: str) -> npt.NDArray[Any]:
     for start in _FLOATS[kind]:
         scale = rng.uniform(1e-5, 1e-4, (*raw.shape[:2], 1)).astype(np.float16)
         raw[..., start : start + 2] = scale.view(np.uint8)
+    if kind == "NVFP4":
+        raw[..., :4] = rng.integers(0, 24, (*raw.shape[:2], 4))  # E4M3 from 0 to 15 / 128, some below its normal numbers
     return raw.reshape(len(tensor), num_bytes)
 
 

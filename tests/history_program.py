@@ -1,22 +1,17 @@
-"""A tiny real program: its KV cache holds tokens, and its logits are a hash of the whole history read back from there.
-
-A wrong block table, a copy not made, a wipe too many, a position off by one: each shows in the logits, or raises.
-"""
+"""The program of the virtual cluster, which also remembers its batches, and fails when it is told to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 
-from cloister.backends.base import ForwardBatch, Program, StepOutput, Wants
+from cloister.backends.base import ForwardBatch, StepOutput, Wants
+from cloister.cluster.virtual import history_program
+from cloister.cluster.virtual.history_program import FloatArray, greedy_continuation, history_logits
 
-FloatArray = npt.NDArray[np.float32]
-_SPREAD = np.float32(8.0)
+__all__ = ["HistoryProgram", "greedy_continuation", "history_logits"]
 
 
-class HistoryProgram(Program):
+class HistoryProgram(history_program.HistoryProgram):
     """Keeps (token, position) in every slot of every block.
 
     Args:
@@ -24,67 +19,19 @@ class HistoryProgram(Program):
     """
 
     def __init__(self, *, vocab_size: int, num_blocks: int, block_size: int, poison: int | None = None) -> None:
-        self.vocab_size = vocab_size
-        self.block_size = block_size
+        super().__init__(vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size)
         self.poison = poison
-        self.slots = np.zeros((num_blocks, block_size, 2), np.int64)
         self.batches: list[ForwardBatch] = []
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
-        self._check(wants)
         self.batches.append(batch)
-        return StepOutput(logits=self.compute(batch))
+        return super().step(batch, wants)
 
     def compute(self, batch: ForwardBatch) -> FloatArray:
-        """Writes the batch's tokens, then returns logits [num_rows, vocab] of what the block tables lead to."""
-        logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
-        for i, (start, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
-            self._write(batch.block_tables[i], batch.positions[start:end], batch.token_ids[start:end])
-        for i, (start, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
-            assert batch.context_lens[i] == batch.positions[end - 1] + 1
-            history = self._read(batch.block_tables[i], int(batch.context_lens[i]))
-            for row in np.flatnonzero((batch.logit_rows >= start) & (batch.logit_rows < end)):
-                seen = history[: batch.positions[batch.logit_rows[row]] + 1]
-                logits[row] = np.nan if self.poison in seen else history_logits(seen, self.vocab_size)
-        return logits
+        assert (batch.context_lens == batch.positions[batch.query_starts[1:] - 1] + 1).all()
+        return super().compute(batch)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self.slots[target] = self.slots[source]
-
-    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
-        self.slots[list(block_ids)] = 0
-
-    def _write(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], tokens: npt.ArrayLike) -> None:
-        blocks, offsets = table[positions // self.block_size], positions % self.block_size
-        self.slots[blocks, offsets] = np.stack([np.asarray(tokens) + 1, positions], axis=1)
-
-    def _read(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(length)
-        slots = self.slots[table[positions // self.block_size], positions % self.block_size]
-        assert (slots[:, 0] > 0).all(), "a slot is read that was never written, or was wiped"
-        assert (slots[:, 1] == positions).all(), "a slot is read that another position wrote"
-        return slots[:, 0] - 1
-
-
-def history_logits(token_ids: npt.ArrayLike, vocab_size: int) -> FloatArray:
-    """Returns the logits [vocab] that follow a history: uniform in [0, 8), a function of all its tokens in order."""
-    tokens = np.asarray(token_ids, np.uint64)
-    with np.errstate(over="ignore"):
-        history = _mix(tokens * np.uint64(0x9E3779B97F4A7C15) + np.arange(tokens.size, dtype=np.uint64)).sum()
-        bits = _mix(_mix(history) + np.arange(vocab_size, dtype=np.uint64))
-    return (bits >> np.uint64(40)).astype(np.float32) * (_SPREAD / np.float32(2**24))
-
-
-def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """Returns the `num_tokens` tokens that greedy decoding appends to a prompt."""
-    tokens = list(token_ids)
-    for _ in range(num_tokens):
-        tokens.append(int(history_logits(tokens, vocab_size).argmax()))
-    return tokens[len(token_ids) :]
-
-
-def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    def logits_after(self, seen: np.ndarray) -> FloatArray:
+        if self.poison is not None and self.poison in seen:
+            return np.full(self.vocab_size, np.nan, np.float32)
+        return super().logits_after(seen)

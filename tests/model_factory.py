@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ ARCHITECTURES = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -41,6 +43,7 @@ ARCHITECTURES = {
     "mamba2": "Mamba2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
@@ -84,6 +87,8 @@ MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_d_conv": 4, "mamba_expand": 2,
 }  # fmt: skip
 """Fields of the hybrids with Mamba 2."""
+MULTIPLIERS = {"attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6}
+"""Fields of Granite."""
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_shared_experts": 2,
@@ -103,9 +108,8 @@ OWN: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.3, 0.0], "laurel_rank": 12, "hidden_size_per_layer_input": 20,
         "vocab_size_per_layer_input": 300, "altup_num_inputs": 3, "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
     },
-    "granite": {
-        "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
-    },
+    "granite": MULTIPLIERS,
+    "granitemoe": {**MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 3},
     "smollm3": {"num_hidden_layers": 4},
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
@@ -129,7 +133,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA_NET,
     "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 56},
     "granitemoehybrid": {
-        **MAMBA, "attention_multiplier": 0.3, "embedding_multiplier": 2.5, "logits_scaling": 1.7, "residual_multiplier": 0.6,
+        **MAMBA, **MULTIPLIERS,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
         "shared_intermediate_size": 56, "num_local_experts": 6, "num_experts_per_tok": 3,
     },
@@ -139,12 +143,19 @@ OWN: dict[str, dict[str, Any]] = {
         "ssm_out_multiplier": 1.3, "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mlp_multipliers": [1.3, 0.8],
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 24},
+    "lfm2_moe": {
+        **EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1,
+        "routed_scaling_factor": 1.7,
+    },
 }  # fmt: skip
 """What a family has beside `SMALL`."""
 INSTEAD: dict[str, dict[str, Any]] = {
     "cohere2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"tie_word_embeddings": True},
     "qwen3_5_moe_text": {name: value for name, value in SMALL.items() if name != "intermediate_size"},
-    "lfm2": {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"norm_eps": 1e-5},
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"),
+        {name: value for name, value in SMALL.items() if name != "rms_norm_eps"} | {"norm_eps": 1e-5},
+    ),
     "mamba2": {
         "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "expand": 2,
         "state_size": 20, "n_groups": 2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
@@ -182,7 +193,16 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
         family: a model type of `ARCHITECTURES`.
         config: fields of config.json that differ from `small_fields`.
     """
-    fields = {"pad_token_id": None, **small_fields(family), **config}
+    directory.mkdir(exist_ok=True)
+    for name, content in _model_files(family, seed, shard_size, json.dumps(config)).items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+@lru_cache(maxsize=128)
+def _model_files(family: str, seed: int, shard_size: str, config: str) -> dict[str, bytes]:
+    """Returns the files of a model by name; many tests ask for the same ones."""
+    fields = {"pad_token_id": None, **small_fields(family), **json.loads(config)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = UNTYPED.from_config(
@@ -193,11 +213,13 @@ def make_model(directory: Path, family: str, *, seed: int = 0, shard_size: str =
             centre_norms(model)
         if family in UNSCALED:
             soften_queries(model)
-    model.save_pretrained(directory, max_shard_size=shard_size)
-    write_tokenizer(directory)
     generation = {"bos_token_id": 0, "eos_token_id": [1, 0], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
-    (directory / "generation_config.json").write_text(json.dumps(generation))
-    return directory
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        model.save_pretrained(directory, max_shard_size=shard_size)
+        write_tokenizer(directory)
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+        return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 def centre_norms(model: torch.nn.Module) -> None:
@@ -224,7 +246,7 @@ def randomise(model: torch.nn.Module, tied: bool) -> None:
         else:
             torch.nn.init.normal_(tensor, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.3)
 
 

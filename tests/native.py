@@ -25,6 +25,7 @@ from cloister.backends.spec import (
     QueryGrowth,
     RopeSpec,
     ShortConvSpec,
+    StreamsSpec,
 )
 from cloister.backends.tensors import InputRounding, Tensor, dequantized, round_inputs, rounding_of
 from cloister.cli.doctor import COMPILERS
@@ -120,7 +121,50 @@ GATED = replace(
 )
 DELTA_NET = LayerSpec(None, MlpSpec(116), state=GatedDeltaNetSpec(2, 4, 24, 20, kernel_size=4))
 DELTA_NETS = replace(SMALL, layers=(DELTA_NET, GATED, DELTA_NET))
+ODD = make_spec(hidden=100, intermediate=90, heads=(6, 2), head_dim=16)
+NORMED = replace(ODD.layers[0].grouped_attention, qk_norm=True, v_norm=True)
+STREAMS = replace(
+    ODD,
+    layers=tuple(
+        LayerSpec(attention, MlpSpec(inner, "gelu_tanh", sparsity=sparsity), post_norm=True)
+        for attention, inner, sparsity in (
+            (replace(NORMED, window=50), 90, 0.9),
+            (NORMED, 70, 0.0),
+            (replace(NORMED, window=50, shared_kv=0), 50, 0.0),
+            (replace(NORMED, shared_kv=1), 90, 0.5),
+        )
+    ),
+    streams=StreamsSpec(3, 1, laurel_rank=20, input_size=12, input_vocab=300),
+)
+"""All that Gemma 3n asks for."""
 PARTS: Mapping[str, DecoderSpec] = {
+    "several residual streams, post norms": STREAMS,
+    "five residual streams, the last active, not scaled, odd sizes, biases, softcaps": replace(
+        MANY_HEADS,
+        layers=tuple(
+            LayerSpec(
+                replace(MANY_HEADS.layers[0].grouped_attention, softcap=2.0, shared_kv=shared, sinks=shared is None, **BIASES),
+                MlpSpec(37, bias=True, gate_scale=1.2, output_scale=0.8, sparsity=0.3),
+                residual_scale=0.7,
+            )
+            for shared in (None, None, 0)
+        ),
+        streams=StreamsSpec(5, 4, laurel_rank=7, input_size=33, input_vocab=1, scaled=False),
+        logit_softcap=6.0,
+    ),
+    "one residual stream, layer norms": replace(
+        ODD, layers=STREAMS.layers[1:2] * 2, streams=StreamsSpec(1, 0, 16, 16, 320), norm="layer", tied_embeddings=True
+    ),
+    "normalised values, of a gated layer too": changed(SMALL, attention={"v_norm": True, "gated": True}),
+    "KV of an earlier layer, gated": replace(
+        SMALL,
+        layers=(
+            SMALL.layers[0],
+            changed(SMALL, attention={"shared_kv": 0, "gated": True}).layers[0],
+            changed(SMALL, attention={"shared_kv": 0, "qk_norm": True, "rope": None}).layers[0],
+        ),
+    ),
+    "sparse gates, in parallel": changed(SMALL, layer={"mlp": MlpSpec(116, "gelu", sparsity=0.8), "parallel": True}),
     "sinks, experts and router with biases, clipped SwiGLU, a window in one layer": replace(
         SMALL,
         layers=tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,16 @@ class Agreement:
 
 def reference_logits(path: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
     """Logits of transformers in float32, [num_tokens, vocab]."""
+    files = tuple(sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in path.iterdir()))
+    return _compute_logits(path, files, tuple(tokens)).copy()
+
+
+@lru_cache(maxsize=4)
+def _compute_logits(path: Path, files: tuple[tuple[str, int, int], ...], tokens: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """`reference_logits` of a directory with these files: what is compared on every set of kernels is computed once."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        logits: npt.NDArray[np.float32] = model(torch.tensor([list(tokens)])).logits[0].numpy()
+        logits: npt.NDArray[np.float32] = model(torch.tensor([tokens])).logits[0].numpy()
     return logits
 
 

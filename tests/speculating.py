@@ -24,6 +24,7 @@ from cloister.executor import Grammars, ModelRunner
 from cloister.executor.drafters import Drafter, DrafterContext
 from cloister.executor.drafters.guessing import make_guesser
 from cloister.kv import BlockPool, PrefixKeys
+from cloister.launch.drafters import MtpLayer
 from cloister.models import LoadedModel, load
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -244,7 +245,7 @@ class Replica:
         model = load(path)
         self.pool = BlockPool(num_blocks, block_size)
         layout = KVLayout(num_blocks, block_size)
-        maker = BACKENDS.get(backend)(num_threads=1, device="cpu", dtype="float32")
+        self._maker = maker = BACKENDS.get(backend)(num_threads=1, device="cpu", dtype="float32")
         self.program = maker.build(model.spec, model.weights, layout)
         self.speculation = AlwaysDrafts("tested", num_drafts)
         self.num_preempted = 0
@@ -286,7 +287,12 @@ class Replica:
             open_model=open_small,
             guesser=partial(make_guesser, program=program) if Capability.HEAD in program.capabilities else None,
             sampling_metadata=lambda states, rows: self.runner.sampling_metadata(states, rows),
+            open_mtp=lambda: self._open_mtp(model, block_size),
         )
+
+    def _open_mtp(self, model: LoadedModel, block_size: int) -> MtpLayer:
+        assert model.mtp is not None
+        return MtpLayer(*model.mtp.open(), self._maker, lambda: self.program, block_size=block_size, num_tokens=64)
 
     def serve(
         self,

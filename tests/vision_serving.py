@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,7 @@ from cloister.backends import BACKENDS
 from cloister.backends.base import FloatArray, KVGroup, KVLayout
 from cloister.backends.spec import group_layers
 from cloister.executor import ModelRunner
+from cloister.executor.image_encoding import ImageEncoding
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.models import load
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -19,6 +22,7 @@ from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.images import ImageTile
 from cloister.types.request import Request, SamplingParams, TokenLogprobs
 from cloister.types.scope import LOCAL_SCOPE, Scope
+from cloister.types.step import StepPlan
 from tests.tree_history import Erratic, Prophet
 from tests.vision_factory import VOCAB
 
@@ -71,7 +75,7 @@ class Served:
     Attributes:
         program: what the runner computes with.
         num_hit, num_preempted: prompt tokens found in the prefix cache, and preemptions, so far.
-        encoded: how many pictures each step encoded that encoded some.
+        encoded: how many images were being encoded when each began, itself among them.
 
     Args:
         target_s: what a step may take, as the scheduler predicts it.
@@ -87,7 +91,7 @@ class Served:
         block_size: int = 8,
         num_threads: int = 1,
         num_seqs: int = 6,
-        images_per_step: int = 16,
+        images_at_once: int = 3,
         answers: Sequence[Sequence[int]] = (),
         backend: str = "torch",
         target_s: float | None = None,
@@ -104,7 +108,7 @@ class Served:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=num_seqs,
             budget=BudgetConfig(max_tokens=chunk, target_s=target_s),
-            max_images_per_step=images_per_step,
+            num_images_at_once=images_at_once,
         )
         self.speculation = Erratic() if answers else None
         self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block_size), self.speculation)
@@ -116,18 +120,33 @@ class Served:
             drafters={"prophet": Prophet(answers, VOCAB)} if answers else {},
             groups=groups,
             vision=model.spec.vision,
+            num_images_at_once=images_at_once,
         )
         self.num_hit = self.num_preempted = 0
         self.failures: list[str] = []
         self.encoded: list[int] = []
-        encode = program.encode_images
+        encode, lock, running = program.encode_image, threading.Lock(), [0]
 
-        def count(images: Sequence[ImageTile]) -> list[FloatArray]:
-            self.encoded.append(len(images))
-            return encode(images)
+        def count(image: ImageTile, check: Callable[[], None]) -> FloatArray:
+            with lock:
+                running[0] += 1
+                self.encoded.append(running[0])
+            try:
+                return encode(image, check)
+            finally:
+                with lock:
+                    running[0] -= 1
 
-        program.encode_images = count  # type: ignore[method-assign]
+        self.runner.encoding = ImageEncoding(count, images_at_once)
         self._now_s = 0.0
+
+    def plan(self, now_s: float = 0.0) -> StepPlan | None:
+        """Returns the next plan, once all images that began are encoded; None when there is nothing left to do."""
+        while self.runner.encoding.num_running:
+            time.sleep(0.001)
+        for image in self.runner.encoding.take():
+            self.scheduler.note_encoded(image, now_s)
+        return self.scheduler.plan(now_s)
 
     def serve(self, requests: Sequence[Request]) -> dict[tuple[str, int], list[int]]:
         """Returns the tokens of each sequence, by request and number."""
@@ -135,7 +154,7 @@ class Served:
             self.scheduler.add(request, self._now_s)
         tokens: dict[int, list[int]] = {}
         names: dict[int, tuple[str, int]] = {}
-        while (plan := self.scheduler.plan(self._now_s)) is not None:
+        while (plan := self.plan(self._now_s)) is not None:
             result = self.runner.run(plan)
             result.elapsed_s = 0.01
             self.failures += result.failures.values()
@@ -179,7 +198,7 @@ def score(served: Served, prompt: Sequence[int], images: tuple[ImageTile, ...]) 
     request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=2))
     served.scheduler.add(request, 0.0)
     found: list[TokenLogprobs] = []
-    while (plan := served.scheduler.plan(0.0)) is not None:
+    while (plan := served.plan()) is not None:
         result = served.runner.run(plan)
         found += [entry for entries in result.prompt_logprobs.values() for entry in entries]
         served.scheduler.commit(result, {}, 0.0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec, RopeSpec
-from cloister.backends.torch.cuda.limits import check_computable
+from cloister.backends.tensors import GroupedTensor
+from cloister.backends.torch.cuda.limits import check_computable, check_numbers
+from cloister.quant import HeldWeights
 from cloister.types.errors import ConfigError
 from tests.driving import make_spec
 
@@ -50,3 +53,15 @@ def test_a_spec_that_the_kernels_do_not_compute_is_refused_by_name(spec: Decoder
     check_computable(PLAIN)
     with pytest.raises(ConfigError, match=f"does not compute {missing}, .* choose the device cpu"):
         check_computable(spec)
+
+
+def test_weights_in_nvfp4_are_refused_before_they_are_read() -> None:
+    plain = np.zeros((8, 32), np.float32)
+    factors = np.ones(8, np.float32)
+    scales = np.ones((8, 2), np.float32)
+    few = GroupedTensor(
+        np.full((8, 32), 128, np.uint8), scales, None, None, 8, 16, "bfloat16", output_scales=factors, is_nvfp4=True
+    )
+    check_numbers(HeldWeights({"layers.0.up.weight": plain}))
+    with pytest.raises(ConfigError, match=r"no product of weights in NVFP4, as 'layers.1.up.weight' is; choose the device cpu"):
+        check_numbers(HeldWeights({"layers.0.up.weight": plain, "layers.1.up.weight": few}))

@@ -21,6 +21,7 @@ FORMS = {  # what weights, KV, and arithmetic beside them are
     "bfloat16": ("none", "bfloat16", None),
     "int8, KV int8": ("int8", "bfloat16", "int8"),
     "int4": ("int4", "bfloat16", None),
+    "NVFP4": ("nvfp4", "bfloat16", None),
     "QoQ, KV int4": ("qoq", "bfloat16", "int4"),
     "Q4_1": ("Q4_1", "bfloat16", None),
     "Q8_0, KV int8": ("Q8_0", "bfloat16", "int8"),

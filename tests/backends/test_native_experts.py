@@ -6,9 +6,10 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -29,7 +30,7 @@ MIXTURE = MoeSpec(num_experts=6, num_chosen=2, expert=MlpSpec(96), shared=MlpSpe
 SPEC = changed(make_spec(hidden=128, intermediate=96, heads=(4, 2), head_dim=32), layer={"mlp": MIXTURE})
 EVERY = changed(SPEC, layer={"mlp": replace(MIXTURE, num_chosen=6)})
 """Every expert is chosen, so that rounding does not change who computes."""
-FORMS = ("none", "int8", "int4", "qoq", "w4a16", "int8, shared one not", "MXFP4", "MXFP4 that meets int8")
+FORMS = ("none", "int8", "int4", "qoq", "w4a16", "int8, shared one not", "MXFP4", "MXFP4 that meets int8", "NVFP4")
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(0, SPEC.vocab_size, 150)]
 
 
@@ -65,6 +66,26 @@ def in_mxfp4(plain: Weights, activations: Activations) -> Weights:
     return GivenWeights({name: coded(name) for name in plain.names()})
 
 
+def in_nvfp4(plain: Weights) -> Weights:
+    """Experts in NVFP4, as ModelOpt writes them: the greatest weight of a group over 6 is its scale."""
+    numbers = np.array(sorted({int(code) - 128 for code in E2M1_CODES}), np.float32) / 2
+
+    def coded(name: str) -> Tensor:
+        weight = plain.read(name)
+        if "experts" not in name:
+            return weight
+        groups = np.asarray(weight, np.float32).reshape(len(weight), -1, 16)  # type: ignore[arg-type]
+        peaks = np.abs(groups).max(2)
+        factor = peaks.max() / np.float32(6 * 448)
+        scales = (peaks / 6 / factor).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        nearest = np.abs((groups / (scales * factor)[:, :, None])[..., None] - numbers).argmin(-1)
+        codes = (2 * numbers[nearest] + 128).astype(np.uint8).reshape(weight.shape)
+        factors = np.full(len(weight), factor, np.float32)  # type: ignore[arg-type]
+        return GroupedTensor(codes, scales / 2, None, None, 8, 16, "bfloat16", output_scales=factors, is_nvfp4=True)
+
+    return GivenWeights({name: coded(name) for name in plain.names()})
+
+
 class Partly:
     """Weights of which some matrices are in a format (protocol `backends.base.Weights`)."""
 
@@ -87,12 +108,15 @@ class Partly:
         return ((name, self.read(name)) for name in self.names())
 
 
+@cache
 def weights_in(form: str) -> Weights:
     plain = RandomWeights(SPEC)
     if form == "int8, shared one not":
         return Partly(plain, "int8", "experts")
     if form.startswith("MXFP4"):
         return in_mxfp4(plain, "bfloat16" if form == "MXFP4" else "int8_group")
+    if form == "NVFP4":
+        return in_nvfp4(plain)
     if form == "w4a16":
         return four_bits_that_meet_bfloat16(plain)
     return plain if form == "none" else QuantizedWeights(plain, FORMATS.get(form)(FormatOptions()))
@@ -104,7 +128,7 @@ def test_experts_in_a_format_stay_near_the_oracle_on_the_same_codes(form: str) -
     exact = build(EVERY, weights).run("a", TOKENS)
     for kernels in KERNELS:
         found = build_native(EVERY, weights, kernels=kernels, dtype="bfloat16").run("a", TOKENS)
-        bound = 0.01 if form in ("none", "w4a16", "MXFP4") else 0.03  # measured 0.0048, 0.0156
+        bound = 0.01 if form in ("none", "w4a16", "MXFP4", "NVFP4") else 0.03  # measured 0.0048, 0.0156
         assert 1e-4 < relative_error(found, exact) < bound
 
 
@@ -159,7 +183,7 @@ def test_experts_of_one_layer_in_several_formats_are_refused() -> None:
         build_native(SPEC, Partly(RandomWeights(SPEC), "int8", "experts.3."), dtype="bfloat16")
 
 
-@pytest.mark.parametrize("form", ["int8", "MXFP4", "MXFP4 that meets int8"])
+@pytest.mark.parametrize("form", ["int8", "MXFP4", "MXFP4 that meets int8", "NVFP4"])
 def test_a_second_start_reads_experts_from_the_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_LEAST_BYTES", 0)
 

@@ -13,6 +13,7 @@ from tests.models import (
     test_cohere2,
     test_deepseek,
     test_families,
+    test_gemma3n,
     test_glm,
     test_gpt_oss,
     test_llama4,
@@ -25,6 +26,7 @@ from tests.reference import compare
 
 OF_ONE_FAMILY = {
     "cohere2": test_cohere2,
+    "gemma3n_text": test_gemma3n,
     "glm4_moe": test_glm,
     "minimax_m2": test_minimax,
     "gpt_oss": test_gpt_oss,

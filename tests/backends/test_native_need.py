@@ -71,6 +71,18 @@ class InMXFP4(Coded):
         return GroupedTensor(np.full(tensor.shape, 140, np.uint8), scales, None, None, 8, 32, "bfloat16", is_mxfp4=True)
 
 
+class InNVFP4(Coded):
+    """The same in NVFP4."""
+
+    def read(self, name: str) -> Tensor:
+        tensor = super().read(name)
+        if isinstance(tensor, np.ndarray):
+            return tensor
+        codes, scales = np.full(tensor.shape, 140, np.uint8), np.full(tensor.shape, 0.25, np.float32)[:, ::16]
+        factors = np.full(len(codes), 0.1, np.float32)
+        return GroupedTensor(codes, scales, None, None, 8, 16, "bfloat16", output_scales=factors, is_nvfp4=True)
+
+
 EVERY = "q k v o gate up down"
 CASES: dict[str, Weights] = {
     "4 bits that meet bfloat16": Coded(WIDE, 4, 32, "bfloat16", ordered=False, only=EVERY),
@@ -81,6 +93,8 @@ CASES: dict[str, Weights] = {
     "numbers beside codes in one matrix": Coded(WIDE, 4, 32, "int8", ordered=False, only="q k gate o"),
     "MXFP4": InMXFP4(WIDE, 8, 32, "bfloat16", ordered=False, only=EVERY),
     "MXFP4 beside numbers in one matrix": InMXFP4(WIDE, 8, 32, "bfloat16", ordered=False, only="q gate o"),
+    "NVFP4": InNVFP4(WIDE, 8, 16, "bfloat16", ordered=False, only=EVERY),
+    "NVFP4 beside numbers in one matrix": InNVFP4(WIDE, 8, 16, "bfloat16", ordered=False, only="q gate o"),
     "numbers": RandomWeights(SPEC),
     **{name: QuantizedWeights(RandomWeights(WIDE), FORMATS.get(name)(FormatOptions())) for name in FORMATS.names()},
 }
@@ -120,6 +134,24 @@ def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) ->
     packed = pack_model(spec, weights, Packer(_native.Pool(1), PackedKind.F32 if dtype == "float32" else PackedKind.BF16))
     assert need.weights_bytes == array_bytes(packed)
     assert program.buffer_bytes < need.activations_bytes < 2.1 * program.buffer_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["latent attention", "experts"])
+def test_a_layer_that_predicts_further_tokens_takes_what_was_named_and_no_head(name: str, dtype: str) -> None:
+    model, num_tokens = replace(PARTS[name], max_positions=400), 300
+    spec = replace(model, layers=model.layers[:1], merges_hidden=True)
+    backend = NativeBackend(num_threads=2, device="cpu", dtype=dtype)
+    program = backend.build(model, RandomWeights(model), KVLayout(32, 16))
+    layer = backend.build(spec, RandomWeights(spec), KVLayout(32, 16), beside=program)
+    plan = Driver(layer, 32, 16).plan({"a": list(range(num_tokens))}, [num_tokens - 1])
+    layer.step(replace(plan, hidden=np.ones((num_tokens, spec.hidden_size), np.float32)), LOGITS)
+    need = backend.need(spec, RandomWeights(spec), block_size=16, max_batched_tokens=num_tokens)
+    kind = PackedKind.F32 if dtype == "float32" else PackedKind.BF16
+    packed = pack_model(spec, RandomWeights(spec), Packer(_native.Pool(1), kind))
+    assert need.weights_bytes == array_bytes(packed)
+    assert not {"embedding", "head"} & set(packed.matrices)
+    assert layer.buffer_bytes < need.activations_bytes < 2.1 * layer.buffer_bytes
 
 
 @pytest.mark.parametrize(

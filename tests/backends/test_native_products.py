@@ -70,6 +70,16 @@ def mxfp4(hidden: int, *, vocab: int = VOCAB) -> GroupedTensor:
     return GroupedTensor(codes, scales, None, None, 8, 32, "int8", is_mxfp4=True)
 
 
+def nvfp4(hidden: int, *, vocab: int = VOCAB, factor: float = 0.25) -> GroupedTensor:
+    rng = np.random.default_rng(4)
+    codes = E2M1_CODES[rng.integers(0, 16, (vocab, hidden))]
+    stored = rng.integers(0, 127, (vocab, hidden // 16)).astype(np.uint8)
+    stored[rng.random(stored.shape) < 0.1] |= 128  # a scale may be negative
+    scales = stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 2
+    factors = np.full(vocab, factor, np.float32)
+    return GroupedTensor(codes, scales, None, None, 8, 16, "bfloat16", output_scales=factors, is_nvfp4=True)
+
+
 INTEGERS: dict[str, Tensor] = {
     "MXFP4": mxfp4(256),
     "MXFP4 of no whole chunk, many outputs": mxfp4(160, vocab=331),
@@ -190,6 +200,8 @@ WIDE: dict[str, GroupedTensor] = {
     for name, tensor in {
         "MXFP4": mxfp4(256),
         "MXFP4 of no whole panel": mxfp4(160, vocab=331),
+        "NVFP4": nvfp4(256),
+        "NVFP4 of no whole chunk and no whole panel": nvfp4(176, vocab=331),
         "groups of 32": grouped(256, 32, 4),
         "groups of 32 with zeros": grouped(160, 32, 4, zeros=True),
         "groups of 64 of no whole panel": grouped(192, 64, 4, zeros=True, vocab=331),
@@ -210,6 +222,31 @@ def test_four_bits_that_meet_bfloat16_have_the_bits_of_their_dequantisation(name
         found = multiply(head, rows, norm, num_rows=num_rows, dtype="bfloat16", kernels=kernels)
         as_numbers = multiply(rounded, rows, norm, num_rows=num_rows, dtype="bfloat16", kernels=kernels)
         assert np.array_equal(found, as_numbers), f"{num_rows} rows"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_nvfp4_is_scaled_exactly_and_its_factors_come_last(kernels: str) -> None:
+    head = nvfp4(176, vocab=70)
+    factors = np.random.default_rng(5).uniform(1e-6, 1e6, 70).astype(np.float32)
+    head = replace(head, output_scales=factors)
+    rows, norm = np.random.default_rng(6).choice([-1, 1], head.shape).astype(np.float32), np.ones(176, np.float32)
+    exact = exact_product(head, rows, norm)
+    for num_rows in NUM_ROWS:
+        found = multiply(head, rows, norm, num_rows=num_rows, dtype="bfloat16", kernels=kernels)
+        assert relative_error(found / factors, exact[:num_rows] / factors) < 2e-6, f"{num_rows} rows"
+        unscaled = multiply(nvfp4(176, vocab=70, factor=1), rows, norm, num_rows=num_rows, dtype="bfloat16", kernels=kernels)
+        assert np.array_equal(found, unscaled * factors), f"{num_rows} rows"
+
+
+def test_nvfp4_stays_four_bits_with_a_byte_for_16_of_them() -> None:
+    packed = Packer(_native.Pool(1), PackedKind.BF16).join([nvfp4(512, vocab=64)], [None])
+    assert packed.num_bytes == 64 * 512 * 9 / 16 + 64 * 4
+
+
+def test_joined_matrices_in_nvfp4_keep_their_factors() -> None:
+    parts = [nvfp4(64, vocab=20, factor=factor) for factor in (0.5, 8)]
+    packed = Packer(_native.Pool(1), PackedKind.BF16).join(parts, [None, None])
+    assert packed.parts["output_scales"][:40].tolist() == [0.5] * 20 + [8] * 20
 
 
 def test_four_bits_that_meet_bfloat16_stay_four_bits() -> None:
@@ -244,11 +281,13 @@ def test_the_greatest_and_smallest_scales_of_mxfp4_are_exact(activations: Activa
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", [*INTEGERS, "float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", [*INTEGERS, "NVFP4", "float16", "bfloat16", "float32"])
 def test_an_embedding_is_read_as_it_was_written(name: str, kernels: str) -> None:
     rng = np.random.default_rng(7)
     plain = rng.standard_normal((VOCAB, 70)).astype(name) if name == "float16" else rng.standard_normal((VOCAB, 70), np.float32)
-    embedding: Tensor = INTEGERS.get(name, plain.astype(ml_dtypes.bfloat16) if name == "bfloat16" else plain)
+    embedding: Tensor = (
+        nvfp4(176) if name == "NVFP4" else INTEGERS.get(name, plain.astype(ml_dtypes.bfloat16) if name == "bfloat16" else plain)
+    )
     vocab, hidden = embedding.shape
     head, norm = rng.standard_normal((vocab, hidden), np.float32), np.ones(hidden, np.float32)
     weights = GivenWeights({"embed.weight": embedding, "norm.weight": norm, "head.weight": head})
@@ -311,7 +350,13 @@ GIVEN: dict[str, Any] = {
     "kind": 2, "outputs": 40, "inputs": 96, "group": 32, "zero_point": 128,
     "group_inputs": False, "rotation": 0, "codes": np.zeros(2 * 2 * 2048, np.uint8),
     "channel_scales": None, "scales": np.zeros(64 * 3 * 2, np.uint8), "scale_bytes": 2, "zeros": np.zeros(64 * 3, np.uint8),
-    "e2m1": False, "offsets": None, "group_scales": None, "bias": np.zeros(64, np.float32),
+    "output_scales": None, "e2m1": False, "offsets": None, "group_scales": None, "bias": np.zeros(64, np.float32),
+}  # fmt: skip
+
+
+NVFP4: dict[str, Any] = {
+    "kind": 5, "group": 16, "zero_point": 12, "e2m1": True, "codes": np.zeros(2 * 3 * 512, np.uint8),
+    "scales": np.zeros(64 * 6, np.uint8), "scale_bytes": 1, "output_scales": np.zeros(64, np.float32), "zeros": None,
 }  # fmt: skip
 
 
@@ -326,6 +371,10 @@ GIVEN: dict[str, Any] = {
         ({"scale_bytes": 4}, "shorter"),
         ({"scale_bytes": 3}, "no such scales"),
         ({"e2m1": True}, "no such floats"),
+        ({"output_scales": np.zeros(64, np.float32)}, "no such scales"),
+        ({**NVFP4, "output_scales": np.zeros(40, np.float32)}, "shorter"),
+        ({**NVFP4, "scales": np.zeros(64 * 3, np.uint8)}, "shorter"),
+        ({**NVFP4, "kind": 3}, "groups"),
         ({"zeros": np.zeros(64, np.uint8)}, "shorter"),
         ({"scales": None}, "without their scales"),
         ({"kind": 4}, "without their scales"),
@@ -340,6 +389,7 @@ GIVEN: dict[str, Any] = {
 )
 def test_kernels_refuse_arrays_that_do_not_have_the_size_of_their_shape(wrong: dict[str, object], why: str) -> None:
     _native.Matrix(**GIVEN)
+    _native.Matrix(**{**GIVEN, **NVFP4})
     with pytest.raises(ValueError, match=why):
         _native.Matrix(**{**GIVEN, **wrong})
 

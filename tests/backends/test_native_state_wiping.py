@@ -13,7 +13,7 @@ from cloister.backends.base import GREEDY, FloatArray
 from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import DecoderSpec, ShortConvSpec, StateSpec
 from tests.driving import Driver, RandomWeights
-from tests.memory_search import CAN_SEARCH, Needle
+from tests.memory_search import CAN_SEARCH, Needle, count_each, find_any
 from tests.native import DELTA_NETS, MAMBA_LAYERS, SHORT_CONVOLUTIONS, SIDE_BY_SIDE, build_native
 
 pytestmark = pytest.mark.skipif(not CAN_SEARCH, reason="memory is searched through /proc")
@@ -62,7 +62,7 @@ def find_states(driver: Driver, spec: DecoderSpec, tokens: list[int]) -> tuple[l
         state[:] = 0
     driver.free("a")
     program.wipe_buffers()
-    assert not any(needle.count() for needle in (*inputs, *states))
+    assert not find_any((*inputs, *states))
     return inputs, states
 
 
@@ -76,11 +76,10 @@ def test_what_is_kept_of_drafts_stays_until_it_is_wiped(name: str, prompt: list[
     assert isinstance(driver.program, NativeProgram)
     inputs, states = find_states(driver, SPECS[name], prompt)
     advance(driver, prompt, 3)
-    assert all(needle.count() for needle in inputs)
-    assert all(needle.count() for needle in states[-1:]), "the copy of the last head"
+    assert all(count_each((*inputs, *states[-1:]))), "the last inputs, and the copy of the last head"
     driver.program.wipe_buffers()
     driver.free("a")
-    assert not any(needle.count() for needle in (*inputs, *states))
+    assert not find_any((*inputs, *states))
 
 
 def test_accepted_drafts_leave_the_state_in_its_block_alone(prompt: list[int]) -> None:
@@ -91,6 +90,6 @@ def test_accepted_drafts_leave_the_state_in_its_block_alone(prompt: list[int]) -
     drafts = np.array([[len(prompt) - 2, block], [len(prompt) - 1, block]], np.int32)
     driver.program.accept_drafts(drafts)
     driver.program.wipe_buffers()
-    assert [needle.count() for needle in (*inputs, *states)] == [1] * len((*inputs, *states))
+    assert count_each((*inputs, *states)) == [1] * len((*inputs, *states))
     driver.free("a")
-    assert not any(needle.count() for needle in (*inputs, *states))
+    assert not find_any((*inputs, *states))

@@ -16,7 +16,7 @@ from cloister.types.events import Submit
 from cloister.types.request import Request, SamplingParams
 from tests.driving import Driver, RandomWeights, make_spec
 from tests.memory_search import CAN_SEARCH, Needle, find_any
-from tests.native import GivenWeights, build_native, changed
+from tests.native import STREAMS, GivenWeights, build_native, changed
 
 pytestmark = pytest.mark.skipif(not CAN_SEARCH, reason="memory is searched through /proc")
 
@@ -114,6 +114,24 @@ def test_what_experts_were_given_stays_until_it_is_wiped(prompt: list[int]) -> N
     before = needle.count()
     driver.program.step(driver.plan({"a": prompt[:1], "b": prompt[:1]}), GREEDY)
     assert needle.count() > before + 2  # the router's inputs, and those of two experts
+    driver.program.wipe_buffers()
+    assert needle.count() == before
+
+
+def test_nothing_of_several_residual_streams_stays(prompt: list[int]) -> None:
+    """A token whose embedding is no number, of bits of its own, makes all that is computed of it the same."""
+    tensors = dict(RandomWeights(STREAMS))
+    no_number = np.array([0x7FC12345], np.uint32).view(np.float32)
+    tensors["embed.weight"][prompt[0]] = no_number
+    driver = build_native(STREAMS, GivenWeights(tensors), num_threads=2)
+    assert isinstance(driver.program, NativeProgram)
+    tensors["embed.weight"][:] = 0
+    needle = Needle(no_number.repeat(8))
+    gc.collect()
+    before = needle.count()
+    driver.program.step(driver.plan({"a": prompt[:1] * 3}, [1, 2]), GREEDY)
+    driver.free("a")
+    assert needle.count() > before + 1000
     driver.program.wipe_buffers()
     assert needle.count() == before
 

@@ -58,7 +58,7 @@ def integer_product(rows: npt.NDArray[np.float32], tensor: GroupedTensor | Progr
     return (sums * tensor.scales.astype(np.float64)).sum(2) * (peaks / np.float32(127))
 
 
-@pytest.mark.parametrize("name", FORMATS.names())
+@pytest.mark.parametrize("name", ["int8", "int4", "qoq"])
 def test_a_product_is_that_of_whole_numbers_and_scales(name: str) -> None:
     weights = quantized(name)
     product = WeightReader(weights, torch.bfloat16, torch.device("cpu"), Team(1)).linear("layers.0.up", bias=False)
@@ -110,7 +110,7 @@ def test_company_changes_no_bit(weights: QuantizedWeights) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(("name", "bound"), [("int8", 0.03), ("int4", 0.25), ("qoq", 0.3)])
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.03), ("int4", 0.25), ("nvfp4", 0.25), ("qoq", 0.3)])
 def test_logits_stay_near_those_of_the_model(name: str, bound: float) -> None:
     tokens = list(range(100))
     exact, rounded = build(SPEC, RandomWeights(SPEC)).run("a", tokens), build(SPEC, quantized(name)).run("a", tokens)

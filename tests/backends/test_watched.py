@@ -159,7 +159,7 @@ def test_the_head_by_itself_gives_the_bits_of_a_step(settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("backend", WANTS)
-@pytest.mark.parametrize("name", ["logit scale", "layer norms with biases"])
+@pytest.mark.parametrize("name", ["logit scale", "layer norms with biases", "several residual streams, post norms"])
 def test_what_a_model_does_to_its_logits_the_head_does_too(backend: str, name: str) -> None:
     driver = build(PARTS[name], RandomWeights(PARTS[name]), backend=backend)
     found = run_both(driver, [1, 2, 3])

@@ -78,7 +78,7 @@ def test_two_words_that_are_no_model_and_prompt_are_told_about_quotes(capsys):
 
 
 def test_an_unknown_number_format_is_answered_with_all_that_there_are(capsys):
-    assert "choose one of: none, int8, int4, qoq" in run(capsys, "serve", "--explain", "--quant", "int9")[2]
+    assert "choose one of: none, int8, int4, nvfp4, qoq" in run(capsys, "serve", "--explain", "--quant", "int9")[2]
 
 
 def test_a_config_file_that_is_not_text_says_so(capsys, tmp_path):

@@ -48,7 +48,9 @@ def test_a_number_format_of_weights_needs_no_setting_of_kv(path: Path) -> None:
     assert answer(path, quant="int8") == answer(path, quant="int8", backend="torch")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "llama4_text", "ministral3", "mamba2", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt_oss", "llama4_text", "ministral3", "mamba2", "falcon_h1", "nemotron_h", "gemma3n_text"]
+)
 def test_a_model_that_the_native_kernels_compute_is_theirs(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,7 @@ def alone(path, prompts):
     return ask(core, make_requests(prompts, core, MAX_TOKENS))
 
 
-@pytest.mark.parametrize("drafter", ["spec_infer", "medusa", "ngram"])
+@pytest.mark.parametrize("drafter", ["spec_infer", "medusa", "mtp", "ngram"])
 def test_answers_are_equal_among_others_in_chunks_and_preempted(path, prompts, alone, drafter):
     core = open_core(path, **tight(drafter), **drafting(drafter, path))
     found = ask(core, make_requests(prompts, core, MAX_TOKENS))

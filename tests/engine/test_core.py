@@ -220,7 +220,7 @@ class TestWaiting:
         replica.core.input_queue.put(Submit(make_request("x" * 200, max_tokens=56, timeout_s=3.0)))
         replica.core.step()
         clock.advance(2.5)
-        assert replica.core._patience_s() == pytest.approx(0.5)
+        assert replica.core.patience_s() == pytest.approx(0.5)
 
     def test_a_request_past_its_deadline_is_told(self, model_path: Path) -> None:
         clock = VirtualClock()

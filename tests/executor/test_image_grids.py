@@ -65,7 +65,7 @@ def test_company_forks_and_preemption_change_no_token(path: Path, make: Make, ex
     requests = [make_request("a", *prompt_of(path)), make_request("b", *prompt_of(path, (5, 6, 7, 8)))]
     requests += [make_request("c", [7] * 50, ()), make_request("d", *prompt_of(path), n=3, temperature=1.0)]
     alone = {request.request_id: make().serve([request]) for request in requests}
-    crowded = make(chunk=9, num_blocks=24, images_per_step=1)
+    crowded = make(chunk=9, num_blocks=24, images_at_once=1)
     found = crowded.serve(requests)
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}

@@ -15,7 +15,6 @@ from cloister.executor.images import SequenceImages
 from cloister.kv import PrefixKeys
 from cloister.models import load
 from cloister.models.image_processing import open_image_processor
-from cloister.scheduler.budget import StepSize
 from cloister.types.images import ImageTile
 from cloister.types.scope import Scope, ScopeKind
 from tests.vision_factory import NUM_TOKENS, make_picture, make_vision_model
@@ -61,25 +60,12 @@ def test_chunks_that_cut_an_image_change_no_token(chunk: int, make: Make, tiles:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_step_encodes_few_images_and_each_once(most: int, make: Make, tiles: list[bytes], expected: list[int]) -> None:
-    served = make(images_per_step=most)
+def test_few_images_are_encoded_at_once_and_each_once(most: int, make: Make, tiles: list[bytes], expected: list[int]) -> None:
+    served = make(images_at_once=most)
     found = served.serve([make_request("a", *prompt_of(tiles)), make_request("b", *prompt_of(tiles[5:]))])
     assert found["a", 0] == expected
-    assert max(served.encoded) == most
-    assert sum(served.encoded) == 10
-
-
-def test_the_time_of_images_is_not_learned_as_that_of_tokens(make: Make, tiles: list[bytes]) -> None:
-    served = make()
-    prompt, images = prompt_of(tiles)
-    served.scheduler.add(make_request("a", prompt, images), 0.0)
-    plan = served.scheduler.plan(0.0)
-    assert plan is not None
-    result = served.runner.run(plan)
-    assert 0 < result.encode_s < result.elapsed_s
-    result.encode_s, result.elapsed_s = 1000.0, 1000.25
-    served.scheduler.commit(result, {}, 0.0)
-    assert served.scheduler.cost.predict(StepSize(plan.num_tokens, plan.num_attended, len(prompt))) < 1
+    assert max(served.encoded) <= most
+    assert len(served.encoded) == 10
 
 
 def test_logprobs_have_the_same_bits_in_any_chunks(make: Make, tiles: list[bytes]) -> None:
@@ -90,7 +76,7 @@ def test_logprobs_have_the_same_bits_in_any_chunks(make: Make, tiles: list[bytes
         request = make_request("a", prompt, images)
         request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=2))
         served.scheduler.add(request, 0.0)
-        while (plan := served.scheduler.plan(0.0)) is not None:
+        while (plan := served.plan()) is not None:
             result = served.runner.run(plan)
             found += [entry.top for entries in result.prompt_logprobs.values() for entry in entries]
             served.scheduler.commit(result, {}, 0.0)
@@ -109,7 +95,7 @@ def test_company_forks_and_preemption_change_no_token(make: Make, tiles: list[by
     requests = [make_request("a", *prompt_of(tiles)), make_request("b", *prompt_of(tiles[5:])), make_request("c", [7] * 50, ())]
     requests += [make_request("d", *prompt_of(tiles), n=3, temperature=1.0)]
     alone = {request.request_id: make().serve([request]) for request in requests}
-    crowded = make(chunk=9, num_blocks=26, images_per_step=1)
+    crowded = make(chunk=9, num_blocks=26, images_at_once=1)
     found = crowded.serve(requests)
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}

@@ -39,7 +39,6 @@ def make_windows(*windows):
 
 MIXED = make_windows(24, None, 24, 7, None)
 ALL_WINDOWED = make_windows(24, 24)
-SPECS = {"mixed": MIXED, "all windowed": ALL_WINDOWED}
 SHARING = replace(
     MIXED,
     layers=(
@@ -52,9 +51,9 @@ SHARING = replace(
     ),
     streams=StreamsSpec(2, 0, laurel_rank=8, input_size=6, input_vocab=VOCAB),
 )
-"""Layers that read the KV of others, one in each group; what only the torch back end computes."""
-KNOWN = {**SPECS, "sharing": SHARING}
-WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in KNOWN.items()}
+"""Layers that read the KV of others, one in each group."""
+SPECS = {"mixed": MIXED, "all windowed": ALL_WINDOWED, "sharing": SHARING}
+WEIGHTS = {name: RandomWeights(spec, 5) for name, spec in SPECS.items()}
 
 
 def wishes():
@@ -72,7 +71,7 @@ class Served:
     """What came of some requests on one program."""
 
     def __init__(self, name, backend, options, *, grouped, num_blocks, answers=(), num_seqs=6):
-        spec, speculation = KNOWN[name], Erratic(most=5) if answers else None
+        spec, speculation = SPECS[name], Erratic(most=5) if answers else None
         drafters = {"prophet": Prophet(answers, VOCAB)} if answers else {}
         groups = self._groups(spec, num_blocks) if grouped else (KVGroup(num_blocks),)
         self.layout = KVLayout.of_groups(groups, BLOCK)
@@ -128,7 +127,11 @@ class Served:
 
 @pytest.mark.parametrize(
     ("backend", "options", "name"),
-    [(*kind.values, name) for kind in BACKENDS_AND_KINDS for name in SPECS] + [("torch", {}, "sharing")],
+    [
+        *((*kind.values, "mixed") for kind in BACKENDS_AND_KINDS),
+        *(("torch", {}, name) for name in SPECS if name != "mixed"),
+        *(("native", {"dtype": "float32"}, name) for name in SPECS if name != "mixed"),
+    ],
 )
 def test_answers_are_those_of_a_cache_that_keeps_everything(backend, options, name):
     whole = Served(name, backend, options, grouped=False, num_blocks=600)
@@ -142,7 +145,7 @@ def test_answers_are_those_of_a_cache_that_keeps_everything(backend, options, na
 
 @pytest.mark.parametrize(
     ("backend", "options", "name"),
-    [("torch", {}, "mixed"), ("torch", {}, "sharing"), (*BACKENDS_AND_KINDS[-1].values, "mixed")],
+    [(*kind.values, name) for kind in (BACKENDS_AND_KINDS[0], BACKENDS_AND_KINDS[-1]) for name in ("mixed", "sharing")],
 )
 def test_answers_are_the_same_with_drafts(backend, options, name):
     expected = Served(name, backend, options, grouped=False, num_blocks=600).serve(wishes())

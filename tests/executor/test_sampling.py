@@ -37,7 +37,7 @@ def make(request):
     return partial(make_sampler, request.param)
 
 
-def frequencies(sampler, sampling, logits, num_draws=100_000):
+def frequencies(sampler, sampling, logits, num_draws=40_000):
     """Draws `num_draws` tokens from one row of logits, each at another position."""
     states, draws = states_of([sampling], len(logits), seeds=[42])
     draws = np.repeat(draws, num_draws)

@@ -24,7 +24,7 @@ from tests.speculating import (
 pytestmark = pytest.mark.skipif(why_no_kernels() is not None, reason="drafts of real models need the native back end")
 LEVEL = 1e-4
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
-NUM_ANSWERS = 800
+NUM_ANSWERS = 600
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_company_forks_and_preemption_change_no_token(make: Make, tiles: list[by
     requests = [make_request(name, *prompt, max_tokens=30) for name, prompt in prompts.items()]
     requests.append(make_request("d", *prompt_of(tiles), max_tokens=30, n=3, temperature=1.0))
     alone = {request.request_id: make().serve([request]) for request in requests}
-    crowded = make(chunk=16, num_blocks=28, images_per_step=1)
+    crowded = make(chunk=16, num_blocks=28, images_at_once=1)
     found = crowded.serve(requests)
     assert crowded.num_preempted
     assert found == {name: tokens for one in alone.values() for name, tokens in one.items()}

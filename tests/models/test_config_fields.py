@@ -61,6 +61,7 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": True, "sliding_window": 40,
                 "layer_types": ["full_attention", "sliding_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
     "granite": {},
+    "granitemoe": {},
     "olmo2": {},
     "deepseek_v2": {"rope_parameters": YARN},
     "deepseek_v3": {"rope_parameters": YARN},
@@ -74,6 +75,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"rope_parameters": PARTLY},
     "qwen3_5_moe_text": {"rope_parameters": PARTLY},
     "lfm2": {},
+    "lfm2_moe": {},
     "granitemoehybrid": {"position_embedding_type": "rope"},
     "falcon_h1": {"mamba_rms_norm": True},
     "nemotron_h": {},
@@ -160,6 +162,10 @@ HONOURED: dict[str, dict[str, Any]] = {
         **EPS, **ACTIVATION, **THETA, "attention_multiplier": 0.5, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
         "residual_multiplier": 1.0,
     },
+    "granitemoe": {
+        **EPS, **ACTIVATION, **THETA, "attention_multiplier": 0.5, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+        "residual_multiplier": 1.0, "num_experts_per_tok": 2,
+    },
     "olmo2": {**EPS, **ACTIVATION, **THETA},
     "deepseek_v2": {
         **EPS, **ACTIVATION, **THETA, **YARN_FIELDS, "topk_method": "greedy", "topk_group": 3, "n_group": 2,
@@ -221,6 +227,9 @@ HONOURED |= {
         **EPS, **ACTIVATION, **THETA, "num_experts_per_tok": 2, "rope_parameters.partial_rotary_factor": 1.0,
     },
     "lfm2": {"norm_eps": 0.5, **THETA},
+    "lfm2_moe": {
+        "norm_eps": 0.5, **THETA, "num_experts_per_tok": 2, "norm_topk_prob": False, "routed_scaling_factor": 0.4,
+    },
     "granitemoehybrid": {
         **EPS, **ACTIVATION, **THETA, **LIMITS, "attention_multiplier": 0.9, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
         "residual_multiplier": 1.0, "num_experts_per_tok": 2, "position_embedding_type": None,
@@ -303,6 +312,10 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
         "use_sliding_window": None, "hidden_act": "gelu", "conv_L_cache": 4, "conv_bias": True, "block_multiple_of": 7,
         "block_ffn_dim_multiplier": 2.0, "block_auto_adjust_ff_dim": False, "layer_types": ["conv"] * 3,
     },
+    "lfm2_moe": {
+        "use_sliding_window": None, "hidden_act": "gelu", "conv_L_cache": 4, "conv_bias": True, "layer_types": ["conv"] * 3,
+        "num_experts": 4, "moe_intermediate_size": 40, "num_dense_layers": 2, "use_expert_bias": False,
+    },
     "granitemoehybrid": {
         **_MAMBA, "use_sliding_window": None, "mamba_expand": 1, "shared_intermediate_size": 40, "num_local_experts": 4,
         "layer_types": ["linear_attention"] * 3, "normalization_function": "layernorm",
@@ -313,6 +326,7 @@ REFUSED_OF: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
     "qwen2": {"use_sliding_window": False},
     "mixtral": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
     "qwen2_moe": {
         "use_sliding_window": False, "num_experts": 4, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40,
         "qkv_bias": False, "mlp_only_layers": [0], "decoder_sparse_step": 2,

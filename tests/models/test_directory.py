@@ -116,7 +116,7 @@ def test_a_network_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
         began = time.monotonic()
         with pytest.raises(ModelError, match="cannot be reached"):
             locate("owner/model")
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 50
     finally:
         ended.set()
 

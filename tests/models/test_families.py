@@ -99,6 +99,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                     "layer_types": [*PATTERN, "full_attention"]},
     ),
     "granite": ("granite", {}),
+    "granitemoe": ("granitemoe", {}),
+    "granitemoe, tied, biases": ("granitemoe", {"tie_word_embeddings": True, "attention_bias": True}),
     "granite, tied, biases": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "olmo2, one KV head, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),

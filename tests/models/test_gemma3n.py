@@ -88,9 +88,10 @@ def test_the_config_of_e2b_on_the_hub_is_read_whole() -> None:
     ]
 
 
-def test_a_checkpoint_with_towers_and_keys_of_layers_that_share_computes_its_text_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_checkpoint_with_towers_and_keys_of_layers_that_share_computes_its_text_part(backend: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, "gemma3n_text")
-    before = build_from(path).run("a", TOKENS)
+    before = build_from(path, backend=backend).run("a", TOKENS)
     stored = load_file(path / "model.safetensors")
     unused = ("vision_tower.stem.weight", "audio_tower.conv.weight", "embed_vision.embedding.weight", "embed_audio.norm.weight")
     others = {f"model.{name}": np.ones(3, np.float32) for name in unused}
@@ -100,7 +101,7 @@ def test_a_checkpoint_with_towers_and_keys_of_layers_that_share_computes_its_tex
     save_file(found | others, path / "model.safetensors")
     text = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**WHOLE, "text_config": text, "tie_word_embeddings": True}))
-    assert build_from(path).run("a", TOKENS).tobytes() == before.tobytes()
+    assert build_from(path, backend=backend).run("a", TOKENS).tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("field", ["intermediate_size", "activation_sparsity_pattern"])

@@ -16,9 +16,11 @@ from cloister.backends.base import Weights
 from cloister.backends.tensors import GroupedTensor, dequantized
 from cloister.models import load
 from cloister.models.gguf.tensors import TYPES as KNOWN
+from cloister.models.gguf.tensors import find_entry
 from cloister.types.errors import ModelError
+from cloister.types.gguf import read_gguf
 from tests.driving import build
-from tests.gguf_factory import TYPES, make_gguf, quantise
+from tests.gguf_factory import TYPES, finish, make_gguf, quantise
 from tests.reference import greedy
 
 PROMPT = np.random.default_rng(1).integers(0, 320, 60).tolist()
@@ -98,6 +100,66 @@ def test_blocks_of_any_scale_and_sign_have_the_bits_of_the_reference(kind: str, 
     )  # fmt: skip
     assert int(codes.max()) < 1 << kind_here.bits
     assert same_bits(tensor.dequantize(), quants.dequantize(rows, number))
+
+
+def write_factors(writer: GGUFWriter) -> None:
+    """As llama.cpp's converter writes them: of weights, and of inputs, which are not rounded here."""
+    writer.add_tensor("blk.0.attn_q.scale", np.array([0.5], np.float32))
+    writer.add_tensor("blk.1.ffn_down.scale", np.array([4], np.float32))
+    writer.add_tensor("blk.1.ffn_down.input_scale", np.array([7], np.float32))
+
+
+def test_a_matrix_in_nvfp4_may_have_a_factor_in_a_tensor_of_its_own(tmp_path: Path) -> None:
+    file = make_gguf(tmp_path / "tiny", "llama", "NVFP4", edit=write_factors)
+    expected, weights = load(tmp_path / "tiny").weights, load(file).weights
+    for name, factor in (("layers.0.q.weight", 0.5), ("layers.1.down.weight", 4), ("layers.0.down.weight", 1)):
+        assert same_bits(dequantized(weights.read(name)), dequantized(expected.read(name)) * np.float32(factor)), name
+
+
+def write_experts(path: Path, factors: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Writes the matrices [3, 8, 64] of three experts, and returns what the reference library makes of them."""
+    rows = quantise(np.zeros((24, 64), np.float32), "NVFP4")
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("experts.weight", rows.reshape(3, 8, 36), raw_dtype=GGMLQuantizationType.NVFP4)
+    writer.add_tensor("experts.scale", factors)
+    finish(writer)
+    plain: npt.NDArray[np.float32] = quants.dequantize(rows, GGMLQuantizationType.NVFP4).reshape(3, 8, 64)
+    return plain
+
+
+def test_each_expert_in_nvfp4_has_its_own_factor(tmp_path: Path) -> None:
+    factors = np.array([1, 0.25, 8], np.float32)
+    plain = write_experts(tmp_path / "experts.gguf", factors)
+    file = read_gguf(tmp_path / "experts.gguf")
+    for expert in range(3):
+        found = dequantized(find_entry(file, "experts.weight", expert=expert).read())
+        assert same_bits(found, plain[expert] * factors[expert])
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        (np.ones(2, np.float32), "must be 3 numbers of type F32"),
+        (np.ones(3, np.float16), "must be 3 numbers of type F32"),
+        (np.array([1, np.nan, 1], np.float32), "no number"),
+        (np.array([1, np.inf, 1], np.float32), "no number"),
+    ],
+)
+def test_factors_that_fit_no_experts_are_refused(factors: npt.NDArray[Any], message: str, tmp_path: Path) -> None:
+    write_experts(tmp_path / "experts.gguf", factors)
+    with pytest.raises(ModelError, match=message):
+        find_entry(read_gguf(tmp_path / "experts.gguf"), "experts.weight", expert=1).read()
+
+
+@pytest.mark.parametrize("scale", [0x7F, 0x80, 0xFF])
+def test_a_scale_of_nvfp4_that_is_no_number_or_has_a_sign_is_refused(scale: int, tmp_path: Path) -> None:
+    write_experts(tmp_path / "experts.gguf", np.ones(3, np.float32))
+    file = read_gguf(tmp_path / "experts.gguf")
+    damaged = bytearray(file.path.read_bytes())
+    damaged[file.tensors["experts.weight"].start + 36 + 2] = scale
+    file.path.write_bytes(damaged)
+    with pytest.raises(ModelError, match="no number"):
+        find_entry(file, "experts.weight", expert=0).read()
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

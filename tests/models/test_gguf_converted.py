@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloister.backends import BACKENDS
+from cloister.backends.base import KVLayout, Weights
+from cloister.backends.native.program import NativeProgram
 from cloister.backends.tensors import GroupedTensor, dequantized
 from cloister.models import load
 from cloister.types.errors import ModelError
-from tests.driving import build
+from tests.driving import Driver, GivenWeights, build
 from tests.gguf_converter import convert
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 90).tolist()
@@ -21,6 +24,15 @@ LATENT_YARN = {**YARN, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 FACTOR = {**YARN, "rope_theta": 500000.0, "beta_slow": 1.0, "attention_factor": 1.3}
 LOCAL = {"rope_type": "default", "rope_theta": 400000.0}
 DELTA = {"linear_value_head_dim": 12}
+LOCAL_AND_GLOBAL = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+WHOLE_TABLE = {"altup_num_inputs": 4, "vocab_size_per_layer_input": 320}
+UNREAD = {f"blk.4.attn_{name}.weight": np.ones((48, 64), np.float32) for name in "kv"} | {
+    "blk.4.attn_k_norm.weight": np.ones(24, np.float32)
+}
+"""Keys and values of a layer that reads those of another."""
 GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2, V2": ("deepseek_v2", {"rope_parameters": LATENT_YARN}),
@@ -54,6 +66,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next, before projections were cut": ("qwen3_next", {**DELTA, "old": True}),
     "qwen35": ("qwen3_5_text", DELTA),
     "qwen35moe": ("qwen3_5_moe_text", {**DELTA, "mtp": True}),
+    "granitemoe, of Granite 3": ("granitemoe", {}),
+    "lfm2moe": ("lfm2_moe", {"tie_word_embeddings": True}),
     "lfm2": ("lfm2", {"tie_word_embeddings": True}),
     "granitehybrid": ("granitemoehybrid", {"position_embedding_type": "rope"}),
     "granitehybrid, without experts": ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
@@ -86,6 +100,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba2": ("mamba2", {}),
+    "gemma3n": ("gemma3n_text", {**WHOLE_TABLE, "rope_parameters": LOCAL_AND_GLOBAL, "more": UNREAD}),
+    "gemma3n, eleven layers, the second stream active": (
+        "gemma3n_text",
+        {
+            **WHOLE_TABLE,
+            "altup_active_idx": 1,
+            "num_hidden_layers": 11,
+            "intermediate_size": 96,
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0],
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2 + ["sliding_attention"],
+        },
+    ),
+    "gemma3n, a table of fewer tokens": ("gemma3n_text", {}),
 }
 FOLDED = ("falcon_h1",)
 """Families whose multipliers are in the weights of a GGUF file."""
@@ -107,6 +134,7 @@ def test_a_file_answers_as_the_checkpoint_that_it_was_made_of(name: str, tmp_pat
 def test_quantised_tensors_stay_codes_in_the_order_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if config.items() >= DELTA.items() else {}
+    sizes |= {"hidden_size_per_layer_input": 32} if family == "gemma3n_text" else {}
     sizes |= {"qk_nope_head_dim": 32, "kv_lora_rank": 32} if family.startswith("deepseek") else {}
     file = convert(tmp_path / "tiny", family, "Q8_0", **config | sizes)
     ours, expected = load(file).weights, load(tmp_path / "tiny").weights
@@ -134,6 +162,28 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads of no equal size": ("qwen3_next", {"ssm.time_step_rank": 5}, "'ssm.inner_size' .* must be a multiple of its heads"),
     "another hidden size": ("mamba2", {"ssm.inner_size": 100}, "'ssm.inner_size' .* must be a multiple of 'embedding_length'"),
     "experts with a latent": ("nemotron_h", {"moe_latent_size": 16}, "'moe_latent_size' .* is only supported as None"),
+    "deviations of too few layers": (
+        "gemma3n_text",
+        {"activation_sparsity_scale": [0.5] * 5},
+        "'activation_sparsity_scale' .* a number of deviations for each of 6 layers",
+    ),
+    "deviations of no number": (
+        "gemma3n_text",
+        {"activation_sparsity_scale": [float("nan")] * 6},
+        "'activation_sparsity_scale' .* a number of deviations",
+    ),
+    "deviations in words": (
+        "gemma3n_text",
+        {"activation_sparsity_scale": ["a"] * 6},
+        "'activation_sparsity_scale' .* a number",
+    ),
+    "another number of streams": ("gemma3n_text", {"altup.num_inputs": 9}, r"'blk\.0\.altup_router\.weight' has the shape"),
+    "a layer whose keys nobody has": ("gemma3n_text", {"attention.shared_kv_layers": 2}, r"'blk\.3\.attn_k\.weight'"),
+    "widths of too few layers": (
+        "gemma3n_text",
+        {"feed_forward_length": [96] * 5},
+        "'feed_forward_length' .* each of 6 layers",
+    ),
     "growing queries": ("deepseek_v3", {"attention.temperature_scale": 0.1}, "'attention.temperature_scale' that is not known"),
 }
 
@@ -145,6 +195,47 @@ def test_entries_that_do_not_fit_are_told(name: str, tmp_path: Path) -> None:
     file = convert(tmp_path / "tiny", family, changed=changed, **config)
     with pytest.raises(ModelError, match=message):
         load(file)
+
+
+@pytest.mark.parametrize("name", ["per_layer_token_embd.weight", "blk.0.laurel_l.weight"])
+def test_a_tensor_whose_shape_says_a_size_must_be_there(name: str, tmp_path: Path) -> None:
+    file = convert(tmp_path / "tiny", "gemma3n_text")
+    content = file.read_bytes()
+    assert content.count(name.encode()) == 1
+    file.write_bytes(content.replace(name.encode(), name.upper().encode()))
+    with pytest.raises(ModelError, match=f"lacks the tensor '{name}'"):
+        load(file)
+
+
+TABLE = "layer_inputs.embed.weight"
+
+
+class TableOfNumbers(GivenWeights):
+    """The same weights, the inputs of layers in numbers."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__({**dict(weights), TABLE: dequantized(weights.read(TABLE))})
+        self._forms = {name: None if name == TABLE else weights.form(name) for name in weights.names()}
+
+    def form(self, name: str) -> Any:
+        return self._forms[name]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_codes_of_layer_inputs_stand_for_their_numbers_and_take_what_was_named(backend: str, tmp_path: Path) -> None:
+    model = load(convert(tmp_path / "tiny", "gemma3n_text", "Q8_0", **WHOLE_TABLE, hidden_size_per_layer_input=32))
+    table = model.weights.read(TABLE)
+    assert isinstance(table, GroupedTensor)
+    maker = BACKENDS.get(backend)(num_threads=1, device="cpu", dtype="float32")
+    both = (model.weights, TableOfNumbers(model.weights))
+    programs = [maker.build(model.spec, weights, KVLayout(16, 16)) for weights in both]
+    codes, numbers = (Driver(program, 16, 16).run("a", TOKENS) for program in programs)
+    assert np.abs(codes - numbers).max() < 1e-5
+    needs = [maker.need(model.spec, weights, block_size=16, max_batched_tokens=64).weights_bytes for weights in both]
+    held = table.codes.nbytes + table.scales.nbytes
+    if isinstance(programs[0], NativeProgram):
+        held = sum(part.nbytes for part in programs[0]._table.packed.parts.values())  # type: ignore[union-attr]
+    assert needs[0] - needs[1] == held
 
 
 def test_a_decay_without_a_logarithm_is_refused_when_it_is_read(tmp_path: Path) -> None:

@@ -56,6 +56,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, biases, a long filter, tied": (
         "lfm2", {"conv_bias": True, "conv_L_cache": 6, "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False},
     ),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "lfm2_moe, no bias of experts, scores as they are, tied": (
+        "lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False, "tie_word_embeddings": True, "num_dense_layers": 0},
+    ),
     "granite 4, experts": ("granitemoehybrid", {}),
     "granite 4, no experts, turned, biases": (
         "granitemoehybrid",
@@ -134,15 +138,20 @@ def test_a_prompt_has_the_same_bits_in_steps_of_any_size(family: str, tmp_path: 
         assert np.array_equal(driver.run(chunk, TOKENS[:60], chunk), whole)
 
 
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a variant."""
+    family, config = VARIANTS[request.param]
+    return make_model(tmp_path_factory.mktemp(family), family, **config)
+
+
 @pytest.mark.parametrize("kernels", _native.kernel_names())
-@pytest.mark.parametrize("name", VARIANTS)
-def test_native_logits_are_those_of_transformers_in_steps_of_any_size(name: str, kernels: str, tmp_path: Path) -> None:
-    family, config = VARIANTS[name]
-    path = make_model(tmp_path, family, **config)
-    agreement = compare(path, backend="native", kernels=kernels)
+@pytest.mark.parametrize("model", VARIANTS, indirect=True)
+def test_native_logits_are_those_of_transformers_in_steps_of_any_size(model: Path, kernels: str) -> None:
+    agreement = compare(model, backend="native", kernels=kernels)
     assert agreement.difference <= 1e-4
     assert agreement.num_equal == agreement.num_tokens
-    driver = build_from(path, backend="native", kernels=kernels)
+    driver = build_from(model, backend="native", kernels=kernels)
     whole = driver.run("whole", TOKENS[:60])
     for chunk in (1, 2, 7, 40):
         assert np.array_equal(driver.run(chunk, TOKENS[:60], chunk), whole)

@@ -19,12 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cloister.backends.native.backend import NativeBackend
 from cloister.backends.tensors import GroupedTensor, dequantized, stored_bits
 from cloister.models import load
 from cloister.models.quantized.fp8 import multiply
 from cloister.types.errors import ModelError
 from tests.driving import build
 from tests.model_factory import make_model
+from tests.native import build_native, relative_error
 
 Array = npt.NDArray[Any]
 Exporter = Callable[[np.random.Generator, int, int], tuple[dict[str, Array], Array]]
@@ -135,15 +137,51 @@ def float8(name: str, block: tuple[int, int] | None, scale_shape: Callable[[int]
     return export
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def nvfp4(*, divides: bool = False) -> Exporter:
+    """Floats of 4 bits, the even input of a pair in the low half of a byte, scales in E4M3 and a factor for the tensor."""
+
+    def export(rng: np.random.Generator, num_out: int, num_in: int) -> tuple[dict[str, Array], Array]:
+        codes = rng.integers(0, 16, (num_out, num_in)).astype(np.uint8)
+        scales = rng.integers(0, 127, (num_out, num_in // 16)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        factor = np.float32(rng.uniform(1e-5, 1e-4))
+        names = ("weight_packed", "weight_global_scale", "input_global_scale") if divides else (
+            "weight", "weight_scale_2", "input_scale")  # fmt: skip
+        stored = np.float32(1) / factor if divides else factor
+        factor = np.float32(1) / stored if divides else factor
+        shape = (1,) if divides else ()
+        packed_codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        parts = {names[0]: packed_codes, "weight_scale": scales, names[1]: np.full(shape, stored, np.float32)}
+        product = E2M1[codes] * (scales.astype(np.float32) * factor).repeat(16, 1)
+        return {**parts, names[2]: np.full(shape, 0.5, np.float32)}, product
+
+    return export
+
+
+def modelopt(algorithm: str = "NVFP4", group_size: int = 16, **fields: Any) -> dict[str, Any]:
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": group_size}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "config_groups": {"group_0": {"input_activations": numbers, "weights": numbers, "targets": ["Linear"]}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.39.0"},
+        **fields,
+    }
+
+
 def to_torch(array: Array) -> torch.Tensor:
     if array.dtype == ml_dtypes.float8_e4m3fn:
         return torch.from_numpy(array.view(np.uint8).copy()).view(torch.float8_e4m3fn)
     return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
 
 
-def write(path: Path, export: Exporter, config: dict[str, Any], **fields: Any) -> dict[str, Array]:
+def write(path: Path, export: Exporter, config: dict[str, Any], family: str = "llama", **fields: Any) -> dict[str, Array]:
     """Writes a model whose every projection is quantised; returns the weights they stand for by stored name."""
-    make_model(path, "llama", intermediate_size=160, hidden_size=128, **fields)
+    make_model(path, family, **{"intermediate_size": 160, "hidden_size": 128, **fields})
     tensors, rng, weights = load_file(path / "model.safetensors"), np.random.default_rng(0), {}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         parts, weights[name] = export(rng, *tensors.pop(name).shape)
@@ -186,6 +224,16 @@ def compressed(stored: str, inputs: dict[str, Any] | None = None, **weights: Any
     return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
+UP = "model.layers.0.mlp.up_proj"
+NVFP4 = {
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "scale_dtype": "torch.float8_e4m3fn",
+    "zp_dtype": None,
+    "observer": "static_minmax",
+}
+FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local", "group_size": 16}
 CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
 CASES: dict[str, tuple[Exporter, dict[str, Any]]] = {
     "gptq 4 bits": (gptq(4), gptq_config(4)),
@@ -212,6 +260,9 @@ CASES: dict[str, tuple[Exporter, dict[str, Any]]] = {
         float8("weight_scale", (64, 128)),
         compressed("float-quantized", type="float", num_bits=8, strategy="block", group_size=None, block_structure=[64, 128]),
     ),
+    "NVFP4 of ModelOpt": (nvfp4(), modelopt()),
+    "NVFP4 of compressed-tensors": (nvfp4(divides=True), compressed("nvfp4-pack-quantized", FOUR_BITS, **NVFP4)),
+    "fp8 of ModelOpt": (float8("weight_scale", None), modelopt("FP8")),
     "fp8 per tensor": (float8("weight_scale", None), {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "fp8 per output": (
         float8("weight_scale", None, lambda n: (n, 1)),
@@ -241,7 +292,7 @@ def test_every_weight_equals_its_reference_in_every_bit(case: str, tmp_path: Pat
         assert weights.shape(canonical(stored)) == weight.shape
 
 
-@pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed 4 bits, asymmetric", "fp8 blocks"])
+@pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed 4 bits, asymmetric", "fp8 blocks", "NVFP4 of ModelOpt"])
 def test_logits_are_those_of_the_reference_weights(case: str, tmp_path: Path) -> None:
     expected = write(tmp_path / "few", *CASES[case])
     plain = make_model(tmp_path / "plain", "llama", intermediate_size=160, hidden_size=128)
@@ -337,7 +388,6 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
     save_file(tensors, path / "model.safetensors")
 
 
-UP = "model.layers.0.mlp.up_proj"
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "method": ("gptq 4 bits", {"quant_method": "hqq"}, "'hqq' is not supported; supported are: gptq, awq"),
     "gptq bits": ("gptq 4 bits", gptq_config(3), "3 bits is not supported; supported are: 4, 8"),
@@ -353,7 +403,25 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "awq version": ("awq", {**AWQ, "version": "gemv"}, "supported is: gemm"),
     "format": ("packed 4 bits", compressed("marlin-24"), "'marlin-24' is not supported; supported are: pack-quantized"),
     "bits": ("packed 4 bits", compressed("pack-quantized", num_bits=3), "3 bits are not supported; supported are: int 4"),
-    "fp4": ("packed 4 bits", compressed("pack-quantized", type="float"), "type float with 4 bits"),
+    "fp4": ("packed 4 bits", compressed("pack-quantized", type="float"), "floats of 4 bits are supported as NVFP4"),
+    "fp4 groups": (
+        "NVFP4 of compressed-tensors",
+        compressed("nvfp4-pack-quantized", **{**NVFP4, "group_size": 32}),
+        "in groups of 16",
+    ),
+    "int4 with a tensor's factor": (
+        "packed 4 bits",
+        compressed("pack-quantized", strategy="tensor_group", group_size=16),
+        "nothing else of that strategy",
+    ),
+    "ModelOpt's algorithm": ("NVFP4 of ModelOpt", modelopt("W4A8_AWQ"), "'W4A8_AWQ' is not supported; supported are: NVFP4"),
+    "ModelOpt's groups": ("NVFP4 of ModelOpt", modelopt(group_size=32), "in groups of 32 are not supported"),
+    "ModelOpt's layers": (
+        "NVFP4 of ModelOpt",
+        modelopt("MIXED_PRECISION", quantized_layers={UP: {"quant_algo": "MXFP8"}}),
+        "'MXFP8' is not supported",
+    ),
+    "ModelOpt's files": ("NVFP4 of ModelOpt", {"quant_method": "modelopt"}, "has no 'quant_algo'"),
     "static inputs": ("int8", compressed("int-quantized", {**TOKEN, "dynamic": False}, **CHANNEL), "one scale per token"),
     "kv": ("packed 4 bits", {**compressed("pack-quantized"), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not"),
     "fp8 kind": ("fp8 per tensor", {"quant_method": "fp8", "fmt": "e5m2"}, "supported is: e4m3"),
@@ -389,3 +457,109 @@ def test_unequal_groups_are_refused(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors[f"{UP}.g_idx"].fill_(0))
     with pytest.raises(ModelError, match="unequal size"):
         load(tmp_path).weights.read("layers.0.up.weight")
+
+
+def scales_of(stored: list[int]) -> torch.Tensor:
+    """Bytes of E4M3, as many as the matrix that `BROKEN` changes has."""
+    return torch.tensor(stored, dtype=torch.uint8).repeat(160, 8)[:, :8].contiguous().view(torch.float8_e4m3fn)
+
+
+BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
+    "no scales": (lambda tensors: tensors.pop(f"{UP}.weight_scale"), "lacks the tensor.*weight_scale"),
+    "no factor": (lambda tensors: tensors.pop(f"{UP}.weight_scale_2"), "lacks the tensor.*weight_scale_2"),
+    "groups of 32": (
+        lambda tensors: tensors.update({f"{UP}.weight_scale": scales_of([56])[:, :4].contiguous()}),
+        r"weight_scale' has the shape \(160, 4\), \(160, 8\) is expected",
+    ),
+    "codes cut off": (
+        lambda tensors: tensors.update({f"{UP}.weight": torch.zeros(160, 32, dtype=torch.uint8)}),
+        r"has the shape \(160, 32\), \(160, 64\) is expected",
+    ),
+    "scales of another type": (
+        lambda tensors: tensors.update({f"{UP}.weight_scale": torch.zeros(160, 8)}),
+        "weight_scale' has the type F32; supported are: F8_E4M3",
+    ),
+    "codes of another type": (
+        lambda tensors: tensors.update({f"{UP}.weight": torch.zeros(160, 64, dtype=torch.int8)}),
+        "weight' has the type I8",
+    ),
+    "a scale that is no number": (
+        lambda tensors: tensors.update({f"{UP}.weight_scale": scales_of([56, 127, 56, 56, 56, 56, 56, 56])}),
+        "weight_scale' has a scale that is no number",
+    ),
+    "a factor that is no number": (
+        lambda tensors: tensors.update({f"{UP}.weight_scale_2": torch.tensor(torch.nan)}),
+        "weight_scale_2' is no factor",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_damaged_matrix_in_nvfp4_ends_in_an_error_that_names_the_part(broken: str, tmp_path: Path) -> None:
+    change, message = BROKEN[broken]
+    write(tmp_path, *CASES["NVFP4 of ModelOpt"])
+    rewrite(tmp_path, change)
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path).weights.read("layers.0.up.weight")
+
+
+def test_a_factor_to_divide_by_may_not_be_zero(tmp_path: Path) -> None:
+    write(tmp_path, *CASES["NVFP4 of compressed-tensors"])
+    rewrite(tmp_path, lambda tensors: tensors[f"{UP}.weight_global_scale"].zero_())
+    with pytest.raises(ModelError, match="weight_global_scale' is no factor"):
+        load(tmp_path).weights.read("layers.0.up.weight")
+
+
+def test_scales_of_a_cache_and_of_inputs_change_nothing(tmp_path: Path) -> None:
+    expected = write(tmp_path, *CASES["NVFP4 of ModelOpt"])
+    scale = {f"model.layers.{layer}.self_attn.{name}_proj.{name}_scale": torch.tensor(0.1) for layer in (0, 1) for name in "kv"}
+    rewrite(tmp_path, lambda tensors: tensors.update(scale))
+    for stored, weight in expected.items():
+        assert np.array_equal(dequantized(load(tmp_path).weights.read(canonical(stored))), weight)
+
+
+def test_modelopt_may_say_its_format_in_a_file_of_its_own(tmp_path: Path) -> None:
+    expected = write(tmp_path, *CASES["NVFP4 of ModelOpt"])
+    change_config(tmp_path, quantization_config=None)
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    name = next(iter(expected))
+    assert np.array_equal(dequantized(load(tmp_path).weights.read(canonical(name))), expected[name])
+
+
+def test_modelopt_may_mix_numbers_of_8_and_4_bits(tmp_path: Path) -> None:
+    layers = {UP: {"quant_algo": "NVFP4", "group_size": 16}, "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}
+
+    def export(rng: np.random.Generator, num_out: int, num_in: int) -> tuple[dict[str, Array], Array]:
+        return (nvfp4() if 160 in (num_out, num_in) else float8("weight_scale", None))(rng, num_out, num_in)
+
+    for stored, weight in write(tmp_path, export, modelopt("MIXED_PRECISION", quantized_layers=layers)).items():
+        found = dequantized(load(tmp_path).weights.read(canonical(stored)))
+        assert np.array_equal(found.astype(np.float32), weight)
+
+
+def test_nvfp4_takes_four_and_a_half_bits(tmp_path: Path) -> None:
+    write(tmp_path, *CASES["NVFP4 of ModelOpt"])
+    form = load(tmp_path).weights.form("layers.0.up.weight")
+    assert form is not None
+    assert stored_bits(form) == 4 + 8 / 16 + 32 / 128
+
+
+def test_experts_in_nvfp4_compute_what_their_numbers_do_on_both_back_ends(tmp_path: Path) -> None:
+    expected = write(tmp_path / "few", nvfp4(), modelopt(), "qwen3_moe")
+    assert sum(".experts." in name for name in expected) == 2 * 6 * 3
+    plain = make_model(tmp_path / "plain", "qwen3_moe", intermediate_size=160, hidden_size=128)
+    tensors = load_file(plain / "model.safetensors")
+    tensors.update({name: torch.from_numpy(np.ascontiguousarray(weight)) for name, weight in expected.items()})
+    save_file(tensors, plain / "model.safetensors")
+    few, whole = load(tmp_path / "few"), load(plain)
+    tokens = list(range(60))
+    exact = build(whole.spec, whole.weights).run("a", tokens)
+    assert build(few.spec, few.weights).run("a", tokens).tobytes() == exact.tobytes()
+    driver = build_native(few.spec, few.weights)
+    assert relative_error(driver.run("a", tokens), exact) < 0.02
+    need = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16").need
+    few_bytes, whole_bytes = (
+        need(model.spec, model.weights, block_size=16, max_batched_tokens=16).weights_bytes for model in (few, whole)
+    )
+    assert few_bytes < 0.6 * whole_bytes

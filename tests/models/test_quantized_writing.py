@@ -28,7 +28,8 @@ def write(source: LoadedModel, out: Path, name: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("name", "activations"), [("int8", None), ("int8", "bfloat16"), ("int4", None), ("int4", "bfloat16"), ("qoq", None)]
+    ("name", "activations"),
+    [("int8", None), ("int8", "bfloat16"), ("int4", None), ("int4", "bfloat16"), ("nvfp4", None), ("qoq", None)],
 )
 def test_a_format_comes_back_as_it_was_written(name: str, activations: str | None, tied: bool, tmp_path: Path) -> None:
     source = load(make_model(tmp_path / "in", "qwen3", tie_word_embeddings=tied, **SIZES))
@@ -92,6 +93,30 @@ def test_other_readers_find_plain_safetensors(tmp_path: Path) -> None:
     linear = next(group for group in config["config_groups"].values() if group["targets"] == ["Linear"])
     assert linear["weights"] == {
         "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
+    }  # fmt: skip
+
+
+def test_other_readers_find_nvfp4_in_the_layout_of_compressed_tensors(tmp_path: Path) -> None:
+    source = load(make_model(tmp_path / "in", "llama", **SIZES))
+    number_format = FORMATS.get("nvfp4")(FormatOptions(rotates=False))
+    write_model(source.path, tmp_path / "out", quantize_on_read(source.spec, source.weights, number_format), "rtn")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    up = {name.rsplit(".", 1)[1]: tensor for name, tensor in tensors.items() if "layers.0.mlp.up_proj" in name}
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in up.items()} == {
+        "weight_packed": (torch.uint8, (208, 64)),
+        "weight_scale": (torch.float8_e4m3fn, (208, 8)),
+        "weight_global_scale": (torch.float32, (1,)),
+    }
+    nibbles = torch.stack([up["weight_packed"] & 15, up["weight_packed"] >> 4], dim=-1).reshape(208, 128).long()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])[nibbles]
+    weight = numbers * (up["weight_scale"].float() / up["weight_global_scale"]).repeat_interleave(16, 1)
+    written = number_format.quantize(np.asarray(source.weights.read("layers.0.up.weight")))
+    assert np.array_equal(weight.numpy(), written.dequantize())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    linear = next(group for group in config["config_groups"].values() if group["targets"] == ["Linear"])
+    assert (config["quant_method"], linear["format"]) == ("compressed-tensors", "nvfp4-pack-quantized")
+    assert linear["weights"] == {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16, "dynamic": False,
     }  # fmt: skip
 
 

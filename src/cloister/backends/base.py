@@ -26,6 +26,8 @@ num_layers * input_size]`, `layer_inputs.projection.weight [num_layers * input_s
 `altup.predict.weight [num_streams ** 2, num_streams]`, `altup.correct.weight [num_streams, num_streams]`, `laurel_left.weight
 [rank, hidden]`, `laurel_right.weight [hidden, rank]`, `laurel_norm.weight [hidden]`, `layer_input_gate.weight [input_size,
 hidden]`, `layer_input_out.weight [hidden, input_size]` and `layer_input_norm.weight [hidden]`.
+A module that predicts further tokens has `merge_embedding_norm.weight`, `merge_hidden_norm.weight [hidden]` and `merge.weight
+[hidden, 2 * hidden]`, and neither `embed` nor `head`.
 Gated attention has `layers.L.q_gate.weight [num_heads * head_dim, hidden]`.
 Mixers with a state (`backends.spec.StateSpec`) lie under `layers.L.mixer`, the norm before them is `attention_norm`, and
 their convolution is `conv.weight [channels, kernel_size]`, oldest position first. Mamba 2: `in.weight [inner_size + conv_size +
@@ -124,6 +126,8 @@ class ForwardBatch:
             see the image to its end, which the step computes too; no known token sees less than the one before it.
         rope_positions: None, or [3, num_tokens] int32: time, row and column that each token is turned by (`RopeSpec.axes`);
             none is greater than the token's position. None: `positions` is all three.
+        hidden: None, or [num_tokens, hidden] float32: what each token brings beside its embedding, where the decoder merges
+            both (`DecoderSpec.merges_hidden`).
         state_spans: for layers with a state, [num_spans, 4] int32: first token, end token, block read, block written. Tokens
             [first, end) of one sequence go on from the state in the one block (zeros before position 0) and leave theirs in the
             other, often the same one. Spans of a sequence are in order, and cover its tokens. The block written is -1 for
@@ -145,6 +149,7 @@ class ForwardBatch:
     last_seen: IntArray | None = None
     rope_positions: IntArray | None = None
     state_spans: IntArray | None = None
+    hidden: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,7 @@ class Capability(Flag):
         SAMPLING: chooses tokens as `executor.sampling` specifies (`Wants.sampling`, `Wants.num_top`, `Program.sample`).
         MASKS: chooses among some of the tokens only, for grammars (`Wants.masks`).
         HIDDEN: shows what its head reads (`Wants.hidden`), for embeddings and drafters.
+        EVERY_HIDDEN: shows it of tokens that have no row of logits too (`Wants.every_hidden`).
         HEAD: lends its head (`Program.project`).
         DRAFT_HEADS: computes draft heads (`Program.load_heads`, `Program.guess`).
         TREES: computes token trees (`ForwardBatch.parents`) and keeps one path of them (`Program.move_positions`).
@@ -226,7 +232,7 @@ class Capability(Flag):
             `ForwardBatch.logit_rows`, in the order of those. `Wants.hidden` brings a row for every position of them, one
             sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
             chosen.
-        IMAGES: encodes images (`Program.encode_images`), and takes their embeddings (`ForwardBatch.embeddings`).
+        IMAGES: encodes images (`Program.encode_image`), and takes their embeddings (`ForwardBatch.embeddings`).
     """
 
     GREEDY = auto()
@@ -241,6 +247,7 @@ class Capability(Flag):
     ASYNCHRONOUS = auto()
     ENCODER = auto()
     IMAGES = auto()
+    EVERY_HIDDEN = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -256,6 +263,7 @@ class Wants(msgspec.Struct, frozen=True):
             uint32; bit i % 32 of word i // 32 says whether token i may be chosen. Words behind the vocabulary are not read.
         num_top: the ids of so many of each row's largest logits, beside logits or sampled tokens.
         hidden: hidden states after the final norm.
+        every_hidden: these of every token of the batch, in place of those of the rows.
 
     Raises:
         ValueError: these exclude each other.
@@ -267,10 +275,13 @@ class Wants(msgspec.Struct, frozen=True):
     masks: Callable[[], MaskArray] | None = None
     num_top: int = 0
     hidden: bool = False
+    every_hidden: bool = False
 
     def __post_init__(self) -> None:
         if self.logits + self.greedy + (self.sampling is not None) > 1:
             raise ValueError("a step brings logits, greedy tokens or sampled ones; want one of them")
+        if self.hidden and self.every_hidden:
+            raise ValueError("hidden states come of the rows or of every token; want one of them")
         if self.masks is not None and (self.sampling is None or self.num_top):
             raise ValueError("masks go with sampled tokens, and without the ids of the largest logits")
         if self.num_top and not self.logits and self.sampling is None:
@@ -282,6 +293,7 @@ class Wants(msgspec.Struct, frozen=True):
         needs = Capability.GREEDY if self.greedy else Capability(0)
         needs |= Capability.SAMPLING if self.sampling is not None or self.num_top else Capability(0)
         needs |= Capability.MASKS if self.masks is not None else Capability(0)
+        needs |= Capability.EVERY_HIDDEN if self.every_hidden else Capability(0)
         return needs | (Capability.HIDDEN if self.hidden else Capability(0))
 
 
@@ -301,7 +313,7 @@ class StepOutput(msgspec.Struct):
             differ from the specification's where two tokens are ahead by less than float32 can tell. -1 where a logit of the
             row is not a finite number, or a mask leaves no token.
         top: [num_rows, num_top] int32, best first, lower ids first among equal logits; -1 in a row that is not finite.
-        hidden: [num_rows, hidden] float32.
+        hidden: [num_rows, hidden] float32, or [num_tokens, hidden] (`Wants.every_hidden`).
     """
 
     logits: FloatArray = _NO_FLOATS
@@ -357,12 +369,14 @@ class Program(ABC):
         """
         raise self._lacks(Capability.SAMPLING)
 
-    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of each image, alone as in company: what `ForwardBatch.embeddings` has at its positions
-        (IMAGES).
+    def encode_image(self, image: ImageTile, check: Callable[[], None] = lambda: None) -> FloatArray:
+        """Returns the embeddings of an image: what `ForwardBatch.embeddings` has at its positions (IMAGES).
+
+        It computes in the calling thread, with the same bits whatever else runs; several threads may call it, beside steps.
 
         Args:
-            images: of the sizes that the tower takes (`DecoderSpec.vision`).
+            image: of a size that the tower takes (`DecoderSpec.vision`).
+            check: called between layers; an exception of it ends the encoding.
         """
         raise self._lacks(Capability.IMAGES)
 
@@ -430,8 +444,8 @@ class Program(ABC):
 class ImageEncoder(Protocol):
     """A vision tower with its weights, which a program may borrow from another back end."""
 
-    def encode(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of images (`Program.encode_images`)."""
+    def encode(self, image: ImageTile, check: Callable[[], None]) -> FloatArray:
+        """Returns the embeddings of an image (`Program.encode_image`)."""
         ...
 
 
@@ -473,11 +487,15 @@ class Backend(Protocol):
         """Says what `build` and `Program.step` will take, before anything is allocated."""
         ...
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:
+    def build(
+        self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None, beside: Program | None = None
+    ) -> Program:
         """Builds a program.
 
         Args:
             identity: names the very weights, for a back end that keeps what it made of them; None keeps nothing.
+            beside: a program of this back end that lends its embedding and its head to a module without them
+                (`DecoderSpec.merges_hidden`); None for any other decoder.
         """
         ...
 

@@ -512,6 +512,10 @@ class DecoderSpec:
         head_bias: the head carries a bias.
         vision: the tower that makes embeddings of images; None for a decoder that reads text only.
         streams: residual streams beside the one, and inputs of each layer by token; None for one stream.
+        merges_hidden: a module that predicts further tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2). It has neither an
+            embedding nor a head: both are those of the program that it is built beside (`Backend.build`). Its first layer
+            reads merge([merge_embedding_norm(e); merge_hidden_norm(h)]) of a token's embedding e and of the hidden state h in
+            `ForwardBatch.hidden` (equation 21; the order is that of the checkpoints, not of the paper).
         family: the family's name, for people and fingerprints only; no back end may branch on it.
     """
 
@@ -531,6 +535,7 @@ class DecoderSpec:
     head_bias: bool = False
     vision: AnyVisionSpec | None = None
     streams: StreamsSpec | None = None
+    merges_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)

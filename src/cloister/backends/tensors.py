@@ -21,6 +21,9 @@ where all are zero the scale is 0 and so are the codes.
 """
 E2M1_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16).astype(np.uint8) + np.uint8(128)
 """[16] uint8: 128 and twice each E2M1 number, by its bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
+E2M1_BITS = np.zeros(256, np.uint8)
+"""[256] uint8: the bits of a code of `E2M1_CODES`; minus zero is zero."""
+E2M1_BITS[E2M1_CODES[::-1]] = np.arange(16, dtype=np.uint8)[::-1]
 ROTATIONS = (128, 64, 16)
 """Blocks that inputs of products are rotated in."""
 _NUMBERS_AT_ONCE = 1 << 16  # so that they stay in a core's own cache
@@ -43,7 +46,8 @@ class InputRounding:
 class GroupedTensor:
     """Affine codes with a scale for each group of consecutive inputs (GPTQ, AWQ, GGUF, plain int8 and int4).
 
-    `weight[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) + offsets[n, g]` with `g = k // group_size`.
+    `weight[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g]) + offsets[n, g]` with `g = k // group_size`; with scales for
+    outputs too, `(scales[n, g] * output_scales[n]) * (codes[n, k] - zeros[n, g])`, both products rounded to float32.
 
     Attributes:
         codes: [out, in] uint8, each below 2 ** bits.
@@ -57,6 +61,8 @@ class GroupedTensor:
         rotation: the formula gives the weight with its blocks of that many inputs rotated (`rotate_blocks`); 0 for as it is.
         is_mxfp4: every code is one of `E2M1_CODES` and every scale a power of two, so that 4 bits hold a code and 8 a scale.
             `bits` is 8 all the same, and there are neither zeros nor offsets.
+        output_scales: [out] float32 or None; only where `is_nvfp4`.
+        is_nvfp4: every code is one of `E2M1_CODES` and every scale half a number of E4M3, of 16 inputs; the rest as `is_mxfp4`.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -69,10 +75,17 @@ class GroupedTensor:
     order: npt.NDArray[np.int32] | None = None
     rotation: int = 0
     is_mxfp4: bool = False
+    output_scales: npt.NDArray[np.float32] | None = None
+    is_nvfp4: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def is_e2m1(self) -> bool:
+        """Whether codes are floats of 4 bits."""
+        return self.is_mxfp4 or self.is_nvfp4
 
     def dequantize(self) -> npt.NDArray[np.float32]:
         """Returns the weight [out, in] in float32, columns in the order of the inputs, none of them rotated."""
@@ -83,7 +96,8 @@ class GroupedTensor:
         num_out, num_in = self.shape
         codes = self.codes.reshape(num_out, -1, self.group_size).astype(np.float32)
         zeros = np.float32(2 ** (self.bits - 1)) if self.zeros is None else self.zeros[:, :, None].astype(np.float32)
-        weight = (codes - zeros) * self.scales[:, :, None]
+        scales = self.scales if self.output_scales is None else self.scales * self.output_scales[:, None]
+        weight = (codes - zeros) * scales[:, :, None]
         if self.offsets is not None:
             weight += self.offsets[:, :, None]
         return _in_order(weight.reshape(num_out, num_in), self.order)
@@ -157,6 +171,7 @@ def take_rows(tensor: QuantizedTensor, rows: slice | npt.NDArray[np.int32]) -> Q
         scales=tensor.scales[rows],
         zeros=None if tensor.zeros is None else tensor.zeros[rows],
         offsets=None if tensor.offsets is None else tensor.offsets[rows],
+        output_scales=None if tensor.output_scales is None else tensor.output_scales[rows],
     )
 
 
@@ -225,8 +240,8 @@ def stored_bits(tensor: GroupedTensor | ProgressiveTensor) -> float:
     """Returns the bits that a quantised tensor takes per weight once packed, scales and zero points included."""
     if isinstance(tensor, ProgressiveTensor):
         return 4 + 16 / tensor.group_size + 32 / tensor.shape[1]
-    if tensor.is_mxfp4:
-        return 4 + 8 / tensor.group_size
+    if tensor.is_e2m1:
+        return 4 + 8 / tensor.group_size + 32 * tensor.is_nvfp4 / tensor.shape[1]
     whole_row = tensor.group_size == tensor.shape[1]
     halves = np.array_equal(tensor.scales.astype(np.float16).astype(np.float32), tensor.scales)
     per_group = 16 if halves and not whole_row else 32

@@ -78,6 +78,11 @@ class VisionSpec:
             return WRONG_POSITIONS
         return None if len(image.pixels) == self.image_bytes else WRONG_SIZE
 
+    def make_blank(self) -> ImageTile:
+        """Returns a black image that the tower takes."""
+        pixels = bytes(self.image_bytes)
+        return ImageTile(offset=0, num_tokens=self.num_tokens, digest=b"", pixels=pixels, bidirectional=self.bidirectional)
+
 
 @dataclass(frozen=True, slots=True)
 class QwenVisionSpec:
@@ -139,6 +144,10 @@ class QwenVisionSpec:
             return WRONG_POSITIONS
         num_pixels = image.num_tokens * self.token_size**2
         return None if len(image.pixels) == 3 * num_pixels and num_pixels <= self.most_pixels else WRONG_SIZE
+
+    def make_blank(self) -> ImageTile:
+        """Returns a black image that the tower takes, of one token."""
+        return ImageTile(offset=0, num_tokens=1, digest=b"", pixels=bytes(3 * self.token_size**2), grid=(1, 1))
 
 
 AnyVisionSpec: TypeAlias = VisionSpec | QwenVisionSpec

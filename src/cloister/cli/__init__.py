@@ -40,6 +40,7 @@ VERBS: Final[Mapping[str, str]] = {
     "proxy": "proxy",
     "monitor": "monitor",
     "bench": GROUP,
+    "cluster": GROUP,
     "train": GROUP,
     "datastore": GROUP,
     "policy": GROUP,

@@ -43,6 +43,13 @@ def proxy(
     remember: Annotated[
         bool, typer.Option(help="Keep the view of the log; else each start sees the cloud as if for the first time.")
     ] = True,
+    size_class: Annotated[
+        str | None,
+        typer.Option(
+            help="Pad all requests to a size class, which images need: small, medium or large; unset, each to its own size.",
+            metavar="NAME",
+        ),
+    ] = None,
     least_present: LeastPresent = LEAST_PRESENT,
     most_share: MostShare = MOST_SHARE,
     accept_membership: AcceptMembership = 0,
@@ -80,6 +87,7 @@ def proxy(
         remember=remember,
         receipts=keep,
         buys_directly=buy_directly,
+        size_class=size_class,
     )
     raise typer.Exit(_serve(session, host, port))
 

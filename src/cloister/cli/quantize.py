@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def quantize(
     model: Annotated[str, typer.Argument(help="Embedded model's name, model directory, or hub name.")],
     directory: Annotated[Path, typer.Argument(help="Directory to write to; must be empty or not exist.", metavar="OUT")],
-    format_name: Annotated[str, typer.Option("--format", help="Number format: int8, int4 or qoq.")] = "int4",
+    format_name: Annotated[str, typer.Option("--format", help="Number format: int8, int4, qoq or nvfp4.")] = "int4",
     method: Annotated[str, typer.Option(help="Calibration method: rtn (no text), gptq, awq or smoothquant.")] = "gptq",
     group_size: Annotated[
         int | None, typer.Option(help="Inputs that share a scale: 32, 64 or 128; unset, the default.", show_default=False)

@@ -220,6 +220,7 @@ def seal_for_node(
     now: float,
     order: ReceiptOrder | None = None,
     budget: int | None = None,
+    least_bytes: int = 0,
 ) -> SealedEnvelope:
     """Seals a request to a node and, around it, to the gateway.
 
@@ -231,6 +232,7 @@ def seal_for_node(
         now: Unix seconds; the date of both layers, which their receivers compare with their clocks.
         order: for a receipt; None for none. The envelope's length is the same.
         budget: output tokens that the blind token pays for, which the node compares with the gateway's value; None omits it.
+        least_bytes: of the padded request, as a size class demands.
 
     Raises:
         RequestTooLargeError: the request is longer than the largest bucket.
@@ -240,7 +242,7 @@ def seal_for_node(
     asked, room = with_wish(with_budget(request, budget), order.wish if order else None)
     message = encode_request(asked)
     inner, inner_exchange = seal_chunked_request(
-        choose_configuration(parse_keys(node.keys)), message.ljust(bucket_bytes(room), b"\0")
+        choose_configuration(parse_keys(node.keys)), message.ljust(max(bucket_bytes(room), least_bytes), b"\0")
     )
     gateway = urlsplit(epoch.gateway.url)
     fields: Fields = ((b"authorization", authorization.encode()), (b"content-type", CHUNKED.request_type.encode()), date)

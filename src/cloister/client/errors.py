@@ -48,6 +48,13 @@ class EvidenceRefusedError(SealedError):
         self.steps = tuple(steps)
 
 
+class ImagesRefusedError(SealedError):
+    """The request has images, and nothing would cover them. Nothing was sent."""
+
+    code = "images_refused"
+    status = 400
+
+
 class NoTokensError(SealedError):
     """No token is left, and the issuer sells none."""
 

@@ -15,6 +15,7 @@ import httpx
 from cloister.client.attempts import CUT_OFF, Attempts, is_answer, read_timeouts, refuse_reply, to_fields, to_request
 from cloister.client.envelope import Answer, BrokenAnswerError, strip_request
 from cloister.client.errors import FailedTryError, SealedError
+from cloister.client.images import check_images
 from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.protocol import Ask, unreachable
 from cloister.client.session import PreparedRequest, Session
@@ -130,6 +131,7 @@ def make_sealed_call(session: Session, request: httpx.Request, content: bytes) -
     while len(attempts) < MAX_DRAWS:
         try:
             ready: PreparedRequest = yield Prepare()
+            _check_images(session, ready, content)
             plain = strip_request(request.method, request.url.raw_path, to_fields(request), content, session.now())
             reader = yield from _attempt(session, request, plain, ready, attempts)
             return Answered(reader, ready, attempts)
@@ -141,6 +143,19 @@ def make_sealed_call(session: Session, request: httpx.Request, content: bytes) -
                 raise
             raise ended from error
     raise attempts.give_up()
+
+
+def _check_images(session: Session, ready: PreparedRequest, content: bytes) -> None:
+    """Refuses images that the verified profile of the nodes refuses, or that nothing would cover on the way.
+
+    Raises:
+        ImagesRefusedError: nothing was sent.
+    """
+    try:
+        check_images(content, ready.epoch.profile, ready.size_class)
+    except SealedError:
+        session.give_back(ready)
+        raise
 
 
 def _attempt(

@@ -17,6 +17,7 @@ import msgspec
 
 from cloister.client.envelope import SealedEnvelope, seal_for_node
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError
+from cloister.client.images import find_size_class
 from cloister.client.issuer_record import IssuerRecord, beside
 from cloister.client.limits import Limits, hold_to_limits
 from cloister.client.node_selection import Below, draw
@@ -29,6 +30,7 @@ from cloister.client.token_purchase import Buyer, Wallet, signed_budget, signing
 from cloister.trust.attestation import AttestationPolicy, Findings, Outcome
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, read_evidence, read_statement
 from cloister.trust.sealing import HttpRequest
+from cloister.trust.shape import SizeClass
 from cloister.trust.tokens import Token, authorization
 from cloister.trust.tokens.blind_rsa import key_id
 from cloister.trust.tokens.challenge import challenge_between
@@ -56,6 +58,7 @@ class PreparedRequest:
         token: None if the node is refused; nothing is spent on it.
         order: for a receipt; None for none.
         budget: output tokens that the blind token pays for, as signed by the issuer; None without a token.
+        size_class: what the session's requests are padded to; None for the smallest size that holds them.
     """
 
     epoch: Epoch
@@ -65,12 +68,15 @@ class PreparedRequest:
     token: Token | None
     order: ReceiptOrder | None = None
     budget: int | None = None
+    size_class: SizeClass | None = None
 
     def seal(self, request: HttpRequest, now: float) -> SealedEnvelope:
         """Seals a request to the node, and around that to the gateway."""
         assert self.token is not None, "nothing is sealed to a node that was refused"
         assert self.node is not None, "nothing is sealed to a node that is not there"
-        return seal_for_node(request, self.node, self.epoch, authorization(self.token), now, self.order, self.budget)
+        least_bytes = 0 if self.size_class is None else self.size_class.request_bytes
+        spent = authorization(self.token)
+        return seal_for_node(request, self.node, self.epoch, spent, now, self.order, self.budget, least_bytes)
 
 
 class Session:
@@ -87,6 +93,8 @@ class Session:
         state: file with the client's view of the log, mode 0600, which persists over restarts; None uses one in the user's
             state folder (`client.shared_view`).
         remember: False keeps it in memory only, so that each start sees the cloud as if for the first time.
+        size_class: name of the size class of all requests, with images or without (`trust.shape.SIZE_CLASSES`, docs/vision.md);
+            None pads each to the smallest size that holds it, and refuses images under `private`.
         below: random source of the draw; default: the system's.
         now: returns Unix seconds.
     """
@@ -103,6 +111,7 @@ class Session:
         receipts: Keep | None = None,
         buys_directly: bool = False,
         remember: bool = True,
+        size_class: str | None = None,
         below: Below = secrets.randbelow,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -120,6 +129,7 @@ class Session:
         self._findings: dict[str, Findings] = {}
         self._keys: dict[str, bytes] = {}
         self._receipts = receipts
+        self.size_class = find_size_class(size_class)
         self._bundle = b""
         self._evidence: dict[str, bytes] = {}
         self._wallet = Wallet()
@@ -194,7 +204,7 @@ class Session:
         if self._receipts is not None:
             order = order_receipt(believed.epoch, self._bundle, self._evidence[node.node_id], self._receipts)
         token, budget = yield from self._take_token(believed.epoch)
-        return PreparedRequest(believed.epoch, member, node, findings, token, order, budget)
+        return PreparedRequest(believed.epoch, member, node, findings, token, order, budget, self.size_class)
 
     def _believe(self) -> FetchSteps[VerifiedEpoch]:
         now = self.now()

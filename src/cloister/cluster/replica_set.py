@@ -120,6 +120,11 @@ class ReplicaSet(RequestClient):
         faults = [replica.fault() for replica in self._replicas]
         return faults[0] if all(faults) else None
 
+    @property
+    def num_places(self) -> int:
+        """Requests whose replica is known: those that have not ended."""
+        return len(self._places)
+
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [replica.snapshot(index) for index, replica in enumerate(self._replicas)]
 

@@ -48,7 +48,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     log_format: str = "text"
 
 
-_encode: Final = msgspec.msgpack.Encoder().encode
+encode: Final[Callable[[Boot | FrontMessage | EngineMessage], bytes]] = msgspec.msgpack.Encoder().encode
 decode_boot: Final[Callable[[bytes], Boot]] = msgspec.msgpack.Decoder(Boot).decode
 decode_front: Final[Callable[[bytes], FrontMessage]] = msgspec.msgpack.Decoder(FrontMessage).decode
 decode_engine: Final[Callable[[bytes], EngineMessage]] = msgspec.msgpack.Decoder(EngineMessage).decode
@@ -60,7 +60,7 @@ def frame(message: Boot | FrontMessage | EngineMessage) -> bytes:
     Raises:
         ChannelError: the message is longer than `MAX_FRAME_BYTES`.
     """
-    payload = _encode(message)
+    payload = encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         raise ChannelError(f"a message of {len(payload)} bytes is over the channel's limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(payload)) + payload

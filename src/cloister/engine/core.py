@@ -38,11 +38,12 @@ from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from cloister.executor.grammar import Grammars
+    from cloister.executor.image_encoding import ImageEncoding
 
 IDLE_WAIT_S: Final = 5.0
 """Longest sleep of an idle engine; a message wakes it."""
-COMPILING_WAIT_S: Final = 1.0
-"""The same while requests wait for a grammar; the engine then sends a message without events as a heartbeat."""
+HEARTBEAT_S: Final = 1.0
+"""The same while requests wait for a grammar or an image; the engine then sends a message without events as a heartbeat."""
 MAX_FAILURES_IN_ROW: Final = 3
 STEP_FAILED: Final = "the engine failed while it computed this request; send it again"
 
@@ -68,6 +69,7 @@ class EngineCore:
         startup: startup times, (phase, seconds).
         adapters: adapters that requests may use.
         grammars: compiles grammars in the background; None if requests cannot have grammars.
+        encoding: encodes images beside the steps; None if requests cannot have images.
         scrubber: overwrites residue of ended requests; None leaves it until the memory is reused.
         ahead: overlaps planning with the device: holds the step that runs while the engine plans the next one and reads the
             tokens of the last one. None handles one step at a time.
@@ -89,6 +91,7 @@ class EngineCore:
         clock: Clock | None = None,
         adapters: AdapterRegister | None = None,
         grammars: Grammars | None = None,
+        encoding: ImageEncoding | None = None,
         scrubber: MemoryScrubber | None = None,
         ahead: StepAhead | None = None,
     ) -> None:
@@ -103,6 +106,7 @@ class EngineCore:
         self._output = output
         self._clock = clock or WallClock()
         self._grammars = grammars
+        self._encoding = encoding
         self._scrubber = scrubber
         self._ahead = ahead
         self._drain_by_s: float | None = None
@@ -129,13 +133,15 @@ class EngineCore:
         Raises:
             EngineError: too many steps in a row failed.
         """
+        if self._encoding is not None:
+            self._encoding.on_done(self.input_queue.wake)
         while not self.is_done:
             outputs = self.step(emit)
             if outputs is not None:
                 emit(outputs)
             elif not self.is_done:
-                self.input_queue.wait(self._patience_s())
-                if self._scheduler.waiting_for_grammar:
+                self.input_queue.wait(self.patience_s())
+                if self._waits_for_others:
                     emit(Outputs([], []))
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
@@ -155,6 +161,9 @@ class EngineCore:
             self._read(message, now)
         if self._scheduler.waiting_for_grammar:
             self._release_compiled(now)
+        if self._encoding is not None and self._encoding.done:
+            for image in self._encoding.take():
+                self._scheduler.note_encoded(image, now)
         if self._drain_by_s is not None and now >= self._drain_by_s:
             for request_id in list(self._scheduler.requests):
                 self._scheduler.abort(request_id, now)
@@ -309,10 +318,15 @@ class EngineCore:
             spent_s=spent_s,
         )
 
-    def _patience_s(self) -> float:
+    @property
+    def _waits_for_others(self) -> bool:
+        """Whether requests wait for a grammar that is compiled, or an image that is encoded, beside the steps."""
+        return bool(self._scheduler.waiting_for_grammar) or (self._encoding is not None and self._encoding.is_busy)
+
+    def patience_s(self) -> float:
         """How long to wait for a message: until the next deadline, within a limit."""
         waiting = self._scheduler.waiting_for_grammar.values()
         known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))
         deadlines = [d for d in known if d is not None]
-        longest_s = COMPILING_WAIT_S if waiting else IDLE_WAIT_S
+        longest_s = HEARTBEAT_S if self._waits_for_others else IDLE_WAIT_S
         return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest, VerifyFeedback
+from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest, HiddenRows, VerifyFeedback
 from cloister.executor.state import SequenceState
 from cloister.types.clock import Clock
 from cloister.types.errors import EngineError
@@ -21,6 +21,7 @@ class DrafterGroup:
 
     Attributes:
         wants_hidden, num_top: which fields of `VerifyFeedback` they need.
+        wants_every_hidden: whether one needs the hidden states of all positions.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], clock: Clock, *, takes_trees: bool) -> None:
@@ -31,6 +32,8 @@ class DrafterGroup:
         self._followers = [name for name, drafter in drafters.items() if type(drafter).follow is not Drafter.follow]
         self._observers = [name for name, drafter in drafters.items() if type(drafter).observe is not Drafter.observe]
         self.wants_hidden = any(drafter.wants_hidden for drafter in drafters.values())
+        self._readers = [name for name, drafter in drafters.items() if drafter.wants_every_hidden]
+        self.wants_every_hidden = bool(self._readers)
         self.num_top = max((drafter.num_top for drafter in drafters.values()), default=0)
 
     def __len__(self) -> int:
@@ -87,6 +90,12 @@ class DrafterGroup:
         for name in self._observers if seen else ():
             with self._timing(name):
                 self._drafters[name].observe(seen)
+
+    def keep_hidden(self, parts: Sequence[HiddenRows]) -> None:
+        """Passes the hidden states of a step to the drafters that read those of all positions."""
+        for name in self._readers if parts else ():
+            with self._timing(name):
+                self._drafters[name].keep_hidden(parts)
 
     def forget(self, seq_id: int) -> None:
         """A sequence left."""

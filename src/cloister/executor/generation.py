@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
 from cloister.executor.drafter_group import DrafterGroup
-from cloister.executor.drafters import NOTHING, VerifyFeedback
+from cloister.executor.drafters import NOTHING, HiddenRows, VerifyFeedback
 from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, row_slices, split_scored
 from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
 from cloister.executor.program_executor import ProgramExecutor
@@ -55,6 +55,7 @@ class TokenGenerator:
         self._tables = tables
         self._drafting = drafting
         self._drafts = len(drafting) > 0
+        self._shows_every = drafting.wants_every_hidden and Capability.EVERY_HIDDEN in program.capabilities
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
 
     def start(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> Callable[[], None] | None:
@@ -71,7 +72,7 @@ class TokenGenerator:
             return None
         watched = self._find_watched(live, forks) if self._drafts else _NOBODY
         reads_logits = (watched or self._batch.num_processed) and self._reads_logits(live, watched)
-        if not reads_logits and not watched and not forks:
+        if not (reads_logits or watched or forks or self._shows_every):
             return self._start_plain(live, result)
         if not reads_logits:
             seen = self._verify_on_program(live, forks, watched, result)
@@ -180,6 +181,7 @@ class TokenGenerator:
         nodes = np.array(rows, np.int32), positions
         wants = self._wants(batch, states, nodes, watched, shows_hidden=self._shows(live, watched))
         output = self._executor.step(batch, wants)
+        every = self._take_every(batch, output)
         if wants.greedy:
             output.tokens = output.tokens[rows]
         if output.tokens.shape != (len(states),):
@@ -192,7 +194,44 @@ class TokenGenerator:
                 seen.append(each.feedback(output.tokens[own], output))
             first = own.stop
         self._finish(live, verified, result)
+        self._pass_hidden(live, forks, verified, every)
         return seen
+
+    def _take_every(self, batch: ForwardBatch, output: StepOutput) -> FloatArray | None:
+        """Returns the hidden states of all tokens where drafters read them, and leaves those of the rows in `output`."""
+        if not self._shows_every:
+            return None
+        every, output.hidden = output.hidden, output.hidden[batch.logit_rows]
+        return every
+
+    def _pass_hidden(
+        self,
+        parts: Sequence[ScheduledSequence],
+        forks: Sequence[Fork],
+        verified: Sequence[Verification],
+        every: FloatArray | None,
+    ) -> None:
+        """Passes the hidden states of a step's tokens to the drafters that read all of them.
+
+        Args:
+            every: [num_tokens, hidden], in the order of the step's batch.
+        """
+        if every is None:
+            return
+        first, found = 0, []
+        paths = {each.state.seq_id: each.path for each in verified}
+        children: dict[int, list[SequenceState]] = {}
+        for fork in forks:
+            children.setdefault(fork.parent_id, []).append(self._batch[fork.child_id])
+        for part in parts:
+            start, end = part.plan.start, first + part.end - part.plan.start
+            own = [*range(first, end), *(end + place for place in paths.get(part.plan.seq_id, ()))]
+            found.append(HiddenRows(part.state, start, every[own]))
+            found += [HiddenRows(child, start, every[first:end]) for child in children.get(part.plan.seq_id, ())]
+            first = end + len(part.draft.token_ids)
+        self._drafting.keep_hidden([each for each in found if each.state.failure is None])
+        for rows in (every, *(each.rows for each in found)):
+            rows.fill(0)  # drafters keep copies
 
     def _shows(self, live: Sequence[ScheduledSequence], watched: AbstractSet[int]) -> bool:
         """Whether drafters need hidden states of a step."""
@@ -216,8 +255,9 @@ class TokenGenerator:
             nodes: for each, its row of logits and the token's position; None if each has one row, in order.
         """
         num_top = self._drafting.num_top if watched else 0
+        shows_hidden, shows_any = shows_hidden and not self._shows_every, shows_hidden or self._shows_every
         if not num_top and (self._batch.num_not_greedy == 0 or False not in [state.is_greedy for state in states]):
-            return Wants(greedy=True, hidden=True) if shows_hidden else GREEDY
+            return Wants(greedy=True, hidden=shows_hidden, every_hidden=self._shows_every) if shows_any else GREEDY
         if nodes is not None:
             sampling = self._batch.sampling_metadata(states, *nodes)
         else:
@@ -226,7 +266,7 @@ class TokenGenerator:
         masks = None
         if self._batch.num_guided and not all(state.grammar is None for state in states):
             masks = partial(_stack_masks, states)
-        return Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden)
+        return Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden, every_hidden=self._shows_every)
 
     # Tokens sampled from logits
 
@@ -234,8 +274,15 @@ class TokenGenerator:
         self, run: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
     ) -> list[VerifyFeedback]:
         rows = row_slices(run)
-        wants = Wants(logits=True, num_top=self._drafting.num_top if watched else 0, hidden=self._shows(run, watched))
-        output = self._executor.step(forward_batch(run, self._tables), wants)
+        batch = forward_batch(run, self._tables)
+        wants = Wants(
+            logits=True,
+            num_top=self._drafting.num_top if watched else 0,
+            hidden=self._shows(run, watched) and not self._shows_every,
+            every_hidden=self._shows_every,
+        )
+        output = self._executor.step(batch, wants)
+        every = self._take_every(batch, output)
         finite = finite_rows(output.logits)
         for part in run:
             first = rows[part.plan.seq_id].start
@@ -246,6 +293,7 @@ class TokenGenerator:
         while going:
             going = self._advance(going, output.logits, finite)
         self._finish(run, verified, result)
+        self._pass_hidden(run, forks, verified, every)
         return _see([each for each in verified if each.state.seq_id in watched], output)
 
     def _advance(self, going: list[Verification], logits: FloatArray, finite: BoolArray) -> list[Verification]:

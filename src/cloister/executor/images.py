@@ -1,4 +1,4 @@
-"""Images of prompts: encoded when a step reaches their positions, and kept until it has passed them."""
+"""Images of prompts, from the step that reaches their positions to the one that has passed them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cloister.backends.base import FloatArray, IntArray, Program
+from cloister.backends.base import FloatArray, IntArray
 from cloister.backends.vision import WRONG_POSITIONS, AnyVisionSpec
 from cloister.types.errors import EngineError
 from cloister.types.images import ImageTile
@@ -21,7 +21,7 @@ class SequenceImages:
 
     Attributes:
         tiles: those whose positions are not computed yet, in the order of the prompt.
-        embeddings: number of a tile's first position -> what stands at its positions (`Program.encode_images`), of those that a
+        embeddings: number of a tile's first position -> what stands at its positions (`Program.encode_image`), of those that a
             step has reached.
     """
 
@@ -36,7 +36,7 @@ class SequenceImages:
                 found.fill(0)
 
     def missing(self, end: int) -> list[ImageTile]:
-        """Returns the images that begin before a position and are not encoded yet."""
+        """Returns the images that begin before a position and are not reached by a step yet."""
         return [tile for tile in self.tiles if tile.offset < end and tile.offset not in self.embeddings]
 
     def rows(self, start: int, end: int) -> list[tuple[int, FloatArray]]:
@@ -77,21 +77,6 @@ class GridPositions:
             turns[:, inside] += np.stack([-places, places // columns - places, places % columns - places])
             turns[:, positions >= end] -= saved
         return turns
-
-
-def encode_missing(program: Program, parts: Sequence[tuple[SequenceImages, int]]) -> None:
-    """Encodes the images that a step reaches.
-
-    Args:
-        parts: images of a sequence, and one past the last position that the step computes of it.
-    """
-    wanted = []
-    for images, end in parts:
-        wanted += [(images, tile) for tile in images.missing(end)]
-    if not wanted:
-        return
-    for (images, tile), embeddings in zip(wanted, program.encode_images([tile for _, tile in wanted]), strict=True):
-        images.embeddings[tile.offset] = embeddings
 
 
 def gather(parts: Sequence[tuple[SequenceImages, int, int, int]]) -> tuple[FloatArray, IntArray] | None:

@@ -12,14 +12,14 @@ from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, Drafter
 from cloister.executor.generation import TokenGenerator
 from cloister.executor.grammar import Grammars
-from cloister.executor.images import encode_missing
+from cloister.executor.image_encoding import ImageEncoding
 from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, schedule_sequence
 from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
 from cloister.types.request import Embedding
-from cloister.types.step import SequencePlan, StepPlan, StepResult
+from cloister.types.step import EncodedImage, SequencePlan, StepPlan, StepResult
 
 
 class ModelRunner:
@@ -32,6 +32,10 @@ class ModelRunner:
         block_size: positions in one KV block.
         groups: layer groups of the program (`KVLayout.groups`).
         vision: the program's vision tower, if it has one.
+        num_images_at_once: images that it encodes at once, beside the steps.
+
+    Attributes:
+        encoding: encodes the images of sequences, and says when they are done.
         adapters: digest -> slot of the program's adapters; may change between steps.
         grammars: compiles the grammars of sequences; None fails sequences with a grammar.
         drafters: drafters by their names in plans; None if no plan drafts.
@@ -50,7 +54,9 @@ class ModelRunner:
         drafters: Mapping[str, Drafter] | None = None,
         groups: Sequence[KVGroup] = (),
         vision: AnyVisionSpec | None = None,
+        num_images_at_once: int = 1,
     ) -> None:
+        self.encoding = ImageEncoding(program.encode_image, num_images_at_once)
         self._program = program
         self._num_groups = max(1, len(groups))
         state_group = next((number for number, group in enumerate(groups) if group.is_state), None)
@@ -106,9 +112,12 @@ class ModelRunner:
         started_s = self._clock.now()
         for seq_id in plan.departures:
             self._batch.depart(seq_id)
+            self.encoding.cancel(seq_id)
             self._drafting.forget(seq_id)
         for new in plan.arrivals:
             self._batch.arrive(new)
+        for seq_id, offset in plan.encodes:
+            self._begin_encoding(seq_id, offset)
         if plan.wipes:
             self._program.wipe_blocks(plan.wipes)
             self._drafting.wipe_blocks(plan.wipes if self._num_groups == 1 else [b for b in plan.wipes if self._is_drafters(b)])
@@ -125,9 +134,7 @@ class ModelRunner:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
         if self._batch.num_with_images:
-            began_s = self._clock.now()
-            self._encode_images(live)
-            result.encode_s = self._clock.now() - began_s
+            self._collect_images(live)
         if self._batch.num_pooled:
             result.embeddings = self._pool([part for part in live if part.state.pool is not None])
             live = [part for part in live if part.state.pool is None]
@@ -168,11 +175,20 @@ class ModelRunner:
             else parts
         )
 
-    def _encode_images(self, parts: list[ScheduledSequence]) -> None:
-        """Encodes the images whose positions the step reaches, and forgets those that it is past."""
+    def _begin_encoding(self, seq_id: int, offset: int) -> None:
+        images = self._batch[seq_id].images
+        if images is None:  # the step that reaches it says why the sequence cannot run
+            self.encoding.report(EncodedImage(seq_id, offset))
+        else:
+            self.encoding.start(seq_id, next(tile for tile in images.tiles if tile.offset == offset))
+
+    def _collect_images(self, parts: list[ScheduledSequence]) -> None:
+        """Takes the images whose positions the step reaches, and forgets those that it is past."""
         for part in parts:
             self._batch.drop_images(part.state, part.plan.start)
-        encode_missing(self._program, [(part.state.images, part.end) for part in parts if part.state.images is not None])
+            if part.state.images is not None:
+                for tile in part.state.images.missing(part.end):
+                    part.state.images.embeddings[tile.offset] = self.encoding.collect(part.state.seq_id, tile.offset)
 
     def _pool(self, parts: list[ScheduledSequence]) -> dict[int, Embedding]:
         """Computes the pooled sequences of a step separately: they need hidden states, not logits."""

@@ -45,7 +45,8 @@ class ProgramExecutor:
         self._sampler = None if self._is_sampling else Sampler(vocab_size)
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
-        """Computes one step (`backends.base.Program.step`), and overwrites the embeddings of its images, which are copies.
+        """Computes one step (`backends.base.Program.step`), and overwrites the embeddings of its images, and its
+        hidden states, which are copies.
 
         Raises:
             EngineError: the program returned logits of another shape.
@@ -58,8 +59,9 @@ class ProgramExecutor:
                 self._check_logits(output, batch)
             return output
         finally:
-            if batch.embeddings is not None:
-                batch.embeddings.fill(0)
+            for copied in (batch.embeddings, batch.hidden):
+                if copied is not None:
+                    copied.fill(0)
 
     def launch(self, batch: ForwardBatch, wants: Wants) -> Callable[[], StepOutput]:
         """Starts one step of an asynchronous program; returns a function that waits for it (`backends.base.Program.launch`)."""
@@ -133,7 +135,8 @@ class ProgramExecutor:
 
 def _logits_first(wants: Wants) -> Wants:
     """Returns the outputs to request from a program if tokens are chosen here."""
-    return Wants(logits=True, hidden=True) if wants.hidden else LOGITS
+    shows_hidden = wants.hidden or wants.every_hidden
+    return Wants(logits=True, hidden=wants.hidden, every_hidden=wants.every_hidden) if shows_hidden else LOGITS
 
 
 def largest_ids(logits: FloatArray, count: int) -> IntArray:

@@ -79,8 +79,9 @@ class SequenceState:
     @property
     def changes_logits(self) -> bool:
         """Whether its logits are changed before sampling."""
-        is_changed = self.penalties is not None or self.bias is not None or self.grammar is not None
-        return is_changed or self.active_stop_mask is not None
+        if self.penalties is not None or self.bias is not None or self.grammar is not None:
+            return True
+        return self.stop_mask is not None and self.active_stop_mask is not None
 
     @property
     def active_stop_mask(self) -> LogitBias | None:

@@ -232,15 +232,15 @@ class BlockPool:
     def check(self) -> None:
         """Raises AssertionError unless every block is in exactly one state and none is free twice, in every group."""
         for number, (group, end) in enumerate(zip(self.groups, self._ends, strict=True)):
-            blocks, free = range(end - group.num_blocks, end), set(self._free[number])
+            first, free = end - group.num_blocks, set(self._free[number])
             assert len(free) == len(self._free[number]), "a block is free twice"
-            assert all(block in blocks for block in free), "a block is free in another group"
-            cached = sum(1 for b in blocks if self._kept[b] and not self._references[b])
-            used = sum(1 for b in blocks if self._references[b])
-            assert all(not self._references[b] and not self._kept[b] for b in free), "a free block is in use"
+            assert not free or (min(free) >= first and max(free) < end), "a block is free in another group"
+            references, kept = self._references[first:end], self._kept[first:end]
+            unused = [state for state, count in zip(kept, references, strict=True) if not count]
+            cached, used = len(unused) - unused.count(0), len(references) - len(unused)
+            assert not any(references[block - first] or kept[block - first] for block in free), "a free block is in use"
             assert cached == self._num_cached[number], "the count of cached blocks is off"
-            protected = sum(1 for b in blocks if self._kept[b] == _PROTECTED and not self._references[b])
-            assert protected == self._num_protected[number], "the count of protected blocks is off"
+            assert unused.count(_PROTECTED) == self._num_protected[number], "the count of protected blocks is off"
             assert len(free) + used + cached == group.num_blocks, "a block leaked"
 
     def _count_cached(self, block: int, change: int) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 NO_QUANT: Final = "none"
+QUANT_VERSION: Final = 2
+"""Increment it when a number format writes other codes for the same weights."""
 
 
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:

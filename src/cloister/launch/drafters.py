@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from cloister.backends.base import Backend, Capability, KVLayout, MemoryNeed, Program, SamplingMetadata
+from cloister.backends.base import Backend, Capability, KVLayout, MemoryNeed, Program, SamplingMetadata, Weights
 from cloister.backends.draft_heads import DraftHeads
-from cloister.backends.spec import FOREIGN_FAMILY
+from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.launch.backend import NO_QUANT, QUANT_VERSION, number_format
 from cloister.models import LoadedModel, load, locate
 from cloister.policy import Policy
+from cloister.quant import quantize_on_read
 from cloister.scheduler.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
 from cloister.scheduler.speculation.adaptive import MOST_ROWS
 from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, EngineConfig
@@ -28,6 +30,7 @@ HEADS: Final = "medusa"
 SMALL: Final = "draft_model"
 FREE: Final = "ngram"
 LOOKED_UP: Final = "rest"
+OWN_LAYER: Final = "mtp"
 
 
 class SmallModel:
@@ -55,6 +58,62 @@ class SmallModel:
     def build(self, kv: KVLayout) -> Program:
         """Builds its program in addition to the model's: programs of one back end take turns."""
         return self._backend.build(self._model.spec, self._model.weights, kv, identity=self._model.info.fingerprint)
+
+
+class MtpLayer:
+    """A layer that predicts further tokens, which was read (protocol `executor.drafters.base.DraftModel`).
+
+    Args:
+        program: returns the program of the model, once it is built.
+        num_tokens: the most tokens of one step.
+        identity: names the very weights (`Backend.build`).
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        backend: Backend,
+        program: Callable[[], Program | None],
+        *,
+        block_size: int,
+        num_tokens: int,
+        identity: str | None = None,
+    ) -> None:
+        self.vocab_size, self.max_positions = spec.vocab_size, spec.max_positions
+        self._spec, self._weights, self._backend, self._program, self._identity = spec, weights, backend, program, identity
+        self._need = backend.need(spec, weights, block_size=block_size, max_batched_tokens=num_tokens)
+        self._block_size = block_size
+        states_bytes = 4 * 3 * num_tokens * spec.hidden_size  # hidden states as the model shows them, kept, and joined
+        self.weights_bytes = self._need.weights_bytes + self._need.activations_bytes + states_bytes
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its KV; blocks are of the engine's size."""
+        return self._need.kv_block_bytes * block_size // self._block_size
+
+    def build(self, kv: KVLayout) -> Program:
+        """Builds its program beside the model's, which lends its embedding and head."""
+        return self._backend.build(self._spec, self._weights, kv, identity=self._identity, beside=self._program())
+
+
+def _open_mtp(config: EngineConfig, model: LoadedModel, backend: Backend, lent: _Lent, max_batched_tokens: int) -> MtpLayer:
+    if model.mtp is None:
+        raise ConfigError(
+            "layers that predict further tokens are read from safetensors files of families of Cloister's own; choose another "
+            "drafter than mtp",
+            param="speculate",
+        )
+    spec, weights = model.mtp.open()
+    return MtpLayer(
+        spec,
+        weights if config.quant == NO_QUANT else quantize_on_read(spec, weights, number_format(config.quant)),
+        backend,
+        lambda: lent.program,
+        block_size=config.block_size,
+        # those of the model's step, and what of each sequence was left unread before
+        num_tokens=max_batched_tokens + config.max_num_seqs * (config.block_size + 1),
+        identity=f"{model.info.fingerprint} {config.quant} {QUANT_VERSION} mtp",
+    )
 
 
 class _Lent:
@@ -134,7 +193,7 @@ class DraftersAtHand:
         """
         self.lent.program = program
         for name, drafter in list(self.drafters.items()):
-            if drafter.wants_hidden and Capability.HEAD not in program.capabilities:
+            if _needs_of(drafter) & ~program.capabilities:
                 if not self.is_auto:
                     raise ConfigError(
                         f"this back end has no hidden states for {name}; choose another drafter", param="speculate"
@@ -159,6 +218,12 @@ class DraftersAtHand:
             return AdaptiveSpeculation(SpeculationConfig(shares_rates=self.shares_rates), limits)
         (name,) = self.names
         return FixedSpeculation(name, self.num_fixed, limits[name])
+
+
+def _needs_of(drafter: Drafter) -> Capability:
+    """Returns the capabilities of the model's program that a drafter needs."""
+    needs = Capability.HEAD if drafter.wants_hidden else Capability(0)
+    return needs | (Capability.EVERY_HIDDEN if drafter.wants_every_hidden else Capability(0))
 
 
 def open_drafters(
@@ -220,10 +285,12 @@ def _find_all(context: DrafterContext, config: EngineConfig, model: LoadedModel)
         except CloisterError as error:
             if name in DRAFTER_FILES and getattr(config, DRAFTER_FILES[name]) is not None:
                 raise
-            if (model.path / "drafters" / name).exists():
+            if name == OWN_LAYER or (model.path / "drafters" / name).exists():
                 _logger.warning("auto does without %s: %s", name, error.message)
         return name in found
 
+    if model.mtp is not None and model.mtp.tensors:
+        find(OWN_LAYER)
     is_foreign = model.spec.family == FOREIGN_FAMILY
     has_heads = not is_foreign and config.draft_model is None and find(HEADS)
     # heads predict answers like those in their training, a small model also running text; if one is present, its KV is worth it
@@ -260,5 +327,6 @@ def _make_context(
         open_model=open_model,
         guesser=lent.guesser,
         sampling_metadata=lent.sampling_metadata,
+        open_mtp=lambda: _open_mtp(config, model, backend, lent, max_batched_tokens),
         fingerprint=model.info.fingerprint,
     )

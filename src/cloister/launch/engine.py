@@ -8,17 +8,19 @@ from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
 from cloister.backends.spec import DecoderSpec, LayerGroup, group_layers
+from cloister.backends.vision import AnyVisionSpec, QwenVisionSpec
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.launch.backend import (
     NO_QUANT,
+    QUANT_VERSION,
     choose_backend_for,
     kept_tokenizers,
     make_backend,
@@ -46,9 +48,6 @@ if TYPE_CHECKING:
     from cloister.launch.drafters import DraftersAtHand
     from cloister.text import Tokenizer
 
-QUANT_VERSION: Final = 2
-"""Increment it when a number format writes other codes for the same weights."""
-
 
 def build_engine(config: EngineConfig) -> EngineCore:
     """Loads the model and assembles an engine; the entry point of the engine process.
@@ -61,7 +60,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         return _build(config, loading)
 
 
-def _build(config: EngineConfig, loading: Loading) -> EngineCore:
+def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -> EngineCore:
     from cloister.engine import EngineCore, OutputProcessor
     from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.engine.step_ahead import StepAhead
@@ -146,8 +145,11 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         drafters=drafters.drafters,
         groups=budget.groups,
         vision=model.spec.vision,
+        num_images_at_once=config.num_threads or 1,
     )
     drafters.bind(runner.sampling_metadata)
+    if rehearses and model.spec.vision is not None and Capability.IMAGES in program.capabilities:
+        _rehearse_tower(model.spec.vision, program, config.dtype)
     public = _release_prefixes(config, model.path, tokenizer)
     scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
@@ -159,9 +161,21 @@ def _build(config: EngineConfig, loading: Loading) -> EngineCore:
         startup=watch.laps,
         adapters=adapters,
         grammars=grammars,
+        encoding=runner.encoding,
         scrubber=scrubber,
         ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
     )
+
+
+def _rehearse_tower(vision: AnyVisionSpec, program: Program, dtype: str | None) -> None:
+    """Encodes a blank image: what torch loads and generates for the first one, a closed process cannot.
+
+    Raises:
+        ConfigError: images differ in size, and torch would generate code for each size.
+    """
+    if isinstance(vision, QwenVisionSpec) and dtype != "float32":
+        raise ConfigError("a sealed node takes images of any size in float32 only; give --dtype float32", param="dtype")
+    program.encode_image(vision.make_blank())
 
 
 def may_overlap(program: Program, scrubber: MemoryScrubber | None, drafters: DraftersAtHand) -> bool:
@@ -197,7 +211,7 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
         HardeningError: the process cannot be locked down.
     """
     with Loading(config.model, shown=False) as loading:  # a locked-down process must not have a progress thread
-        core = _build(config, loading)
+        core = _build(config, loading, rehearses=True)
     close_engine()
     return core
 
@@ -264,7 +278,7 @@ def build_scheduler(
             eos_token_ids=model.eos_token_ids,
             prefix_cache=bool(config.prefix_cache),
             cache_scopes=config.cache_scopes or 0,
-            max_images_per_step=config.num_threads or 1,
+            num_images_at_once=config.num_threads or 1,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,

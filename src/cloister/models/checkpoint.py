@@ -26,16 +26,23 @@ _MOST_MISSING = 1000  # before it is not worth while to name the first
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Scheme | None = None) -> StoredWeights:
-    """Maps the checkpoint in a model directory.
+def open_checkpoint(found: dict[str, TensorEntry], family: Family, spec: DecoderSpec, scheme: Scheme | None) -> StoredWeights:
+    """Maps the tensors of a model.
 
     Args:
+        found: what its files hold (`read_headers`); nothing is left in it.
         scheme: how matrices that are not plain are stored.
 
     Raises:
-        ModelError: there is none, or a tensor is missing, is one too many, or has another shape than the config says.
+        ModelError: a tensor is missing, is one too many, or has another shape than the config says.
     """
-    found = _read_headers(path, family)
+    weights = take_tensors(family, spec, found, scheme)
+    _refuse_extra(found, family)
+    return weights
+
+
+def take_tensors(family: Family, spec: DecoderSpec, found: dict[str, TensorEntry], scheme: Scheme | None) -> StoredWeights:
+    """Takes the tensors of a decoder out of what files hold (errors as in `open_checkpoint`)."""
     shapes = list_tensors(spec, _MOST_PARTS * len(found) + _MOST_MISSING)
     stored: dict[str, Stored | StackedMatrices] = {}
     entries: dict[str, Stored] = {}
@@ -47,11 +54,8 @@ def open_checkpoint(path: Path, family: Family, spec: DecoderSpec, scheme: Schem
         if whole not in stored:
             stored[whole] = _take(whole, place, found, scheme)
         entries[name] = _cut(stored[whole], place)
-    if spec.tied_embeddings:
+    if spec.tied_embeddings and "embed.weight" in entries:
         _check_tied(found.pop(f"{family.tensors['head'].name}.weight", None), entries["embed.weight"])
-    if family.mtp:
-        _drop_mtp(found, len(spec.layers))
-    _refuse_extra(found, family)
     return StoredWeights(entries)
 
 
@@ -136,8 +140,13 @@ def _files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _read_headers(path: Path, family: Family) -> dict[str, TensorEntry]:
-    """Returns what the files hold, by the names of a whole model: a checkpoint of the bare decoder lacks the prefix."""
+def read_headers(path: Path, family: Family) -> dict[str, TensorEntry]:
+    """Returns what the files of a model directory hold, by the names of a whole model: a checkpoint of the bare decoder lacks
+    the prefix.
+
+    Raises:
+        ModelError: there is no checkpoint, or it is damaged.
+    """
     found: dict[str, TensorEntry] = {}
     for file in _files(path):
         for name, entry in read_header(file).items():
@@ -162,16 +171,6 @@ def _check_tied(head: TensorEntry | None, embedding: Stored) -> None:
             "tie_word_embeddings to false if the head is meant",
             param="tie_word_embeddings",
         )
-
-
-def _drop_mtp(found: dict[str, TensorEntry], num_layers: int) -> None:
-    """Takes the multi-token-prediction layers behind the last layer: each is known by the projection that it begins with."""
-    number = num_layers
-    while f"model.layers.{number}.eh_proj.weight" in found:
-        prefix = f"model.layers.{number}."
-        for name in [name for name in found if name.startswith(prefix)]:
-            del found[name]
-        number += 1
 
 
 def _refuse_extra(found: Mapping[str, TensorEntry], family: Family) -> None:

@@ -235,7 +235,11 @@ def list_tensors(spec: DecoderSpec, most: int) -> dict[str, tuple[int, ...]]:
 def tensor_shapes(spec: DecoderSpec) -> Shapes:
     """Yields (canonical name, shape) of every tensor that a decoder has (`backends.base` lists the names)."""
     hidden = spec.hidden_size
-    yield "embed.weight", (spec.vocab_size, hidden)
+    if spec.merges_hidden:
+        yield from (*_norm("merge_embedding_norm", hidden, spec.norm_bias), *_norm("merge_hidden_norm", hidden, spec.norm_bias))
+        yield "merge.weight", (hidden, 2 * hidden)
+    else:
+        yield "embed.weight", (spec.vocab_size, hidden)
     if spec.position_embeddings:
         yield "positions.weight", (spec.max_positions, hidden)
     if isinstance(spec, EncoderSpec):
@@ -249,7 +253,7 @@ def tensor_shapes(spec: DecoderSpec) -> Shapes:
     if spec.streams is not None:
         yield from _stream_shapes(spec.streams, hidden, len(spec.layers))
     yield from _norm("norm", hidden, spec.norm_bias)
-    if not spec.tied_embeddings:
+    if not spec.tied_embeddings and not spec.merges_hidden:
         yield "head.weight", (spec.vocab_size, hidden)
     if spec.head_bias:
         yield "head.bias", (spec.vocab_size,)

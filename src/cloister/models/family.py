@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import (
@@ -49,6 +49,55 @@ AttentionReader: TypeAlias = Callable[
 ]
 StateReader: TypeAlias = Callable[[ConfigFields, int, int, Activation], Sequence[StateSpec | None]]
 FeedForwards: TypeAlias = Sequence[MlpSpec | MoeSpec | None]
+
+
+@dataclass(frozen=True, slots=True)
+class MtpForm:
+    """How checkpoints keep layers behind the last that predict further tokens (`models.mtp`).
+
+    Attributes:
+        num_layers: the field of config.json that counts them.
+        layer: what begins the names of one, with {} for its number.
+        is_behind: their numbers go on behind the model's own; else they begin with 0, and all names begin with "mtp.".
+        projection: the name in a layer of what merges embedding and hidden state, by which a layer behind the last is known.
+        tensors: where the modules lie that a layer of the model has not; {} is the layer's prefix.
+        refused: fields that ask for what is not computed.
+    """
+
+    num_layers: str
+    layer: str
+    is_behind: bool
+    tensors: Mapping[str, Source]
+    projection: str = ""
+    refused: tuple[str, ...] = ()
+
+
+MTP_BEHIND: Final = MtpForm(
+    "num_nextn_predict_layers",
+    "model.layers.{}",
+    is_behind=True,
+    projection="eh_proj",
+    tensors={
+        "merge_embedding_norm": Source("{}.enorm"),
+        "merge_hidden_norm": Source("{}.hnorm"),
+        "merge": Source("{}.eh_proj"),
+        "norm": Source("{}.shared_head.norm"),
+    },
+)
+"""Of DeepSeek-V3, and GLM-4.5 after it."""
+MTP_APART: Final = MtpForm(
+    "mtp_num_hidden_layers",
+    "mtp.layers.{}",
+    is_behind=False,
+    tensors={
+        "merge_embedding_norm": Source("mtp.pre_fc_norm_embedding", added=1.0),
+        "merge_hidden_norm": Source("mtp.pre_fc_norm_hidden", added=1.0),
+        "merge": Source("mtp.fc"),
+        "norm": Source("mtp.norm", added=1.0),
+    },
+    refused=("mtp_use_dedicated_embeddings",),
+)
+"""Of Qwen3-Next and Qwen3.5, which store the weights of norms less one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +204,7 @@ class Family:
         encoder: makes an encoder of the spec that the other fields give; None for decoders.
         tensors: canonical module -> where it lies in the checkpoint. Modules of experts are `experts.gate`, and so on. A tensor
             that lies elsewhere than the others of its module has an entry of its own.
-        mtp: checkpoints may have layers behind the last that predict further tokens (DeepSeek-V3), which are not computed.
+        mtp: how checkpoints keep layers that predict further tokens, if they have any.
         prefix: what every name begins with but the head's; a checkpoint of the bare decoder lacks it.
         buffers: names in old checkpoints of what is no weight.
         vision: takes the config of a decoder with a vision tower apart; None where there is no tower.
@@ -204,7 +253,7 @@ class Family:
     residual_scale: str | None = None
     encoder: Callable[[ConfigFields, DecoderSpec], EncoderSpec] | None = None
     tensors: Mapping[str, Source] = field(default_factory=lambda: PLAIN_TENSORS)
-    mtp: bool = False
+    mtp: MtpForm = MTP_BEHIND
     prefix: str = "model."
     buffers: re.Pattern[str] = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     vision: Callable[[Mapping[str, Any]], VisionConfig] | None = None

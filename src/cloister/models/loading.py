@@ -10,7 +10,7 @@ from pathlib import Path
 from cloister.backends.base import Weights
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec
-from cloister.models.checkpoint import digest_files, open_checkpoint
+from cloister.models.checkpoint import digest_files, open_checkpoint, read_headers
 from cloister.models.classes import read_encoder
 from cloister.models.config import read_json
 from cloister.models.decoder import choose_family, find_family, read_spec
@@ -18,6 +18,7 @@ from cloister.models.generation import read_generation
 from cloister.models.gguf import open_gguf
 from cloister.models.image_processing import normalised_as_configured, processor_files
 from cloister.models.location import Digests, find_model, require_tokenizer
+from cloister.models.mtp import MtpLayers, split_off
 from cloister.models.quantized import split_config
 from cloister.models.text_part import take_text_part
 from cloister.models.transformers_fallback import open_foreign
@@ -35,12 +36,14 @@ class LoadedModel:
         info: its `fingerprint` is the SHA-256 of config and checkpoint files, or of the GGUF file (hex); the engine adds its
             own part.
         path: the directory, or the GGUF file.
+        mtp: layers of the checkpoint that predict further tokens, unread; None where none are known of.
     """
 
     spec: DecoderSpec
     weights: Weights
     info: ModelInfo
     path: Path
+    mtp: MtpLayers | None = None
 
 
 def load(
@@ -115,12 +118,15 @@ def _load_directory(
     whole, scheme = split_config(path, read_json(path / "config.json"))
     config = take_text_part(whole)
     weights: Weights
+    mtp = None
     if choose_family(config) is None:
         spec, weights = open_foreign(path, config)
     else:
         family = find_family(config)
         spec = normalised_as_configured(read_spec(family, config, max_model_len, on_unknown), path)
-        weights = open_checkpoint(path, family, spec, scheme)
+        found = read_headers(path, family)
+        mtp = split_off(found, MtpLayers(family, spec, config, scheme))
+        weights = open_checkpoint(found, family, spec, scheme)
     text = config.get("text_config")
     of_decoder = {**text, **config} if isinstance(text, dict) else config
     eos_token_ids, defaults = read_generation(path, of_decoder, spec.vocab_size)
@@ -137,4 +143,4 @@ def _load_directory(
         created_s=int((path / "config.json").stat().st_mtime),
         encoder=encoder,
     )
-    return LoadedModel(spec, weights, info, path)
+    return LoadedModel(spec, weights, info, path, mtp)

@@ -444,15 +444,18 @@ _FEATURES: Final = (
         setting="content parts of the type `image_url`",
         title="Images as input",
         does="decodes the images of a request and lets the model see them",
-        endangers="who watches the network sees by a request's size that it has images, and how large they are",
-        instead="send text only",
+        endangers="who watches the network sees by size and time that a request has images, unless it is in a size class",
+        instead="send text only, or images under `private` or `team`",
         residue="pixels until the request ends, embeddings until its prompt is computed",
         where=("host memory", "device memory"),
-        attack="the size of a request shows an image and how large it is; a hostile file attacks its decoder",
+        attack="the size of a request shows an image and how large it is; the time to the first token shows that its tower "
+        "computed; a hostile file attacks its decoder",
         mitigations=(
             "size, type and number are checked before anything is decoded",
             "prefix keys name an image by its digest, inside the scope",
             "embeddings are overwritten when the prompt is past them",
+            "private: only in a size class, whose answers have a constant cadence from before the first token on",
+            "sealed: decoded in a process that was forked before the request was opened",
         ),
     ),
     _feature(

@@ -104,6 +104,10 @@ _GONE = refuse("what a user sent is used for its request only and deleted afterw
 _IMAGES_CHECKED = mitigate(
     "size, type and number are checked before anything is decoded; an image's KV is found inside its tenant's scope only"
 )
+_IMAGES_COVERED = mitigate(
+    "only in a sealed request of a size class, which texts use as well, and whose answer lasts as long for both; decoded "
+    "behind the seal, in a process without the request"
+)
 ROWS: tuple[Row, ...] = (
     _row(
         "paging",
@@ -308,14 +312,15 @@ ROWS: tuple[Row, ...] = (
         "images",
         _threat(
             "images as input", "S", residue="pixels until the request ends, embeddings until its prompt is computed",
-            where=(_HOST, _DEVICE), attack="the size of a request shows an image and how large it is; a hostile file attacks "
-            "its decoder",
+            where=(_HOST, _DEVICE), attack="the size of a request shows an image and how large it is; the time to the first "
+            "token shows that its tower computed; a hostile file attacks its decoder",
             mitigation="size, type and number are checked before anything is decoded; prefix keys name an image by its digest, "
-            "inside the scope; embeddings are overwritten when the prompt is past them",
+            "inside the scope; embeddings are overwritten when the prompt is past them; private: only in a size class, whose "
+            "answers have a constant cadence from before the first token on; decoded in a forked process without the request",
         ),
-        open=allow(ONE_USER), team=_IMAGES_CHECKED,
-        private=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
-        paranoid=refuse("a request with an image is longer than others, and the shape of sealed requests does not cover it"),
+        open=allow(ONE_USER), team=_IMAGES_CHECKED, private=_IMAGES_COVERED,
+        paranoid=refuse("the size class of a request with an image is seen, and the steps of others become slower while its "
+                        "tower computes"),
     ),
     _row(
         "storage",

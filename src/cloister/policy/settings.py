@@ -124,7 +124,7 @@ def apply_profile_to_front(policy: Policy, server: Resolved[ServerConfig]) -> Re
     policy.check({"files": Use(config.files is not None, _source_of(server, "files"))})
     policy.check({"remote-images": Use(config.remote_images, _source_of(server, "remote_images"))})
     if config.remote_images and config.sealed:
-        raise ConfigError("a sealed node takes no images; leave `remote_images` out", param="remote_images")
+        raise ConfigError("a sealed node fetches no images; leave `remote_images` out", param="remote_images")
     server = _resolve_kept_responses(policy, server)
     chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
     if config.log_requests is None:

@@ -36,6 +36,7 @@ from cloister.private.serving import File, Lifespan, Post, handlers
 from cloister.private.shaping import ReplyWriter, open_reply
 from cloister.private.unsealing import Opened, Unsealer, open_request
 from cloister.server.calls import OUTPUT_BUDGET
+from cloister.server.images import SIZE_CLASS_HOLDS
 from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
 from cloister.trust.receipts import ReceiptError
 from cloister.trust.sealing import (
@@ -51,7 +52,7 @@ from cloister.trust.sealing import (
     decode_request,
     find_field,
 )
-from cloister.trust.shape import FRAMES, FRAMING_FIELD, FRAMINGS, TrafficShape
+from cloister.trust.shape import FRAMES, FRAMING_FIELD, FRAMINGS, TrafficShape, shape_for_request
 from cloister.trust.tokens.redeem import BUDGET_FIELD, differs, parse_budget
 from cloister.types.errors import CloisterError, PolicyError
 
@@ -127,6 +128,7 @@ class _Node:
             body.check_size()
             check_gateway(scope, self._config.gateway_secret)
             opened, message = await self._open(scope, body)
+            shape = shape_for_request(self._config.profile, self._config.shape, len(message))
             request, budget = _read_request(message), _read_budget(scope)
             _check_budget(request, budget)
         except CloisterError as error:
@@ -134,7 +136,8 @@ class _Node:
             return
         reply = SealedReply(opened.exchange, out)
         try:
-            async with open_reply(self._config.shape, reply.emit, framing=_framing_of(request)) as shaped:
+            SIZE_CLASS_HOLDS.set(shape is not None and shape.least_frames > 0)
+            async with open_reply(shape, reply.emit, framing=_framing_of(request)) as shaped:
                 await self._serve(request, budget, opened.exchange, reply, shaped)
         except (TimeoutError, GoneError):
             return

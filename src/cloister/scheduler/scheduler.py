@@ -16,6 +16,7 @@ from cloister.scheduler.admission import EngineLimits, count_positions, find_ref
 from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
+from cloister.scheduler.image_encodings import ImageEncodings
 from cloister.scheduler.policies import POLICIES
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
@@ -23,7 +24,7 @@ from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.scheduler.step import Step
 from cloister.types.events import Event, Progressed, Resumption, Scheduled
 from cloister.types.request import FinishReason, Request
-from cloister.types.step import Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
+from cloister.types.step import EncodedImage, Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
 _UNBOUNDED = 2**62
 """Capacity in positions if every layer has a window: the blocks of a request then do not grow with its length."""
@@ -45,8 +46,7 @@ class SchedulerConfig:
         eos_token_ids: ids that end an answer, unless a request ignores them.
         prefix_cache: keep and reuse the KV of full blocks.
         cache_scopes: number of scopes with their own share of the prefix cache; 0 for one shared cache.
-        max_images_per_step: most images that one step encodes. One can take a second of a processor core, in which no sequence
-            gets a token.
+        num_images_at_once: images that are encoded at once, beside the steps.
     """
 
     max_model_len: int
@@ -56,7 +56,7 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: bool = True
     cache_scopes: int = 0
-    max_images_per_step: int = 1
+    num_images_at_once: int = 1
 
 
 class Scheduler:
@@ -114,6 +114,7 @@ class Scheduler:
         self._max_num_seqs = min([config.max_num_seqs, *states])
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
+        self._encodings = ImageEncodings(config.num_images_at_once)
         self.prefix_cache = self._requests.prefix_cache
         self.requests: Mapping[str, RequestState] = self._requests.request_states
         self.waiting_for_grammar: Mapping[str, RequestState] = self._requests.waiting_for_grammar
@@ -231,11 +232,17 @@ class Scheduler:
             self._land(step)
             self._requests.departures.extend(step.plan.departures)
         for step in steps:
-            for sequence in (*(part[0] for part in step.parts), *step.forked):
+            for sequence in (*(part[0] for part in step.parts), *step.forked, *self._find_others(step)):
                 if sequence.status is not Status.ENDED:
                     self._requests.end_request(sequence.request_state, FinishReason.ERROR, now, error=message)
                 self._requests.release_blocks(sequence)
             self.pool.wipe_again(step.plan.wipes)
+
+    def _find_others(self, step: Step) -> list[SequenceRecord]:
+        """Returns the sequences that a plan introduces, or whose images it has encoded, without computing them."""
+        named = {new.seq_id for new in step.plan.arrivals} | {seq_id for seq_id, _ in step.plan.encodes}
+        others = [self._requests.sequences.get(seq_id) for seq_id in sorted(named - step.planned())]
+        return [sequence for sequence in others if sequence is not None]
 
     # One step
 
@@ -247,7 +254,7 @@ class Scheduler:
         plan = step.plan
         plan.wipes = self.pool.take_wipes()
         plan.departures, self._requests.departures = self._requests.departures, []
-        if not (plan.sequences or plan.wipes or plan.departures):
+        if not (plan.sequences or plan.wipes or plan.departures or plan.arrivals or plan.encodes):
             return None
         self._next_plan += 1
         self._steps.append(step)
@@ -291,11 +298,18 @@ class Scheduler:
                 table_of(sequence).pass_positions(sequence.num_committed)
             self._requests.release_blocks(sequence)
         if step.parts:
-            elapsed_s = result.elapsed_s - result.encode_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
+            elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
             if self._draft_allocator is not None:
                 self._draft_allocator.learn(step, size, result, elapsed_s)
         return self.take_events()
+
+    def note_encoded(self, image: EncodedImage, now: float) -> None:
+        """Notes that an image is encoded, so that plans may reach it; or ends its request if that failed."""
+        if image.error:
+            self._fail_sequence(image.seq_id, image.error, now)
+        else:
+            self._encodings.note(image.seq_id, image.offset)
 
     def _land(self, step: Step) -> None:
         """Counts a step as no longer in flight."""
@@ -315,7 +329,7 @@ class Scheduler:
         level_of = self._policy.level
         for sequence in self._requests.running.values():
             num_wanted = sequence.num_wanted
-            if num_wanted > 0:
+            if num_wanted > 0 and (not sequence.request_state.request.images or self._encodings.fit(sequence, num_wanted)):
                 level = level_of(sequence)
                 if level not in by_level:
                     by_level[level] = ([], [])
@@ -328,6 +342,8 @@ class Scheduler:
             for sequence in sorted(prefills, key=self._policy.rank):
                 self._extend_chunk(step, sequence)
         self._admit(step, before=None)
+        if self._encodings.sequences:
+            step.plan.encodes = self._encodings.begin(lambda sequence: (level_of(sequence), self._policy.rank(sequence)))
 
     def _fill_decodes(self, step: Step, decodes: list[SequenceRecord], prefills: list[SequenceRecord]) -> None:
         """Plans one position for each sequence, which then limits the time of the rest of the step.
@@ -372,8 +388,8 @@ class Scheduler:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
         has_images = bool(sequence.request_state.request.images)
-        if has_images:
-            num_most = step.fit_images(sequence, num_most, self.config.max_images_per_step)
+        if has_images and not (num_most := self._encodings.fit(sequence, num_most)):
+            return
         num_tokens = step.budget.fit(sequence.num_planned, num_most, strict=strict)
         if has_images:
             num_tokens = step.keep_images_whole(sequence, num_tokens, strict=strict)
@@ -449,6 +465,8 @@ class Scheduler:
         self._requests.num_waiting -= 1
         sequence.num_planned = sequence.num_committed = num_hit
         self._requests.run(sequence)
+        if sequence.request_state.request.images:
+            self._encodings.join(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
         sequence.snapshots = self._requests.choose_snapshots(sequence)
         state = sequence.request_state

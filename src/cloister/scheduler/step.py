@@ -20,7 +20,6 @@ class Step:
         "forked",
         "may_admit",
         "now",
-        "num_images",
         "parts",
         "plan",
         "prefill_level",
@@ -41,29 +40,11 @@ class Step:
         self.yields_to_prefill = False
         """Planning has reached levels less urgent than a prompt in this step, and may lengthen it by `LEVEL_SLACK` only."""
         self.may_admit = True
-        self.num_images = 0
-        """Images at whose positions parts of it begin or end."""
 
     @property
     def only_decodes(self) -> bool:
         """Whether it computes no prompt."""
         return not any(num_prefill for _, _, num_prefill in self.parts)
-
-    def fit_images(self, sequence: SequenceRecord, num_wanted: int, most: int) -> int:
-        """Returns how many of the next positions of a sequence a chunk may have: the step encodes `most` images at most.
-
-        The images are counted, whether the chunk is planned or not; one that a chunk before began with counts again.
-        """
-        start = sequence.num_planned
-        for image in sequence.request_state.request.images:
-            if image.end <= start:
-                continue
-            if image.offset >= start + num_wanted:
-                break
-            if self.num_images == most:
-                return max(0, image.offset - start)
-            self.num_images += 1
-        return num_wanted
 
     def keep_images_whole(self, sequence: SequenceRecord, num_tokens: int, *, strict: bool) -> int:
         """Returns how many of the next positions a chunk has that would have `num_tokens`: it ends inside no image whose

@@ -5,7 +5,7 @@ From outermost to innermost: failures (and counting), CORS, Host check, authenti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,7 @@ from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
 from cloister.server.files.service import FileService
+from cloister.server.image_decoding import Decoding, DecodingProcess
 from cloister.server.image_fetching import ImageFetcher
 from cloister.server.images import ImageReader
 from cloister.server.logs import RequestLog
@@ -101,6 +102,7 @@ def create_app(
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
     write_timeout_s: float = WRITE_TIMEOUT_S,
     num_threads: int | None = None,
+    open_decoding: Callable[[], Decoding] | None = None,
 ) -> ASGIApp:
     """Builds a server.
 
@@ -113,6 +115,7 @@ def create_app(
         prepare_timeout_s: timeout for templating and tokenizing a prompt.
         write_timeout_s: write timeout: how long a client may leave a reply unread.
         num_threads: threads of the kernels; text work gets as many, but at least 2 and at most 8.
+        open_decoding: begins to decode an image file in another process; None executes a program for it.
     """
     exposition = make_exposition(engine, gate, config.served_names)
     calls = HttpCalls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
@@ -130,6 +133,7 @@ def create_app(
         request_timeout_s=request_timeout_s,
         prepare_timeout_s=prepare_timeout_s,
         num_threads=num_threads,
+        open_decoding=open_decoding,
     )
     return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
 
@@ -157,18 +161,21 @@ def create_routes(
     request_timeout_s: float,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
     num_threads: int | None = None,
+    open_decoding: Callable[[], Decoding] | None = None,
 ) -> FastAPI:
     """Builds the routes of one model; `surround` adds the common middleware.
 
     Args:
         names: model names for clients; empty for the model's own.
         num_threads: threads of the kernels; text work gets as many, but at least 2 and at most 8.
+        open_decoding: begins to decode an image file in another process; None executes a program for it.
     """
     model_name, *other_names = names or (engine.model.name,)
-    images = None  # a sealed node takes none: the shape of its requests does not cover them
-    if not config.sealed and engine.model.path:
+    images = None
+    if engine.model.path:
         fetcher = ImageFetcher(max_bytes=config.max_request_kb * 1024) if config.remote_images else None
-        images = ImageReader.open(Path(engine.model.path), tokenizer, gate.policy, config.max_images, fetcher)
+        path = Path(engine.model.path)
+        images = ImageReader.open(path, tokenizer, gate.policy, config.max_images, fetcher, open_decoding or DecodingProcess)
     reader = PromptReader(
         model=engine.model,
         model_name=model_name,

@@ -7,6 +7,7 @@ import logging
 import struct
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from cloister.server.pdf.child import bound_resources, confine
@@ -72,19 +73,24 @@ def main() -> None:
     """Decodes one file; the only argument is the process that started this one."""
     logging.disable()  # what a reader warns of may be content
     bound_resources(CPU_S, MEMORY_BYTES)
-    _load_readers()
-    confine(int(sys.argv[1]))  # profiles that ask for every measure refuse images
+    load_readers()
+    confine(int(sys.argv[1]))  # a sealed node has another process for it (`private.workers.image_decoder`)
+    for piece in answer_file(sys.stdin.buffer.read()):
+        sys.stdout.buffer.write(piece)
+
+
+def answer_file(data: bytes) -> Iterator[bytes]:
+    """Yields what the process answers to a file: a head, and the pixels if there is no fault."""
     try:
-        image = decode(sys.stdin.buffer.read())
+        image = decode(data)
     except Fault as fault:
-        answer = HEAD.pack(fault.number, 0, 0)
+        yield HEAD.pack(fault.number, 0, 0)
     else:
-        sys.stdout.buffer.write(HEAD.pack(NO_FAULT, *image.size))
-        answer = image.tobytes()
-    sys.stdout.buffer.write(answer)
+        yield HEAD.pack(NO_FAULT, *image.size)
+        yield image.tobytes()
 
 
-def _load_readers() -> None:
+def load_readers() -> None:
     """Imports what a file may ask for, which a confined process cannot."""
     from PIL import (  # noqa: F401
         GifImagePlugin,

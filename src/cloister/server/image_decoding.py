@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import anyio.to_thread
 
@@ -25,16 +25,35 @@ DEADLINE_S: Final = 25.0
 """Time until an image is decoded."""
 
 
-async def decode_image(data: bytes, number: int, take: Callable[[Image], T]) -> T:
+class Decoding(Protocol):
+    """A process that decodes a file."""
+
+    def run(self, data: bytes) -> bytes:
+        """Returns what the process answers (`image_child.HEAD`, pixels); nothing where it was ended.
+
+        Raises:
+            TimeoutError: it took longer than `DEADLINE_S`.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Ends the process if it is still at the file, from another thread than that of `run`, before or after it began."""
+        ...
+
+
+async def decode_image(
+    data: bytes, number: int, take: Callable[[Image], T], open_decoding: Callable[[], Decoding] | None = None
+) -> T:
     """Decodes an image file and returns what `take` makes of it, in the same thread. Cancelled, it ends the process.
 
     Args:
         number: of the image among those of the request, from 1, for errors.
+        open_decoding: begins to decode; default: a process of its own.
 
     Raises:
         InvalidRequestError: it is of another format, too large by its header, or damaged.
     """
-    decoder = _Decoder()
+    decoder = (open_decoding or DecodingProcess)()
     try:
         return await anyio.to_thread.run_sync(
             partial(_decode, decoder, data, number, take), abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
@@ -43,7 +62,7 @@ async def decode_image(data: bytes, number: int, take: Callable[[Image], T]) -> 
         decoder.stop()
 
 
-class _Decoder:
+class DecodingProcess:
     """The process of one file; `stop` ends it from another thread than that of `run`, before or after it began."""
 
     def __init__(self) -> None:
@@ -55,7 +74,7 @@ class _Decoder:
         """Returns what the process answers; nothing where it was ended.
 
         Raises:
-            subprocess.TimeoutExpired: it took longer than `DEADLINE_S`.
+            TimeoutError: it took longer than `DEADLINE_S`.
         """
         with self._lock:
             if self._is_stopped:
@@ -71,6 +90,8 @@ class _Decoder:
         with self._process as process:
             try:
                 return process.communicate(data, timeout=DEADLINE_S)[0]
+            except subprocess.TimeoutExpired:
+                raise TimeoutError from None
             finally:
                 process.kill()
 
@@ -81,12 +102,12 @@ class _Decoder:
                 self._process.kill()
 
 
-def _decode(decoder: _Decoder, data: bytes, number: int, take: Callable[[Image], T]) -> T:
+def _decode(decoder: Decoding, data: bytes, number: int, take: Callable[[Image], T]) -> T:
     from PIL import Image  # of an extra
 
     try:
         answer = decoder.run(data)
-    except subprocess.TimeoutExpired:
+    except TimeoutError:
         raise refusal(number, "takes too long to decode; send a smaller one") from None
     if len(answer) < HEAD.size:  # a limit ended the process
         raise refusal(number, "takes too much time or memory to decode; send a smaller one")

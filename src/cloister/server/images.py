@@ -9,7 +9,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,8 +20,9 @@ import anyio
 
 from cloister.models.image_processing import ImageProcessor, has_pillow, open_image_processor
 from cloister.policy.policy import Policy, Use
+from cloister.policy.verdict import Profile
 from cloister.server.errors import invalid
-from cloister.server.image_decoding import decode_image, refusal
+from cloister.server.image_decoding import Decoding, DecodingProcess, decode_image, refusal
 from cloister.server.image_fetching import ImageFetcher
 from cloister.text import Tokenizer
 from cloister.types.errors import InvalidRequestError
@@ -34,6 +35,12 @@ MAX_IMAGE_BYTES: Final = 20 * 2**20
 """Longest file of one image."""
 SIDE_BY_SIDE: Final = 2
 """Requests whose images are decoded at once, one image after the other."""
+NO_SIZE_CLASS: Final = (
+    "Under `private` a request with images is sealed in a size class, small, medium or large, which hides them; choose one in "
+    "the client (Session(size_class=...), cloister proxy --size-class)."
+)
+SIZE_CLASS_HOLDS: ContextVar[bool] = ContextVar("the sealed request is in a size class", default=False)
+"""Set by a node for the request that it opened (`trust.shape.SIZE_CLASSES`)."""
 _DATA_URL: Final = re.compile(r"data:image/[a-zA-Z0-9.+-]{1,40};base64,")
 
 
@@ -59,6 +66,7 @@ class ImageReader:
         token_id: of the placeholder, which the chat template writes once for each image.
         max_images: of one request.
         fetcher: fetches images from elsewhere; None where the settings do not let it.
+        open_decoding: begins to decode a file, in another process.
         slots: of requests whose images are decoded. These wait here and not for the threads of texts, so that others need not.
     """
 
@@ -68,11 +76,18 @@ class ImageReader:
     policy: Policy
     max_images: int
     fetcher: ImageFetcher | None = None
+    open_decoding: Callable[[], Decoding] = DecodingProcess
     slots: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(SIDE_BY_SIDE), compare=False)
 
     @classmethod
     def open(
-        cls, path: Path, tokenizer: Tokenizer, policy: Policy, max_images: int, fetcher: ImageFetcher | None = None
+        cls,
+        path: Path,
+        tokenizer: Tokenizer,
+        policy: Policy,
+        max_images: int,
+        fetcher: ImageFetcher | None = None,
+        open_decoding: Callable[[], Decoding] = DecodingProcess,
     ) -> ImageReader | None:
         """Returns the reader of a model directory; None for a model that takes no images.
 
@@ -80,7 +95,7 @@ class ImageReader:
             ModelError: the model's image processor is missing, or asks for what is not computed here.
         """
         opened = open_image_processor(path)
-        return None if opened is None else cls(*opened, tokenizer, policy, max_images, fetcher)
+        return None if opened is None else cls(*opened, tokenizer, policy, max_images, fetcher, open_decoding)
 
     @property
     def is_allowed(self) -> bool:
@@ -95,10 +110,12 @@ class ImageReader:
 
         Raises:
             PolicyError: the profile refuses images.
-            InvalidRequestError: there are too many, or one cannot be used; the message says why.
+            InvalidRequestError: no size class covers them, there are too many, or one cannot be used; the message says why.
             ImagesPending: they are not decoded yet.
         """
         self.policy.check({"image-inputs": Use(bool(urls), "the request")})
+        if self.policy.profile is Profile.PRIVATE and not SIZE_CLASS_HOLDS.get():
+            raise invalid(NO_SIZE_CLASS, "messages", "no_size_class")
         if len(urls) > self.max_images:
             most = f"a request may have {self.max_images}" if self.max_images else "this server takes none"
             raise invalid(f"`messages` has too many images: {most}.", "messages", "too_many_images")
@@ -176,7 +193,7 @@ class ImageReader:
             return CutImage(self.processor.grid(*image.size), self.processor.cut(image))
 
         data = self._decode_url(source, number) if isinstance(source, str) else source
-        return await decode_image(data, number, cut)
+        return await decode_image(data, number, cut, self.open_decoding)
 
     def _decode_url(self, url: str, number: int) -> bytes:
         found = _DATA_URL.match(url)

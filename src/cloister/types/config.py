@@ -50,7 +50,7 @@ class EngineConfig:
         "Number format of weights that are not quantised, and of activations; unset, bfloat16 (float32 on torch on a CPU).",
         choices=("float32", "bfloat16"),
     )
-    quant: str = setting("none", "Quantization of matrices on load: none, int8, int4 or qoq.")
+    quant: str = setting("none", "Quantization of matrices on load: none, int8, int4, qoq or nvfp4.")
     quant_method: str = setting(
         "auto",
         "How `quant` chooses codes: `rtn` rounds to nearest, `gptq` calibrates on shipped text, once for each model (the"

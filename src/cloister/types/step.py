@@ -81,10 +81,13 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
-    """One step. The runner processes, in this order: departures, arrivals, wipes, copies, forward, samples (including forks).
+    """One step. The runner processes, in this order: departures, arrivals, encodes, wipes, copies, forward,
+    samples (including forks).
 
     Attributes:
         departures: sequences that the runner drops.
+        encodes: (seq_id, first position) of images whose encoding begins. It goes on beside later steps; until `EncodedImage`
+            says that it is done, no plan reaches their positions.
         wipes: blocks to overwrite with zeros before they are reused.
         copies: (source block, target block), whole blocks: copy-on-write.
     """
@@ -96,6 +99,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     copies: list[tuple[int, int]] = []
     wipes: list[int] = []
     departures: list[int] = []
+    encodes: list[tuple[int, int]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +147,6 @@ class StepResult(msgspec.Struct, kw_only=True):
         complete: sequences whose grammar is complete after their sample.
         elapsed_s: duration of the step, for the budget and metrics.
         draft_s: drafter -> its share of that time.
-        encode_s: its share for the encoding of images.
     """
 
     plan_id: int
@@ -154,7 +157,19 @@ class StepResult(msgspec.Struct, kw_only=True):
     complete: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
-    encode_s: float = 0.0
+
+
+class EncodedImage(msgspec.Struct, frozen=True):
+    """The encoding of an image has ended (`StepPlan.encodes`).
+
+    Attributes:
+        offset: number of its first position.
+        error: why it failed, as a message for the client; empty if it did not.
+    """
+
+    seq_id: int
+    offset: int
+    error: str = ""
 
 
 class Stop(msgspec.Struct, frozen=True):

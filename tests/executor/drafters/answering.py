@@ -114,6 +114,7 @@ def context_for(
         eos_token_ids=(1,),
         files=files,
         open_model=refuse,  # type: ignore[arg-type]
+        open_mtp=refuse,  # type: ignore[arg-type]
         guesser=None,
         sampling_metadata=refuse,  # type: ignore[arg-type]
     )

@@ -89,7 +89,7 @@ def streams(pieces: Iterator[bytes], status: int = 200, **headers: str) -> Answe
 def drips(handler: BaseHTTPRequestHandler) -> None:
     """A head that never ends, a letter at a time."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-    for _ in range(200):
+    for _ in range(2400):  # two minutes
         handler.wfile.write(b"x")
         time.sleep(0.05)
 
@@ -196,21 +196,21 @@ def test_an_index_that_drips_its_answer_is_given_up(store: Store, monkeypatch: p
         set_pip(monkeypatch, f"{url}/simple")
         with pytest.raises(index.IndexUnavailableError):
             pull(SOURCE, store)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 60
 
 
 def test_a_file_that_drips_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urls, "GRACE_S", 0.3)
 
     def letters() -> Iterator[bytes]:
-        for _ in range(200):
+        for _ in range(2400):  # two minutes
             yield b"G"
             time.sleep(0.05)
 
     began_s = time.monotonic()
     with answering({"/model.gguf": streams(letters())}) as (url, _), pytest.raises(ModelError, match="broke off"):
         pull(f"{url}/model.gguf", store)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 60
 
 
 def page_of(url: str) -> httpx.Response:

@@ -43,6 +43,7 @@ class Matrix:
         channel_scales: _Floats | None,
         scales: _Bytes | None,
         scale_bytes: int,
+        output_scales: _Floats | None,
         zeros: _Bytes | None,
         offsets: _Floats | None,
         group_scales: _Bytes | None,
@@ -166,6 +167,7 @@ class Program:
         logit_scale: float,
         logit_softcap: float,
     ) -> None: ...
+    def set_merge(self, *, merge: Matrix, embedding_norm: Norm, hidden_norm: Norm) -> None: ...
     def set_streams(
         self,
         *,
@@ -236,6 +238,7 @@ class Program:
         embedding_rows: _Ints | None,
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
+        hidden_states: _Floats | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -253,6 +256,7 @@ class Program:
         embedding_rows: _Ints | None,
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
+        hidden_states: _Floats | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -270,6 +274,7 @@ class Program:
         embedding_rows: _Ints | None,
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
+        hidden_states: _Floats | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -287,6 +292,7 @@ class Program:
         embedding_rows: _Ints | None,
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
+        hidden_states: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -305,6 +311,7 @@ class Program:
         embedding_rows: _Ints | None,
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
+        hidden_states: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -313,6 +320,9 @@ class Program:
     @property
     def num_head_rows(self) -> int: ...
     def read_hidden(self, hidden: _Floats) -> None: ...
+    @property
+    def num_step_tokens(self) -> int: ...
+    def read_every_hidden(self, hidden: _Floats) -> None: ...
     def project(self, hidden: _Floats, logits: _Floats) -> None: ...
     def load_heads(self, heads: list[list[FeedForward]]) -> int: ...
     def guess(self, loaded: int, hidden: _Floats, num_heads: int, top: _Ints) -> None: ...
@@ -335,6 +345,7 @@ class Program:
         embedding_rows: _Ints | None,
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
+        hidden_states: _Floats | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cloister.backends.availability import load_torch
-from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Weights
+from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Program, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.limits import check_computable
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
@@ -91,12 +91,17 @@ class NativeBackend:
             draft_state_bytes=self._pool.num_threads * draft_state_bytes(spec),
         )
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> NativeProgram:
+    def build(
+        self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None, beside: Program | None = None
+    ) -> NativeProgram:
         """Packs the weights, or reads them as they were packed before, and makes an empty cache.
 
         Raises:
             ConfigError: the block size is outside 1 to 256, there is no block, or the kernels do not compute such a decoder.
+            TypeError: `beside` is no program of this back end.
         """
+        if spec.merges_hidden and not isinstance(beside, NativeProgram):
+            raise TypeError("a module without an embedding and a head is built beside the program that lends both")
         check_computable(spec, self._kv_dtype)
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
@@ -111,6 +116,7 @@ class NativeBackend:
             packer=packer,
             table=None if spec.streams is None else InputTable(weights, packer),
             encoder=None if spec.vision is None else self._load_tower(spec.vision, weights),
+            beside=beside if isinstance(beside, NativeProgram) else None,
         )
 
     def _tower_weights_bytes(self, spec: DecoderSpec) -> int:

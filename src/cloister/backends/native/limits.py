@@ -49,7 +49,7 @@ def list_missing(spec: DecoderSpec) -> list[str]:
     if isinstance(spec, EncoderSpec):
         missing.add("attention in both directions")
     if spec.streams is not None and not all(map(_streams, spec.layers)):
-        missing.add("several residual streams but with plain attention and one feed-forward in each layer")
+        missing.add("several residual streams with latent attention, experts, a state, scaled inputs or parallel blocks")
     return sorted(missing)
 
 

@@ -31,6 +31,7 @@ from cloister.backends.tensors import Tensor, dequantized
 
 FloatArray = npt.NDArray[np.float32]
 _LANES = 16  # kernels read whole vectors
+MERGE_NORMS = ("merge_embedding_norm", "merge_hidden_norm")
 BESIDE = "beside."  # begins the names of matrices of a mixer with a state beside attention
 
 
@@ -39,8 +40,8 @@ class MatrixParts:
     """Which tensors become one packed matrix.
 
     Attributes:
-        name: of the packed matrix: embedding, head, positions, or `layers.L.` and what it computes: qkv, steps, output, up
-            (with gate where there is one), down, router; `beside.` begins those of a mixer with a state beside attention.
+        name: of the packed matrix: embedding, merge, head, positions, or `layers.L.` and what it computes: qkv, steps, output,
+            up (with gate where there is one), down, router; `beside.` begins those of a mixer with a state beside attention.
         sources: canonical names of the tensors, without `.weight`, one below the other.
         interleaved: two sources whose outputs stand 16 by 16 in turn.
         biased: the sources carry biases, but for the one named `unbiased`.
@@ -69,6 +70,12 @@ class PackedModel:
     matrices: Mapping[str, PackedMatrix]
     vectors: Mapping[str, FloatArray]
 
+    def borrow_ends(self, lender: PackedModel) -> PackedModel:
+        """Returns this model with the embedding and the head of another, which are not copied."""
+        ends = {name: lender.matrices[name] for name in ("embedding", "head") if name in lender.matrices}
+        bias = {name: lender.vectors[name] for name in ("head.bias",) if name in lender.vectors}
+        return PackedModel({**self.matrices, **ends}, {**self.vectors, **bias})
+
     def fits(self, spec: DecoderSpec) -> bool:
         """Tells whether these are the weights that such a decoder needs."""
         matrices = {parts.name for parts in matrices_of(spec)}
@@ -77,10 +84,10 @@ class PackedModel:
 
 def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
     """Yields what a decoder's packed matrices are made of."""
-    yield MatrixParts("embedding", ("embed",))
+    yield MatrixParts("merge", ("merge",)) if spec.merges_hidden else MatrixParts("embedding", ("embed",))
     if spec.position_embeddings:
         yield MatrixParts("positions", ("positions",))
-    if not spec.tied_embeddings:
+    if not spec.tied_embeddings and not spec.merges_hidden:
         yield MatrixParts("head", ("head",), biased=spec.head_bias)
     for number, layer in enumerate(spec.layers):
         yield from _layer_matrices(layer, f"layers.{number}.")
@@ -153,7 +160,8 @@ def vectors_of(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
     norms = [
         (f"layers.{number}.{name}", size) for number, layer in enumerate(spec.layers) for name, size in _norms(layer, spec)
     ]
-    for name, size in [("norm", spec.hidden_size), *norms]:
+    merging = [(name, spec.hidden_size) for name in MERGE_NORMS] if spec.merges_hidden else []
+    for name, size in [("norm", spec.hidden_size), *merging, *norms]:
         yield f"{name}.weight", _padded(size, _LANES)
         if spec.norm_bias and not name.endswith(("q_norm", "k_norm", "a_norm")):
             yield f"{name}.bias", _padded(size, _LANES)

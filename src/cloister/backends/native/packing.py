@@ -26,7 +26,7 @@ from cloister.backends.spec import (
     StateSpec,
 )
 from cloister.backends.tensors import (
-    E2M1_CODES,
+    E2M1_BITS,
     GroupedTensor,
     InputRounding,
     ProgressiveTensor,
@@ -41,8 +41,6 @@ PANEL = 32
 _CHUNK = 1 << 18  # numbers that are dequantised at once: they stay in a core's own cache
 _SUM_LENGTH = 32  # the kernels keep sums of inputs for groups of this length and its multiples
 _E2M1_ZERO = 12  # the codes of E2M1 that kernels multiply are so much more than twice its numbers
-_E2M1_BITS = np.zeros(256, np.uint8)
-_E2M1_BITS[E2M1_CODES[::-1]] = np.arange(16, dtype=np.uint8)[::-1]  # minus zero is zero
 IntArray = npt.NDArray[np.int32]
 
 
@@ -74,8 +72,8 @@ class PackedMatrix:
         zero_point: what is taken off every code where there are no `zeros`.
         group_inputs: inputs have a scale for each group, not for each token.
         rotation: of the inputs (`backends.tensors.rotate_blocks`).
-        e2m1: codes are floats of 4 bits, and scales exponents of one byte (`backends.tensors.GroupedTensor.is_mxfp4`).
-        parts: flat arrays by name: codes, channel_scales, scales, zeros, offsets, group_scales, bias.
+        e2m1: codes are floats of 4 bits, and scales have one byte (`backends.tensors.GroupedTensor.is_mxfp4`, `is_nvfp4`).
+        parts: flat arrays by name: codes, channel_scales, scales, output_scales, zeros, offsets, group_scales, bias.
     """
 
     kind: PackedKind
@@ -105,6 +103,7 @@ class PackedMatrix:
             channel_scales=part("channel_scales"),
             scales=None if scales is None else scales.view(np.uint8),
             scale_bytes=2 if scales is None else scales.itemsize,
+            output_scales=part("output_scales"),
             zeros=part("zeros"),
             offsets=part("offsets"),
             group_scales=part("group_scales"),
@@ -177,14 +176,14 @@ class Packer:
             _zero_point(kind, tensors),
             rounding.group_size > 0,
             rounding.rotation,
-            _is_mxfp4(tensors[0]),
+            _is_e2m1(tensors[0]),
             parts,
         )
 
     def _pack_codes(self, kind: PackedKind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
         data = tensor if isinstance(tensor, np.ndarray) else tensor.codes
-        if _is_mxfp4(tensor):
-            data = _E2M1_BITS[data]
+        if _is_e2m1(tensor):
+            data = E2M1_BITS[data]
         if data.dtype not in _SOURCES:
             data = data.astype(np.float32)
         data = np.ascontiguousarray(data)
@@ -194,7 +193,7 @@ class Packer:
 
 def _zero_point(kind: PackedKind, tensors: Sequence[Tensor]) -> int:
     """Returns what is taken off every code, where that is one number for all."""
-    if _is_mxfp4(tensors[0]):
+    if _is_e2m1(tensors[0]):
         return _E2M1_ZERO
     middle = {PackedKind.INT8: 128, PackedKind.INT4: 8, PackedKind.QOQ: 128, PackedKind.W4A16: 8}.get(kind, 0)
     common = _common_zero([t for t in tensors if isinstance(t, GroupedTensor)])
@@ -251,6 +250,8 @@ def _has_kernel(tensor: GroupedTensor | ProgressiveTensor) -> bool:
     whole_groups = tensor.group_size % _SUM_LENGTH == 0
     if isinstance(tensor, ProgressiveTensor) or tensor.is_mxfp4:
         return whole_groups
+    if tensor.is_nvfp4:
+        return tensor.activations == "bfloat16"
     if tensor.order is not None:
         return False
     if tensor.activations == "int8_group":
@@ -270,7 +271,7 @@ def _scaled_by_row(tensor: Tensor) -> bool:
 def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns tensors that can stand in one matrix: themselves, or all as numbers."""
     kinds = {
-        (type(t),) if isinstance(t, np.ndarray) else (_kind_of(t), _is_mxfp4(t), t.group_size, rounding_of(t)) for t in tensors
+        (type(t),) if isinstance(t, np.ndarray) else (_kind_of(t), _is_e2m1(t), t.group_size, rounding_of(t)) for t in tensors
     }
     if len(kinds) == 1:
         return tensors
@@ -280,13 +281,13 @@ def _alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _kind_of(tensor: GroupedTensor | ProgressiveTensor) -> PackedKind:
     if isinstance(tensor, ProgressiveTensor):
         return PackedKind.QOQ
-    if tensor.bits == 8 and not tensor.is_mxfp4:
+    if tensor.bits == 8 and not _is_e2m1(tensor):
         return PackedKind.INT8
     return PackedKind.W4A16 if tensor.activations == "bfloat16" else PackedKind.INT4
 
 
-def _is_mxfp4(tensor: Tensor) -> bool:
-    return isinstance(tensor, GroupedTensor) and tensor.is_mxfp4
+def _is_e2m1(tensor: Tensor) -> bool:
+    return isinstance(tensor, GroupedTensor) and tensor.is_e2m1
 
 
 def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
@@ -305,6 +306,11 @@ def _metadata(tensors: Sequence[Tensor]) -> dict[str, list[npt.NDArray[Any]]]:
         return {"channel_scales": [t.scales for t in grouped]}
     if grouped[0].is_mxfp4:  # so are all: a scale of 2 ** (e - 128) is the byte e
         return {"scales": [(np.frexp(t.scales)[1] + 127).astype(np.uint8) for t in grouped]}
+    if grouped[0].is_nvfp4:
+        return {
+            "scales": [(2 * t.scales).astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for t in grouped],
+            "output_scales": [t.output_scales[:, None] for t in grouped if t.output_scales is not None],
+        }
     exact = all(np.array_equal(t.scales.astype(np.float16).astype(np.float32), t.scales) for t in grouped)
     found: dict[str, list[npt.NDArray[Any]]] = {
         "scales": [t.scales.astype(np.float16 if exact else np.float32) for t in grouped]
@@ -355,7 +361,8 @@ def _row_bytes(spec: DecoderSpec, is_wide: bool) -> int:
     layers = set(spec.layers)
     mixers = max((_mixer_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
     branches = max((_branch_bytes(layer, spec.hidden_size, is_wide) for layer in layers), default=0)
-    return 12 * spec.hidden_size + mixers + branches + _stream_bytes(spec)
+    merged = _input_bytes(2 * spec.hidden_size, is_wide) if spec.merges_hidden else 0
+    return 12 * spec.hidden_size + mixers + branches + _stream_bytes(spec) + merged
 
 
 def _stream_bytes(spec: DecoderSpec) -> int:
@@ -447,7 +454,7 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
             mixed, value_dim = attention.num_heads * attention.v_head_dim, attention.kv_lora_rank
             mixed = max(mixed, attention.q_lora_rank or 0, value_dim)
         feeds = (mlp.intermediate_size for mlp in _feed_forwards(layer.mlp))
-        inputs = max(spec.hidden_size, mixed, _mixed_size(layer.state), *feeds)
+        inputs = max(spec.hidden_size * (2 if spec.merges_hidden else 1), mixed, _mixed_size(layer.state), *feeds)
         shape = (1, 1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         streamed = 0 if spec.streams is None else 4 * len(spec.layers) * spec.streams.input_size
         scan = _DELTA_BYTES if isinstance(layer.state, GatedDeltaNetSpec) else 0
@@ -455,7 +462,8 @@ def _scratch_bytes(spec: DecoderSpec, kernels: str) -> int:
 
     num_buffers = 1 + _NUM_BUFFERS + max(map(_num_more_buffers, set(spec.layers)))
     num_buffers += _NUM_STREAM_BUFFERS if spec.streams is not None else 0
-    return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE
+    merged = 8 * _padded(spec.hidden_size) + _PAGE if spec.merges_hidden else 0
+    return max(map(widest, set(spec.layers))) + 4 * spec.hidden_size + num_buffers * _PAGE + merged
 
 
 def _mixed_size(state: StateSpec | None) -> int:

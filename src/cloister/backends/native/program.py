@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import NormalDist
@@ -28,7 +28,7 @@ from cloister.backends.base import (
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
-from cloister.backends.native.model import BESIDE, PackedModel, qk_norm_length
+from cloister.backends.native.model import BESIDE, MERGE_NORMS, PackedModel, qk_norm_length
 from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.native.rotation import row_orders
 from cloister.backends.native.states import StateStore
@@ -189,6 +189,7 @@ class NativeProgram(Program):
         packer: packs adapters and draft heads.
         encoder: encodes images; None for a model that takes none.
         table: inputs of layers by token, of a model with several residual streams.
+        beside: lends its embedding and head to a module without them; None for any other decoder.
 
     Raises:
         ModelError: experts of one layer are in several number formats.
@@ -208,11 +209,13 @@ class NativeProgram(Program):
         packer: Packer,
         encoder: ImageEncoder | None = None,
         table: InputTable | None = None,
+        beside: NativeProgram | None = None,
     ) -> None:
         self._encoder = encoder
         if encoder is not None:
             self.capabilities |= Capability.IMAGES
-        self._model, self._table = model, table  # the kernels hold pointers into their arrays
+        self._model: PackedModel = model if beside is None else model.borrow_ends(beside._model)
+        self._table = table  # the kernels hold pointers into their arrays
         self._streams = spec.streams
         self._program = _native.Program(kernels, pool, spec.vocab_size, spec.hidden_size, spec.norm_eps)
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
@@ -221,6 +224,7 @@ class NativeProgram(Program):
         self._set_ends(spec)
         self._num_layers = len(spec.layers)
         self._caches: list[LayerCache] = []
+        self._shared_kv: dict[int, int] = {}  # by layer, the one whose cache it reads
         self._ones: list[FloatArray] = []  # weights of norms that have none
         self._states = StateStore(kv)
         self._has_states = any(layer.state is not None for layer in spec.layers)
@@ -255,6 +259,9 @@ class NativeProgram(Program):
             logit_scale=spec.logit_scale,
             logit_softcap=spec.logit_softcap or 0.0,
         )
+        if spec.merges_hidden:
+            norms = [_native.Norm(weight=vectors[f"{name}.weight"], bias=vectors.get(f"{name}.bias")) for name in MERGE_NORMS]
+            self._program.set_merge(merge=matrices["merge"].bind(), embedding_norm=norms[0], hidden_norm=norms[1])
 
     def _add_layer(self, layer: LayerSpec, number: int, rope: int, kv: KVLayout, kv_dtype: str) -> None:
         """Adds a layer; a state beside attention is a layer of its own there, which has no other part."""
@@ -278,6 +285,7 @@ class NativeProgram(Program):
                 self._caches.append(LayerCache(number, cache, kv.blocks_of(number)))
             else:
                 cache = next(each.cache for each in self._caches if each.layer == shared)
+                self._shared_kv[number] = shared
         elif layer.state is not None:
             cache = self._states.add_layer(layer.state)
             self._caches.append(LayerCache(number, cache, kv.state_blocks))
@@ -462,10 +470,14 @@ class NativeProgram(Program):
             if wants.num_top:
                 output.top = self.find_top(output.logits, wants.num_top)
         else:
-            hidden = np.empty((num_rows, self._hidden_size), np.float32)
-            self._program.forward_hidden(*arrays, hidden)
-            return StepOutput(hidden=hidden) if wants.hidden else StepOutput()
-        if wants.hidden:
+            output = StepOutput(hidden=np.empty((num_rows, self._hidden_size), np.float32))
+            self._program.forward_hidden(*arrays, output.hidden)
+            if not wants.hidden:
+                output = StepOutput()
+        if wants.every_hidden:
+            output.hidden = np.empty((len(batch.token_ids), self._hidden_size), np.float32)
+            self._program.read_every_hidden(output.hidden)
+        elif wants.hidden and not len(output.hidden):
             output.hidden = np.empty((num_rows, self._hidden_size), np.float32)
             self._program.read_hidden(output.hidden)
         return output
@@ -506,9 +518,9 @@ class NativeProgram(Program):
         self._program.draw_masked(logits, sampling.view(np.uint8), masks, tokens)
         return tokens
 
-    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
-        return super().encode_images(images) if self._encoder is None else self._encoder.encode(images)
+    def encode_image(self, image: ImageTile, check: Callable[[], None] = lambda: None) -> FloatArray:
+        """Returns the embeddings of an image (`backends.base.Program.encode_image`)."""
+        return super().encode_image(image, check) if self._encoder is None else self._encoder.encode(image, check)
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:
         """Packs an adapter and puts it in a slot."""
@@ -547,9 +559,10 @@ class NativeProgram(Program):
         return self._num_layers
 
     def read_block(self, layer: int, block: int) -> bytes:
-        """Returns the bytes of one block, for who checks what blocks hold; none where the layer has no such block."""
+        """Returns the bytes of one block that a layer reads, for who checks what blocks hold; none where it has none."""
+        owner = self._shared_kv.get(layer, layer)
         return b"".join(
-            bytes(cache[block - blocks.start]) for number, cache, blocks in self._caches if number == layer and block in blocks
+            bytes(cache[block - blocks.start]) for number, cache, blocks in self._caches if number == owner and block in blocks
         )
 
     def wipe_buffers(self) -> None:
@@ -580,7 +593,7 @@ class NativeProgram(Program):
 
 _Arrays = tuple[
     IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None,
-    FloatArray | None, IntArray | None, IntArray | None, IntArray | None,
+    FloatArray | None, IntArray | None, IntArray | None, IntArray | None, FloatArray | None,
 ]  # fmt: skip
 
 
@@ -600,4 +613,5 @@ def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
         batch.embedding_rows,
         batch.rope_positions,
         batch.last_seen,
+        batch.hidden,
     )

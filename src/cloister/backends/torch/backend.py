@@ -11,11 +11,12 @@ import torch
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
-from cloister.backends.torch.cuda.limits import check_computable
+from cloister.backends.torch.cuda.limits import check_computable, check_numbers
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.schedule import Team
+from cloister.backends.torch.streams import INPUT_TABLE, table_bytes
 from cloister.backends.torch.vision import tower_bytes
 from cloister.types.errors import ConfigError
 
@@ -58,17 +59,18 @@ class TorchBackend:
         if self._device.type == "cuda":
             sizes = {"block_size": block_size, "max_batched_tokens": max_batched_tokens}
             check_computable(spec)
+            check_numbers(weights)
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
-        mapped = {"positions.weight", "layer_inputs.embed.weight", *(() if spec.tied_embeddings else ("embed.weight",))}
+        mapped = {"positions.weight", INPUT_TABLE, *(() if spec.tied_embeddings else ("embed.weight",))}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
         states = [layer.state for layer in spec.layers if layer.state is not None]
         layer_bytes = tuple(
             (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
         )
         return MemoryNeed(
-            weights_bytes=held * self._dtype.itemsize,
+            weights_bytes=held * self._dtype.itemsize + (0 if spec.streams is None else table_bytes(weights)),
             kv_block_bytes=sum(layer_bytes),
             kv_layer_bytes=layer_bytes,
             state_bytes=4 * sum(state.state_size for state in states),
@@ -81,11 +83,14 @@ class TorchBackend:
     def _thread_bytes(spec: DecoderSpec) -> int:
         return max(_ATTENTION_BYTES, 0 if spec.vision is None else tower_bytes(spec.vision))
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> Program:
+    def build(
+        self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None, beside: Program | None = None
+    ) -> Program:
         """Loads the weights and makes an empty cache.
 
         Raises:
             ConfigError: the block size is outside 1 to 256, or there is no block.
+            TypeError: `beside` is no program of this back end.
         """
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
@@ -95,7 +100,10 @@ class TorchBackend:
             return CudaProgram(spec, weights, kv, dtype=self._dtype, device=self._device, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return EncoderProgram(spec, weights, kv, team=self._team, dtype=self._dtype)
-        return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device)
+        if spec.merges_hidden and not isinstance(beside, TorchProgram):
+            raise TypeError("a module without an embedding and a head is built beside the program that lends both")
+        lender = beside if isinstance(beside, TorchProgram) else None
+        return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device, beside=lender)
 
 
 def check_libraries(device: str, dtype: str, numerics: str) -> None:
@@ -119,7 +127,8 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
 def _row_bytes(spec: DecoderSpec) -> int:
     """Bytes that one token takes at the widest place of a step, its logits included (all may be asked for)."""
     widest = max(3 * widest_feed_forward(layer.mlp) + 4 * _attention_numbers(layer) for layer in set(spec.layers))
-    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size) + _stream_numbers(spec))
+    merged = 4 * spec.hidden_size if spec.merges_hidden else 0
+    return 4 * (3 * spec.hidden_size + max(widest, spec.vocab_size) + _stream_numbers(spec) + merged)
 
 
 def _stream_numbers(spec: DecoderSpec) -> int:

@@ -9,6 +9,7 @@ what fills it up.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
@@ -60,7 +61,9 @@ class FallbackBackend:
             activations_bytes=tile_bytes + 2 * slot_bytes * spec.max_positions,  # a sequence's cache, gathered
         )
 
-    def build(self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None) -> FallbackProgram:
+    def build(
+        self, spec: DecoderSpec, weights: Weights, kv: KVLayout, *, identity: str | None = None, beside: Program | None = None
+    ) -> FallbackProgram:
         """Loads the model.
 
         Raises:
@@ -138,15 +141,16 @@ class FallbackProgram(Program):
 
     def _run_tile(self, slots: Tensor, first: int, count: int) -> Tensor:
         """Computes `count` positions from `first` on, files their keys and values, and returns logits [TILE, vocab]."""
-        cache, before, new = transformers.DynamicCache(), slots[:first], slots[first : first + count]
+        cache: Any = transformers.DynamicCache()
+        before, new = slots[:first], slots[first : first + count]
         tokens = torch.zeros(1, TILE, dtype=torch.long, device=self._device)
         tokens[0, :count] = self._tokens[new]
         if first:
             for layer, pages in enumerate(self._pages):
                 keys, values = (page[before].transpose(0, 1)[None] for page in pages)
                 cache.update(keys, values, layer)
-        found = self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        for layer, pages in zip(found.past_key_values.layers, self._pages, strict=True):
+        found = self._model(input_ids=tokens, use_cache=True, **{_cache_argument(self._model): cache})
+        for layer, pages in zip(cache.layers, self._pages, strict=True):
             for page, states in zip(pages, (layer.keys, layer.values), strict=True):
                 page[new] = states[0, :, first : first + count].transpose(0, 1)
         logits: Tensor = found.logits[0]
@@ -183,6 +187,11 @@ def _open(opener: Any, *args: Any, **kwargs: Any) -> Any:
         ) from None
 
 
+def _cache_argument(model: Any) -> str:
+    """Returns what `forward` calls the cache: later versions of transformers warn of the older name."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @torch.no_grad()
 def _probe(model: Any, device: torch.device) -> list[tuple[int, int, int]]:
     """Returns (heads, size of a key, size of a value) of each layer's cache.
@@ -192,8 +201,9 @@ def _probe(model: Any, device: torch.device) -> list[tuple[int, int, int]]:
     """
     try:
         tokens = torch.zeros(1, TILE, dtype=torch.long, device=device)
-        layers = model(input_ids=tokens, past_key_values=transformers.DynamicCache(), use_cache=True).past_key_values.layers
-        shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers]
+        cache: Any = transformers.DynamicCache()
+        model(input_ids=tokens, use_cache=True, **{_cache_argument(model): cache})
+        shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers]
     except Exception:
         shapes = []
     if not shapes or any(len(keys) != 4 or keys[2] != TILE or values[:3] != keys[:3] for keys, values in shapes):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -75,7 +77,10 @@ class TorchProgram(Program):
     cache, are of `dtype`. Embeddings of tokens and positions stay where `weights` maps them, and a step reads its rows.
     """
 
-    capabilities = Capability.HIDDEN | Capability.HEAD | Capability.TREES | Capability.ADAPTERS | Capability.RECORDING
+    capabilities = (
+        Capability.HIDDEN | Capability.HEAD | Capability.TREES | Capability.ADAPTERS | Capability.RECORDING
+        | Capability.EVERY_HIDDEN
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -86,18 +91,25 @@ class TorchProgram(Program):
         team: Team,
         dtype: torch.dtype,
         device: torch.device,
+        beside: TorchProgram | None = None,
     ) -> None:
         use_one_thread_per_operation()
         reader = WeightReader(weights, dtype, device, team)
         self._spec, self._team, self._device = spec, team, device
-        self._embedding = dequantized(weights.read("embed.weight"))
+        self._merge = HiddenMerge(spec, reader) if spec.merges_hidden else None
+        self._embedding: npt.NDArray[Any] = dequantized(weights.read("embed.weight")) if beside is None else beside._embedding
         self._learned = dequantized(weights.read("positions.weight")) if spec.position_embeddings else None
         self._streams = None if spec.streams is None else Streams(spec, spec.streams, weights, reader)
         self._layers = [make_layer(spec, number, reader) for number in range(len(spec.layers))]
         self._norm = reader.norm("norm", spec)
-        self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
-        self._head_bias = reader.vector("head.bias") if spec.head_bias else None
+        if beside is None:
+            self._head = reader.linear("embed" if spec.tied_embeddings else "head", bias=False)
+            self._head_bias = reader.vector("head.bias") if spec.head_bias else None
+        else:
+            self._head, self._head_bias = beside._head, beside._head_bias
         self.linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        if self._merge is not None:
+            self.linears.append(self._merge.linear)
         if self._streams is not None:
             self.linears += self._streams.linears
         self._tiles = common_tiles(*(linear.tiles for linear in self.linears))
@@ -108,7 +120,7 @@ class TorchProgram(Program):
         self._mixers = {number: layer.mixer for number, layer in enumerate(self._layers) if layer.mixer is not None}
         self._states = States(kv, specs, team, device) if specs else None
         self._adapters = TorchAdapters(spec, team, dtype, device)
-        self._vision = None if spec.vision is None else open_tower(spec.vision, reader, team)
+        self._vision = None if spec.vision is None else open_tower(spec.vision, reader)
         if self._vision is not None:
             self.capabilities |= Capability.IMAGES
 
@@ -117,9 +129,12 @@ class TorchProgram(Program):
         """Computes one step (`backends.base.Program.step`)."""
         self._check(wants)
         num_rows, output = len(batch.logit_rows), StepOutput()
-        normed = self._compute_normed(batch) if batch.token_ids.size else self._embed(batch, 0)
+        computed = self._compute(batch) if batch.token_ids.size else self._embed(batch, 0)
+        normed = self._choose_normed(computed, batch)
         if wants.hidden:
             output.hidden = normed[:num_rows].cpu().numpy()
+        if wants.every_hidden:
+            output.hidden = self._finish_rows(computed)[: len(batch.token_ids)].cpu().numpy()
         if wants.logits and num_rows:
             output.logits = self._logits(normed)[:num_rows].cpu().numpy()
         elif wants.logits:
@@ -137,9 +152,9 @@ class TorchProgram(Program):
         logits: FloatArray = self._logits(rows)[: len(hidden)].cpu().numpy()
         return logits
 
-    def encode_images(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns the embeddings of images (`backends.base.Program.encode_images`)."""
-        return super().encode_images(images) if self._vision is None else self._vision.encode(images)
+    def encode_image(self, image: ImageTile, check: Callable[[], None] = lambda: None) -> FloatArray:
+        """Returns the embeddings of an image (`backends.base.Program.encode_image`)."""
+        return super().encode_image(image, check) if self._vision is None else self._vision.encode(image, check)
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer."""
@@ -244,7 +259,7 @@ class TorchProgram(Program):
             found[torch.from_numpy(batch.embedding_rows).long()] = torch.from_numpy(embeddings)
         if self._learned is not None:
             found.add_(to_torch(self._learned[batch.positions]).to(self._device))
-        return hidden
+        return hidden if self._merge is None else self._merge(hidden, batch.hidden)
 
     def _deepstack(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
         """Returns (rows, what is added to them) for each of the first layers; rows of images are all different."""
@@ -345,12 +360,17 @@ class TorchProgram(Program):
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * layout.value_dim)
 
-    def _compute_normed(self, batch: ForwardBatch) -> Tensor:
-        """Computes a step up to the final norm, and returns the rows that were asked for, padded to whole tiles."""
+    def _choose_normed(self, computed: Tensor, batch: ForwardBatch) -> Tensor:
+        """Returns what the head reads: the rows that were asked for, after the final norm, padded to whole tiles."""
+        if not batch.token_ids.size:
+            return computed
         rows = np.zeros(pad_rows(len(batch.logit_rows), self._tiles), np.int64)
         rows[: len(batch.logit_rows)] = batch.logit_rows
-        chosen = self._compute(batch).index_select(0, torch.from_numpy(rows).to(self._device))
-        return self._norm(chosen if self._streams is None else self._streams.join(chosen))
+        return self._finish_rows(computed.index_select(0, torch.from_numpy(rows).to(self._device)))
+
+    def _finish_rows(self, computed: Tensor) -> Tensor:
+        """Returns what `_compute` made of some tokens after the final norm."""
+        return self._norm(computed if self._streams is None else self._streams.join(computed))
 
     def _logits(self, normed: Tensor) -> Tensor:
         return self._finish(self._head(normed))
@@ -364,6 +384,28 @@ class TorchProgram(Program):
             logits.mul_(spec.logit_scale)
         limit = spec.logit_softcap
         return logits if limit is None else on_whole_vectors(lambda rows: cap(rows, limit), logits)
+
+
+class HiddenMerge:
+    """What the first layer of a module that predicts further tokens reads (`DecoderSpec.merges_hidden`)."""
+
+    def __init__(self, spec: DecoderSpec, reader: WeightReader) -> None:
+        self._embedding_norm = reader.norm("merge_embedding_norm", spec)
+        self._hidden_norm = reader.norm("merge_hidden_norm", spec)
+        self.linear = reader.linear("merge", bias=False)
+
+    def __call__(self, embedded: Tensor, hidden: FloatArray | None) -> Tensor:
+        """Returns [num_rows, hidden] for embeddings [num_rows, hidden], padded, and hidden states [num_tokens, hidden].
+
+        Raises:
+            ValueError: there is not a hidden state for each token.
+        """
+        states = torch.zeros_like(embedded)
+        if len(embedded):
+            if hidden is None:
+                raise ValueError("a module that predicts further tokens reads a hidden state for each token; pass them")
+            states[: len(hidden)] = torch.from_numpy(hidden)
+        return self.linear(torch.cat([self._embedding_norm(embedded), self._hidden_norm(states)], dim=1))
 
 
 def _chunks(num_rows: int) -> list[slice]:

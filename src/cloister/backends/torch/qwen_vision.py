@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cloister.backends.torch.layers import rms_norm, rotate
 from cloister.backends.torch.reading import WeightReader
-from cloister.backends.torch.schedule import Team
 from cloister.backends.torch.vision_parts import TOWER_ACTIVATIONS, TowerLayerNorm, TowerProduct, VisionTower
 from cloister.backends.vision import QwenVisionSpec
 from cloister.types.images import ImageTile
@@ -89,8 +88,8 @@ class _Merger:
 class QwenTower(VisionTower):
     """Encodes images of any size in whole tokens (`backends.vision.QwenVisionSpec`)."""
 
-    def __init__(self, spec: QwenVisionSpec, reader: WeightReader, team: Team) -> None:
-        super().__init__(spec, team)
+    def __init__(self, spec: QwenVisionSpec, reader: WeightReader) -> None:
+        super().__init__(spec)
         self._spec = spec
         self._patch = TowerProduct(reader, "vision.patch", bias=spec.patch_bias)
         self._positions = None if spec.grid_size is None else reader.vector("vision.positions.weight")
@@ -103,14 +102,7 @@ class QwenTower(VisionTower):
         size = spec.hidden_size // spec.num_heads // 2
         self._inv_freq = 1.0 / (spec.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
 
-    def count_operations(self, image: ImageTile) -> float:
-        """Returns the operations of the products and of the attention that sees the whole image, about."""
-        spec, num_patches = self._spec, image.num_tokens * self._spec.merge**2
-        per_patch = 8 * spec.hidden_size**2 + (6 if spec.gated else 4) * spec.hidden_size * spec.intermediate_size
-        num_whole = spec.num_layers if spec.window is None else len(spec.full_layers)
-        return float(num_patches * (spec.num_layers * per_patch + num_whole * 4 * spec.hidden_size * num_patches))
-
-    def embed(self, image: ImageTile) -> Tensor:
+    def embed(self, image: ImageTile, check: Callable[[], None]) -> Tensor:
         """Returns [num_tokens, (1 + len(deepstack)) * decoder's hidden] of RGB bytes [height, width, 3]."""
         rows, columns = image.grid or (0, 0)
         height, width = self._place(rows, columns)
@@ -122,6 +114,7 @@ class QwenTower(VisionTower):
         windows = whole if self._spec.window is None else self._windows(rows, columns, self._spec.window)
         parts = []
         for number, layer in enumerate(self._layers):
+            check()
             hidden = layer(hidden, cos_sin, whole if number in self._spec.full_layers else windows)
             if number in self._deepstack:
                 parts.append(self._deepstack[number](hidden))

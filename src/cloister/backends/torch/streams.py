@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from math import sqrt
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cloister.backends.base import IntArray, Weights
 from cloister.backends.spec import DecoderSpec, MlpSpec, StreamsSpec
-from cloister.backends.tensors import dequantized
+from cloister.backends.tensors import GroupedTensor, dequantized, take_rows
+from cloister.backends.tensors import Tensor as StoredTensor
 from cloister.backends.torch.adapters import RowAdapters
 from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import ACTIVATIONS, on_whole_vectors, rms_norm
 from cloister.backends.torch.reading import WeightReader, to_torch
 
+INPUT_TABLE = "layer_inputs.embed.weight"
+"""Inputs of every layer by token; a file that holds numbers is mapped, codes are kept as such."""
 _LEAST_SQUARE = 1e-5  # of a stream that is scaled to the size of another
+
+
+def table_bytes(weights: Weights) -> int:
+    """Returns the bytes that the table of layer inputs takes in memory: those of its codes."""
+    form = weights.form(INPUT_TABLE)
+    if not isinstance(form, GroupedTensor):
+        return 0
+    parts = (form.codes, form.scales, form.zeros, form.offsets)
+    return weights.shape(INPUT_TABLE)[0] * sum(part[:1].nbytes for part in parts if part is not None)
 
 
 class Streams:
     """What happens before the first layer and after the last.
 
-    The embeddings of layer inputs stay where `weights` maps them, and a step reads its rows.
+    The embeddings of layer inputs stay where `weights` maps them, or in codes, and a step reads its rows.
 
     Attributes:
         linears: its products.
@@ -30,7 +44,7 @@ class Streams:
 
     def __init__(self, spec: DecoderSpec, streams: StreamsSpec, weights: Weights, reader: WeightReader) -> None:
         self._spec, self._num_layers, self._eps = streams, len(spec.layers), spec.norm_eps
-        self._embedding = dequantized(weights.read("layer_inputs.embed.weight"))
+        self._embedding = weights.read(INPUT_TABLE)
         self._projection = reader.linear("layer_inputs.projection", bias=False)
         self._norm = reader.vector("layer_inputs.norm.weight")
         numbers = range(streams.num_streams - 1)
@@ -54,7 +68,7 @@ class Streams:
         projected = self._projection(embedded).mul_(embedded.shape[1] ** -0.5).view(len(embedded), self._num_layers, size)
         inputs = rms_norm(projected, self._norm, self._eps)
         rows = np.where(token_ids < self._spec.input_vocab, token_ids, 0)
-        found = to_torch(self._embedding[rows]).to(inputs.device).float().view(len(rows), self._num_layers, size)
+        found = to_torch(_take(self._embedding, rows)).to(inputs.device).float().view(len(rows), self._num_layers, size)
         inputs[: len(rows)] += found * sqrt(size)
         return inputs.mul_(sqrt(0.5))
 
@@ -151,6 +165,11 @@ def make_layer(spec: DecoderSpec, number: int, reader: WeightReader) -> DecoderL
     if spec.streams is None:
         return DecoderLayer(spec, number, reader)
     return StreamLayer(spec, spec.streams, number, reader)
+
+
+def _take(table: StoredTensor, rows: IntArray) -> npt.NDArray[Any]:
+    numbers: npt.NDArray[Any] = table[rows] if isinstance(table, np.ndarray) else dequantized(take_rows(table, rows))
+    return numbers
 
 
 def _sum(streams: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ class _Layer:
 class SiglipTower(VisionTower):
     """SigLIP on square images of one size (`backends.vision.VisionSpec`)."""
 
-    def __init__(self, spec: VisionSpec, reader: WeightReader, team: Team) -> None:
-        super().__init__(spec, team)
+    def __init__(self, spec: VisionSpec, reader: WeightReader) -> None:
+        super().__init__(spec)
         self._spec = spec
         self._patch = TowerProduct(reader, "vision.patch")
         places = torch.arange(spec.patches_per_side**2) if spec.projection == "mean" else _position_ids(spec.patches_per_side)
@@ -56,16 +57,11 @@ class SiglipTower(VisionTower):
         self._pool_norm = reader.vector("vision.pool_norm.weight") if spec.projection == "mean" else None
         self._projector = TowerProduct(reader, "vision.projector", bias=False)
 
-    def count_operations(self, image: ImageTile) -> float:
-        """Returns the operations of any image: all have one size."""
-        spec = self._spec
-        per_patch = spec.num_layers * (8 * spec.hidden_size**2 + 4 * spec.hidden_size * spec.intermediate_size)
-        return float(spec.patches_per_side**2 * per_patch)
-
-    def embed(self, image: ImageTile) -> Tensor:
+    def embed(self, image: ImageTile, check: Callable[[], None]) -> Tensor:
         """Returns embeddings [num_tokens, decoder's hidden] of RGB bytes [image_size, image_size, 3]."""
         hidden = self._patch(self._cut_patches(image.pixels)) + self._positions
         for layer in self._layers:
+            check()
             hidden = layer(hidden)
         hidden = self._norm(hidden)
         if self._pool_norm is None:
@@ -85,9 +81,9 @@ class SiglipTower(VisionTower):
         return rows.permute(0, 2, 1, 3, 4).reshape(self._spec.num_tokens, merge**2, -1)
 
 
-def open_tower(spec: AnyVisionSpec, reader: WeightReader, team: Team) -> VisionTower:
+def open_tower(spec: AnyVisionSpec, reader: WeightReader) -> VisionTower:
     """Builds the tower that a spec describes."""
-    return QwenTower(spec, reader, team) if isinstance(spec, QwenVisionSpec) else SiglipTower(spec, reader, team)
+    return QwenTower(spec, reader) if isinstance(spec, QwenVisionSpec) else SiglipTower(spec, reader)
 
 
 def tower_bytes(spec: AnyVisionSpec) -> int:
@@ -103,12 +99,11 @@ def load_tower(spec: AnyVisionSpec, weights: Weights, *, num_threads: int, dtype
 
     Args:
         weights: of the whole model.
-        num_threads: of its own, which compute while the program does not.
+        num_threads: that read the weights.
         dtype: "float32" or "bfloat16".
     """
-    team = Team(num_threads)
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    return open_tower(spec, WeightReader(weights, types[dtype], torch.device("cpu"), team), team)
+    return open_tower(spec, WeightReader(weights, types[dtype], torch.device("cpu"), Team(num_threads)))
 
 
 def _position_ids(count: int) -> Tensor:

@@ -1,10 +1,9 @@
-"""What vision towers in torch have in common: their products and norms, and how images are shared among threads."""
+"""What vision towers in torch have in common: their products and norms, and how an image is encoded."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from cloister.backends.base import FloatArray
 from cloister.backends.torch.layers import ACTIVATIONS
 from cloister.backends.torch.reading import WeightReader
-from cloister.backends.torch.schedule import Team, use_one_thread_per_operation
+from cloister.backends.torch.schedule import use_one_thread_per_operation
 from cloister.backends.vision import AnyVisionSpec
 from cloister.types.images import ImageTile
 
@@ -48,37 +47,30 @@ class TowerLayerNorm:
 
 
 class VisionTower(ABC):
-    """Encodes images, one after another on each thread of the team: an image's bits do not depend on its company."""
+    """Encodes images, each in the thread that asks for it: an image's bits do not depend on its company."""
 
-    def __init__(self, spec: AnyVisionSpec, team: Team) -> None:
-        self._team = team
+    def __init__(self, spec: AnyVisionSpec) -> None:
         self._levels = torch.from_numpy(_levels(spec))
 
     @torch.no_grad()
-    def encode(self, images: Sequence[ImageTile]) -> list[FloatArray]:
-        """Returns what stands at the positions of each image (`backends.base.Program.encode_images`)."""
+    def encode(self, image: ImageTile, check: Callable[[], None]) -> FloatArray:
+        """Returns what stands at the positions of an image (`backends.base.Program.encode_image`)."""
         use_one_thread_per_operation()
-        found: list[FloatArray] = [np.empty(0, np.float32)] * len(images)
-        tasks = [partial(self._encode_into, found, number, image) for number, image in enumerate(images)]
-        self._team.run(tasks, sum(map(self.count_operations, images)))
+        found: FloatArray = self.embed(image, check).numpy()
         return found
 
     @abstractmethod
-    def count_operations(self, image: ImageTile) -> float:
-        """Returns the multiplications and additions of an image, about."""
+    def embed(self, image: ImageTile, check: Callable[[], None]) -> Tensor:
+        """Returns what stands at the positions of an image, [num_tokens, ...].
 
-    @abstractmethod
-    def embed(self, image: ImageTile) -> Tensor:
-        """Returns what stands at the positions of an image, [num_tokens, ...]."""
+        Args:
+            check: called before each layer; what it raises ends the encoding.
+        """
 
     def normalise(self, pixels: bytes, height: int, width: int) -> Tensor:
         """Returns RGB bytes [height, width, 3] as numbers [3, height, width]."""
         image = torch.from_numpy(np.frombuffer(pixels, np.uint8).reshape(height, width, 3).transpose(2, 0, 1).astype(np.int64))
         return torch.stack([levels[channel] for levels, channel in zip(self._levels, image, strict=True)])
-
-    def _encode_into(self, found: list[FloatArray], number: int, image: ImageTile) -> None:
-        with torch.no_grad():  # of this thread
-            found[number] = self.embed(image).numpy()
 
 
 def _levels(spec: AnyVisionSpec) -> npt.NDArray[np.float32]:

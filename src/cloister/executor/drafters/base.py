@@ -104,11 +104,27 @@ class VerifyFeedback:
         return self.path[-1] + 1 if self.path else 0
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Hidden states of a sequence that a step computed.
+
+    Attributes:
+        state: the sequence, including its new tokens.
+        start: position of the first.
+        rows: [num_positions, hidden] after the final norm, of known tokens only: accepted drafts among them, rejected ones not.
+    """
+
+    state: SequenceState
+    start: int
+    rows: FloatArray
+
+
 class Drafter:
     """Drafts for the sequences of one runner. Not thread-safe. `forget` overwrites all state of a sequence.
 
     Attributes:
         wants_hidden: it needs `VerifyFeedback.hidden`.
+        wants_every_hidden: it needs the hidden states of all positions (`keep_hidden`).
         num_top: number of tokens that it needs in `VerifyFeedback.top`.
         shape: parents of its tree, filled best first, of which any prefix may be requested; None if the drafter chooses.
         max_drafts: maximum number of tokens that it can draft for one sequence.
@@ -118,6 +134,7 @@ class Drafter:
     """
 
     wants_hidden: bool = False
+    wants_every_hidden: bool = False
     num_top: int = 0
     shape: tuple[int, ...] | None = None
     max_drafts: int = 16
@@ -141,6 +158,9 @@ class Drafter:
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         """Called with the model's output for observed sequences, whichever drafter drafted for them."""
+
+    def keep_hidden(self, parts: Sequence[HiddenRows]) -> None:
+        """Called after each step with the hidden states of all sequences in it, if it wants them; copies what it keeps."""
 
     def forget(self, seq_id: int) -> None:
         """Overwrites all state of a finished sequence. Unknown ids are ignored."""
@@ -203,6 +223,7 @@ class DrafterContext:
         guesser: prepares draft heads, once the model's program is built; None if the back end cannot.
         sampling_metadata: how the next token of each sequence is sampled from a row, [num_states] of `SAMPLING_METADATA`; its
             `position` is that of the next token, so a draft at depth d (from 0) adds d.
+        open_mtp: reads the layer of the model's checkpoint that predicts further tokens.
         fingerprint: SHA-256 of the model's files (hex), compared with that of drafters trained for it; empty skips the check.
     """
 
@@ -217,6 +238,7 @@ class DrafterContext:
     open_model: Callable[[str], DraftModel]
     guesser: Callable[[DraftHeads], Guesser] | None
     sampling_metadata: Callable[[list[SequenceState], list[int]], SamplingMetadata]
+    open_mtp: Callable[[], DraftModel]
     fingerprint: str = ""
 
 

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.backends.base import KV_ONLY, LOGITS, FloatArray, ForwardBatch, IntArray, Program, SamplingMetadata, Wants
+from cloister.backends.base import (
+    KV_ONLY,
+    LOGITS,
+    FloatArray,
+    ForwardBatch,
+    IntArray,
+    Program,
+    SamplingMetadata,
+    StepOutput,
+    Wants,
+)
 from cloister.executor.acceptance import distribution, draw_from
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters.base import NOTHING, Draft
@@ -26,6 +36,8 @@ class Stretch:
         start: position of the first token.
         tokens: the tokens from there on.
         num_drafts: number of tokens to draft after them; 0 computes KV only.
+        hidden: [len(tokens), hidden], what each token brings beside its embedding, for a module that merges both
+            (`DecoderSpec.merges_hidden`); its drafts bring the hidden states of the drafts before them.
     """
 
     state: SequenceState
@@ -34,6 +46,7 @@ class Stretch:
     tokens: array[int]
     num_drafts: int = 0
     is_coupled: bool = True
+    hidden: FloatArray | None = None
 
     @property
     def end(self) -> int:
@@ -67,7 +80,13 @@ def stretch_batch(stretches: Sequence[Stretch], block_size: int) -> ForwardBatch
         context_lens=as_ints(context_lens),
         block_tables=block_tables([each.blocks for each in stretches], width),
         logit_rows=as_ints(logit_rows),
+        hidden=_join_hidden(stretches),
     )
+
+
+def _join_hidden(stretches: Sequence[Stretch]) -> FloatArray | None:
+    parts = [each.hidden for each in stretches if each.hidden is not None]
+    return np.concatenate(parts) if parts else None
 
 
 class ChainGrower:
@@ -120,22 +139,24 @@ class ChainGrower:
         numbers = _numbers(draws[list(apart)], longest[0].num_drafts) if apart else None
         for depth in range(1, longest[0].num_drafts + 1):
             if numbers is None:
-                tokens = self._executor.step(batch, Wants(sampling=draws)).tokens
+                output = self._executor.step(batch, Wants(sampling=draws, hidden=batch.hidden is not None))
             else:
-                tokens = self._draw_apart(batch, draws, apart, numbers[depth - 1])
+                output = self._draw_apart(batch, draws, apart, numbers[depth - 1])
+            tokens = output.tokens
             yield tokens
             while num_live and longest[num_live - 1].num_drafts <= depth:
                 num_live -= 1
             if num_live:
-                batch = _next_batch(batch, tokens, num_live) if depth > 1 else _first_batch(batch, tokens, num_live)
+                batch = _next_batch(batch, output, num_live) if depth > 1 else _first_batch(batch, output, num_live)
                 draws = draws[:num_live]
                 draws["position"] += 1
 
     def _draw_apart(
         self, batch: ForwardBatch, draws: SamplingMetadata, apart: dict[int, list[FloatArray]], numbers: UniformArray
-    ) -> IntArray:
-        """Chooses tokens; those of the rows `apart` are drawn with independent numbers."""
-        logits = self._executor.step(batch, LOGITS).logits
+    ) -> StepOutput:
+        """Computes a step and chooses tokens; those of the rows `apart` are drawn with independent numbers."""
+        output = self._executor.step(batch, LOGITS if batch.hidden is None else Wants(logits=True, hidden=True))
+        logits = output.logits
         tokens = np.empty(len(draws), np.int32)
         coupled = [row for row in range(len(draws)) if row not in apart]
         if coupled:
@@ -146,7 +167,8 @@ class ChainGrower:
             tokens[drawn] = draw_from(probs, numbers[: len(drawn)])
             for row, found in zip(drawn, probs, strict=True):
                 apart[row].append(found)
-        return tokens
+        output.tokens = tokens
+        return output
 
 
 def draft_numbers(
@@ -172,29 +194,31 @@ def _numbers(draws: SamplingMetadata, num_drafts: int) -> UniformArray:
     return draft_numbers(repeated, depths, [0] * len(repeated)).reshape(num_drafts, len(draws))
 
 
-def _first_batch(batch: ForwardBatch, tokens: IntArray, num_live: int) -> ForwardBatch:
+def _first_batch(batch: ForwardBatch, output: StepOutput, num_live: int) -> ForwardBatch:
     """Returns the batch that computes the first draft of each sequence; its arrays may be written."""
     return ForwardBatch(
-        token_ids=_feedable(tokens[:num_live]),
+        token_ids=_feedable(output.tokens[:num_live]),
         positions=batch.context_lens[:num_live].copy(),
         query_starts=np.arange(num_live + 1, dtype=np.int32),
         context_lens=batch.context_lens[:num_live] + np.int32(1),
         block_tables=batch.block_tables[:num_live],
         logit_rows=np.arange(num_live, dtype=np.int32),
+        hidden=None if batch.hidden is None else output.hidden[:num_live],
     )
 
 
-def _next_batch(batch: ForwardBatch, tokens: IntArray, num_live: int) -> ForwardBatch:
+def _next_batch(batch: ForwardBatch, output: StepOutput, num_live: int) -> ForwardBatch:
     """Returns the batch that computes the next draft of each sequence, in the arrays of the previous one."""
     batch.positions[:] += 1
     batch.context_lens[:] += 1
     return ForwardBatch(
-        token_ids=_feedable(tokens[:num_live]),
+        token_ids=_feedable(output.tokens[:num_live]),
         positions=batch.positions[:num_live],
         query_starts=batch.query_starts[: num_live + 1],
         context_lens=batch.context_lens[:num_live],
         block_tables=batch.block_tables[:num_live],
         logit_rows=batch.logit_rows[:num_live],
+        hidden=None if batch.hidden is None else output.hidden[:num_live],
     )
 
 

@@ -1,6 +1,6 @@
 """Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a small model drafts a chain, one token after another.
 
-Its KV uses the block ids of the served model (`PagedDrafter`, which `spec_infer` uses too).
+Its KV uses the block ids of the served model (`PagedDrafter`, which `spec_infer` and `mtp` use too).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class DraftKV:
 
 
 class PagedDrafter(Drafter):
-    """Maintains the KV of one or several small models for the sequences that they draft for.
+    """Holds the KV of one or several small models in blocks with the ids of the served model's.
 
     Args:
         models: that draft together; all of them have computed the same positions.
@@ -126,7 +126,6 @@ class PagedDrafter(Drafter):
         self._programs: tuple[Program, ...] = ()
         self._growers: tuple[ChainGrower, ...] = ()
         self._kv = DraftKV(KVLayout(0, context.block_size))
-        self._drafted: dict[int, tuple[int, IntArray]] = {}
 
     def allocate(self, kv: KVLayout) -> None:
         """Builds the small models, with as many KV blocks as the model has."""
@@ -134,6 +133,41 @@ class PagedDrafter(Drafter):
         vocab_size, draws = self._context.vocab_size, self._context.sampling_metadata
         self._growers = tuple(ChainGrower(program, vocab_size, kv.block_size, draws) for program in self._programs)
         self._kv = DraftKV(kv)
+
+    def forget(self, seq_id: int) -> None:
+        """Drops a finished sequence; its KV is wiped with the model's."""
+        self._kv.forget(seq_id)
+
+    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
+        """Overwrites blocks that had been written."""
+        written = self._kv.wipe(block_ids)
+        for program in self._programs if written else ():
+            program.wipe_blocks(written)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks that had been written."""
+        filled = self._kv.copy(pairs)
+        for program in self._programs if filled else ():
+            program.copy_blocks(filled)
+
+    def wipe_buffers(self) -> None:
+        """Overwrites the buffers of the small models."""
+        for program in self._programs:
+            program.wipe_buffers()
+
+    def _compute(self, stretches: Sequence[Stretch]) -> None:
+        for grower in self._growers if stretches else ():
+            grower.compute(stretches)
+        for each in stretches:
+            self._kv.fill(each.blocks, each.start, each.end)
+
+
+class FollowingDrafter(PagedDrafter):
+    """Small models that read the tokens of the sequences that they draft for."""
+
+    def __init__(self, context: DrafterContext, models: Sequence[DraftModel]) -> None:
+        super().__init__(context, models)
+        self._drafted: dict[int, tuple[int, IntArray]] = {}
 
     def follow(self, parts: Sequence[tuple[SequenceState, int]]) -> None:
         """Computes the same prompts as the model, at most `MAX_FOLLOWED` positions."""
@@ -161,26 +195,9 @@ class PagedDrafter(Drafter):
 
     def forget(self, seq_id: int) -> None:
         """Overwrites the drafts of a finished sequence; its KV is wiped with the model's."""
-        self._kv.forget(seq_id)
+        super().forget(seq_id)
         if seq_id in self._drafted:
             self._drafted.pop(seq_id)[1][:] = 0
-
-    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
-        """Overwrites blocks that had been written."""
-        written = self._kv.wipe(block_ids)
-        for program in self._programs if written else ():
-            program.wipe_blocks(written)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks that had been written."""
-        filled = self._kv.copy(pairs)
-        for program in self._programs if filled else ():
-            program.copy_blocks(filled)
-
-    def wipe_buffers(self) -> None:
-        """Overwrites the buffers of the small models."""
-        for program in self._programs:
-            program.wipe_buffers()
 
     def _begin(self, requests: Sequence[DraftRequest]) -> list[tuple[int, Stretch]]:
         """Returns (index in `requests`, stretch) of the requests to draft for; catches up those that lag too far behind."""
@@ -209,12 +226,6 @@ class PagedDrafter(Drafter):
     def _stretch(self, state: SequenceState, start: int, end: int) -> Stretch:
         return Stretch(state, state.first_group_blocks, start, state.tokens[start:end])
 
-    def _compute(self, stretches: Sequence[Stretch]) -> None:
-        for grower in self._growers if stretches else ():
-            grower.compute(stretches)
-        for each in stretches:
-            self._kv.fill(each.blocks, each.start, each.end)
-
     def _keep(self, stretch: Stretch, tokens: Sequence[int], num_written: int) -> None:
         """Records, until the step has been verified, which drafts have KV after a stretch.
 
@@ -233,7 +244,7 @@ class PagedDrafter(Drafter):
         self._drafted.clear()
 
 
-class DraftModelDrafter(PagedDrafter):
+class DraftModelDrafter(FollowingDrafter):
     """Drafts chains with one small model whose KV follows the model's."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:

@@ -9,7 +9,7 @@ from cloister.backends.base import KVLayout
 from cloister.executor.drafters.base import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftModel, DraftRequest
 from cloister.executor.drafters.branches import DraftTree, TreeGrower, kept_chain
 from cloister.executor.drafters.draft_files import open_drafts
-from cloister.executor.drafters.draft_model import DRAFT_MODEL_THREAT, PagedDrafter
+from cloister.executor.drafters.draft_model import DRAFT_MODEL_THREAT, FollowingDrafter
 from cloister.executor.drafters.token_trees import grow_shape
 
 RATES: Final = ((0.401, 0.113, 0.059, 0.038, 0.028, 0.022),) * 8
@@ -17,7 +17,7 @@ RATES: Final = ((0.401, 0.113, 0.059, 0.038, 0.028, 0.022),) * 8
 MAX_NODES: Final = 16
 
 
-class SpecInferDrafter(PagedDrafter):
+class SpecInferDrafter(FollowingDrafter):
     """Drafts trees of a fixed shape, cut to the best nodes that a request wants.
 
     Args:

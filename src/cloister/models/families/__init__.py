@@ -21,7 +21,8 @@ from cloister.models.families.glm import GLM4_MOE
 from cloister.models.families.gpt import GPT2, GPT_NEOX, OPT
 from cloister.models.families.gpt_oss import GPT_OSS
 from cloister.models.families.granite_hybrid import GRANITE_HYBRID
-from cloister.models.families.lfm2 import LFM2
+from cloister.models.families.granite_moe import GRANITE_MOE
+from cloister.models.families.lfm2 import LFM2, LFM2_MOE
 from cloister.models.families.llama import GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from cloister.models.families.llama4 import LLAMA4
 from cloister.models.families.mamba2 import MAMBA2
@@ -43,7 +44,7 @@ FAMILIES: Mapping[str, Family] = {
         LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX, SMOLLM3,
         GRANITE, OLMO2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, OLMO3, MINIMAX_M2, COHERE2, GPT_OSS, SMOLVLM, IDEFICS3,
         BERT, BERT_CLASSIFIER, XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER, MODERN_BERT, MODERN_BERT_CLASSIFIER,
-        MAMBA2, QWEN3_NEXT, LFM2, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE,
+        MAMBA2, QWEN3_NEXT, LFM2, LFM2_MOE, GRANITE_MOE, GRANITE_HYBRID, FALCON_H1, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE,
         MINISTRAL, MINISTRAL3, LLAMA4, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, GEMMA3_VISION, GEMMA3N, DEEPSEEK_V32,
     )
 }  # fmt: skip

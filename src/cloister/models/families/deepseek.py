@@ -185,5 +185,4 @@ DEEPSEEK_V3 = Family(
     attentions=read_attentions,
     feed_forwards=feed_v3,
     tensors=_TENSORS,
-    mtp=True,
 )

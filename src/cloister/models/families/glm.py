@@ -21,5 +21,4 @@ GLM4_MOE = Family(
     partial_rotary=0.5,
     feed_forwards=feed_v3,
     tensors={**PLAIN_TENSORS, **EXPERT_TENSORS},
-    mtp=True,
 )  # fmt: skip

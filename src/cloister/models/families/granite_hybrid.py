@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from cloister.backends.spec import Activation, MlpSpec, MoeSpec, RopeSpec, StateSpec
 from cloister.models.config import ConfigFields
+from cloister.models.families.granite_moe import GRANITE_EXPERTS
 from cloister.models.families.llama import GRANITE
 from cloister.models.family import PLAIN_TENSORS, Bias, Family, FeedForwards
 from cloister.models.mixers import FULL, LINEAR, take_kinds, take_mamba2
@@ -39,7 +40,6 @@ def _feed(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> FeedForwards:
 
 
 _SHARED = Source("model.layers.{}.shared_mlp.input_linear", ("gate", "up"))
-_EXPERTS = Source("model.layers.{}.block_sparse_moe.input_linear", ("gate", "up"), stacked=True)
 
 GRANITE_HYBRID = Family(
     name="granitemoehybrid",
@@ -70,10 +70,7 @@ GRANITE_HYBRID = Family(
         "shared.gate": _SHARED,
         "shared.up": _SHARED,
         "shared.down": Source("model.layers.{}.shared_mlp.output_linear"),
-        "router": Source("model.layers.{}.block_sparse_moe.router.layer"),
-        "experts.gate": _EXPERTS,
-        "experts.up": _EXPERTS,
-        "experts.down": Source("model.layers.{}.block_sparse_moe.output_linear", stacked=True),
+        **GRANITE_EXPERTS,
         "mixer": Source("model.layers.{}.mamba"),
         "mixer.in": Source("model.layers.{}.mamba.in_proj"),
         "mixer.conv": Source("model.layers.{}.mamba.conv1d", filters=True),

@@ -1,15 +1,15 @@
-"""LFM2 (Liquid AI 2025): gated short convolutions, and attention in some layers."""
+"""LFM2 (Liquid AI 2025): gated short convolutions, attention in some layers, and sigmoid experts in the larger models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cloister.backends.spec import Activation, MlpSpec, ShortConvSpec, StateSpec
+from cloister.backends.spec import Activation, MlpSpec, MoeSpec, ShortConvSpec, StateSpec
 from cloister.models.config import ConfigFields
 from cloister.models.family import PLAIN_TENSORS, Family, FeedForwards
 from cloister.models.mixers import FULL, take_dims, take_kinds
-from cloister.models.sources import Source
+from cloister.models.sources import TRAINING_OF_EXPERTS, Source, take_counts
 from cloister.types.errors import ModelError
 
 _CONV = "conv"
@@ -76,5 +76,53 @@ LFM2 = Family(
         "mixer.in": Source("model.layers.{}.conv.in_proj"),
         "mixer.conv": Source("model.layers.{}.conv.conv", filters=True),
         "mixer.out": Source("model.layers.{}.conv.out_proj"),
+    },
+)  # fmt: skip
+
+
+# With experts: all layers but the first few are mixtures, chosen with a bias.
+
+
+def _read_listed(fields: ConfigFields, hidden: int, num_layers: int, activation: Activation) -> Sequence[StateSpec | None]:
+    """transformers has no other way to say which layers attend."""
+    fields.need("layer_types")
+    return _read_states(fields, hidden, num_layers, activation)
+
+
+def _feed_moe(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> FeedForwards:
+    num_dense = fields.take("num_dense_layers", int, 2)
+    if not 0 <= num_dense <= num_layers:
+        raise ModelError(f"num_dense_layers must be 0 to {num_layers}, the number of layers", param="num_dense_layers")
+    moe = MoeSpec(
+        *take_counts(fields),
+        replace(mlp, intermediate_size=fields.take_size("moe_intermediate_size", 1792)),
+        fields.take("norm_topk_prob", bool, True),
+        scoring="sigmoid",
+        correction_bias=fields.take("use_expert_bias", bool, True),
+        routed_scale=fields.take("routed_scaling_factor", float, 1.0),
+    )
+    return [mlp if number < num_dense else moe for number in range(num_layers)]
+
+
+LFM2_MOE = replace(
+    LFM2,
+    name="lfm2_moe",
+    architecture="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    names={name: stored for name, stored in LFM2.names.items() if name != "intermediate_size"},
+    defaults={
+        **{name: value for name, value in LFM2.defaults.items() if name != "block_ffn_dim_multiplier"},
+        "intermediate_size": 7168, "num_experts": 32, "num_experts_per_tok": 4,
+    },
+    harmless=_IGNORED | TRAINING_OF_EXPERTS,
+    states=_read_listed,
+    feed_forwards=_feed_moe,
+    tensors={
+        **LFM2.tensors,
+        "router": Source("model.layers.{}.feed_forward.gate"),
+        "router.e_score_correction_bias": Source("model.layers.{}.feed_forward.expert_bias", is_tensor=True),
+        "experts.gate": Source("model.layers.{}.feed_forward.experts.{}.w1"),
+        "experts.up": Source("model.layers.{}.feed_forward.experts.{}.w3"),
+        "experts.down": Source("model.layers.{}.feed_forward.experts.{}.w2"),
     },
 )  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cloister.backends.spec import Activation, GatedDeltaNetSpec, MlpSpec, StateSpec
 from cloister.models.config import ConfigFields
 from cloister.models.families.qwen import QWEN2_MOE
-from cloister.models.family import PLAIN_TENSORS, Bias, Family, FeedForwards
+from cloister.models.family import MTP_APART, PLAIN_TENSORS, Bias, Family, FeedForwards
 from cloister.models.mixers import FULL, LINEAR, take_dims, take_kinds
 from cloister.models.sources import TRAINING_OF_EXPERTS, Source, place_mixtures, take_moe
 from cloister.types.errors import ModelError
@@ -75,7 +74,7 @@ QWEN3_NEXT = Family(
         **DELTA_NET_DEFAULTS, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
     },
-    harmless=TRAINING_OF_EXPERTS,
+    harmless=TRAINING_OF_EXPERTS | {MTP_APART.num_layers, *MTP_APART.refused},
     qkv_bias=Bias.FIELD,
     output_bias=Bias.FIELD,
     qk_norm="head",
@@ -89,5 +88,5 @@ QWEN3_NEXT = Family(
         **dict.fromkeys(("mixer.q", "mixer.k", "mixer.v", "mixer.z"), _QKVZ),
         **dict.fromkeys(("mixer.b", "mixer.a"), _BA),
     },
-    buffers=re.compile(r"mtp\..+"),  # a layer that predicts further tokens
+    mtp=MTP_APART,
 )  # fmt: skip

@@ -23,6 +23,7 @@ from cloister.models.gguf.hybrids import (
     FALCON_H1_FILES,
     GRANITE_HYBRID_FILES,
     LFM2_FILES,
+    LFM2_MOE_FILES,
     MAMBA2_FILES,
     NEMOTRON_H_FILES,
     QWEN3_5_FILES,
@@ -43,8 +44,9 @@ from cloister.models.gguf.layout import (
     WINDOW,
     Architecture,
 )
-from cloister.models.gguf.mixtures import GLM4_MOE_FILES, LLAMA4_FILES, MINIMAX_M2_FILES
+from cloister.models.gguf.mixtures import GLM4_MOE_FILES, GRANITE_MOE_FILES, LLAMA4_FILES, MINIMAX_M2_FILES
 from cloister.models.gguf.rotation import ROPE_FACTORS, read_factors, read_rotation
+from cloister.models.gguf.streams import GEMMA3N_FILES
 from cloister.models.gguf.windows import COHERE2_FILES, OLMO3_FILES
 from cloister.models.sources import Source, module_of
 from cloister.types.errors import ModelError
@@ -62,6 +64,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(QWEN3_MOE, names=EXPERTS, fixed={"norm_topk_prob": True}),
     "gemma2": Architecture(GEMMA2, names=WINDOW, root_of_head=46),
     "gemma3": Architecture(GEMMA3, names=WINDOW, local_base=10000.0, global_base=1000000.0, root_of_head=62),
+    "gemma3n": GEMMA3N_FILES,
     "phi3": Architecture(PHI3, names=WINDOW, sources={**QKV, **GATE_UP}),
     "gpt2": Architecture(GPT2, sources=QKV),
     "gptneox": Architecture(GPT_NEOX, sources=QKV),
@@ -95,8 +98,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen35": QWEN3_5_FILES,
     "qwen35moe": QWEN3_5_MOE_FILES,
     "lfm2": LFM2_FILES,
+    "lfm2moe": LFM2_MOE_FILES,
     "granitehybrid": GRANITE_HYBRID_FILES,
-    "granitemoe": GRANITE_HYBRID_FILES,
+    "granitemoe": GRANITE_MOE_FILES,
     "falcon-h1": FALCON_H1_FILES,
     "nemotron_h": NEMOTRON_H_FILES,
     "nemotron_h_moe": NEMOTRON_H_FILES,
@@ -106,10 +110,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 MIXTRAL_AS_LLAMA = Architecture(MIXTRAL, paired=True, names=EXPERTS)
 """What "llama" stands for in a file with experts."""
+_SHARED_SIZE = "granitemoe.expert_shared_feed_forward_length"
 _CHOICES: Mapping[str, Callable[[GGUFFile], Architecture]] = {
     "llama": lambda file: MIXTRAL_AS_LLAMA if file.get("llama.expert_count", int) else ARCHITECTURES["llama"],
     "olmo2": lambda file: OLMO3_FILES if file.get("olmo2.attention.sliding_window", int) else ARCHITECTURES["olmo2"],
     "granite": lambda file: GRANITE_HYBRID_FILES if "granite.ssm.inner_size" in file.metadata else ARCHITECTURES["granite"],
+    "granitemoe": lambda file: GRANITE_HYBRID_FILES if file.get(_SHARED_SIZE, int) else GRANITE_MOE_FILES,
     "deepseek2": choose_deepseek,
 }
 """Architectures that more than one family shares."""

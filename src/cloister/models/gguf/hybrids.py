@@ -13,7 +13,7 @@ from cloister.backends.spec import GatedDeltaNetSpec, LayerSpec
 from cloister.models.config import ConfigFields
 from cloister.models.families.falcon_h1 import FALCON_H1
 from cloister.models.families.granite_hybrid import GRANITE_HYBRID
-from cloister.models.families.lfm2 import LFM2
+from cloister.models.families.lfm2 import LFM2, LFM2_MOE
 from cloister.models.families.mamba2 import MAMBA2
 from cloister.models.families.nemotron_h import NEMOTRON_H
 from cloister.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
@@ -241,6 +241,20 @@ LFM2_FILES = Architecture(
         "mixer.out": Source("blk.{}.shortconv.out_proj"),
     },
     other_sources={"norm": Source("output_norm")},
+)
+
+
+def _translate_lfm2_moe(file: GGUFFile, fields: ConfigFields) -> Mapping[str, Any]:
+    fields.require("expert_gating_func", SIGMOID)
+    return {"num_dense_layers": fields.take("leading_dense_block_count", int, 0), **_translate_lfm2(file, fields)}
+
+
+LFM2_MOE_FILES = replace(
+    LFM2_FILES,
+    family=LFM2_MOE,
+    names={**LFM2_FILES.names, **EXPERTS, "routed_scaling_factor": ("expert_weights_scale",)},
+    fixed={},
+    translate=_translate_lfm2_moe,
 )
 
 

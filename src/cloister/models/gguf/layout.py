@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -138,6 +139,7 @@ class Architecture:
         rope: what its YaRN says beside what files hold.
         rope_entries: parameters of its YaRN by the entries that hold them, and by what those are to be multiplied.
         unread: entries that only say again what others say.
+        buffers: tensors that nothing uses.
         root_of_head: what llama.cpp scales scores by when there are that many layers: the root of hidden_size by heads in place
             of the size of a head (the 27B sizes of Gemma, whose files do not say so).
     """
@@ -157,6 +159,7 @@ class Architecture:
     rope: Mapping[str, Any] = field(default_factory=dict)
     rope_entries: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
+    buffers: re.Pattern[str] | None = None
     root_of_head: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Decoders with many small experts in GGUF files: GLM-4.5, MiniMax-M2, Llama 4."""
+"""Decoders with many small experts in GGUF files: GLM-4.5, MiniMax-M2, Llama 4, Granite 3."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from cloister.models.config import ConfigFields
 from cloister.models.families.glm import GLM4_MOE
+from cloister.models.families.granite_moe import GRANITE_MOE
 from cloister.models.families.llama4 import LLAMA4
 from cloister.models.families.minimax import MINIMAX_M2
-from cloister.models.gguf.layout import EXPERTS, SIGMOID, Architecture, Names, has_tensor
+from cloister.models.gguf.layout import EXPERTS, GRANITE_NAMES, SIGMOID, Architecture, Names, has_tensor
 from cloister.models.sources import Source
 from cloister.types.gguf import GGUFFile
 
@@ -71,3 +72,6 @@ LLAMA4_FILES = Architecture(
     fixed={"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True},
     translate=_translate_llama4,
 )
+
+
+GRANITE_MOE_FILES = Architecture(GRANITE_MOE, paired=True, names={**GRANITE_NAMES, **EXPERTS})

@@ -15,7 +15,7 @@ from cloister.models.decoder import list_tensors
 from cloister.models.gguf.architecture import entry_of, find_architecture, read_spec, sources_of
 from cloister.models.gguf.layout import Architecture, TensorRecipe
 from cloister.models.gguf.rotation import OF_ROPE
-from cloister.models.gguf.tensors import Reordered, find_entry
+from cloister.models.gguf.tensors import Reordered, find_entry, names_beside
 from cloister.models.location import Digests
 from cloister.models.quantized import Stored
 from cloister.models.quantized.base import StoredMatrix
@@ -77,7 +77,8 @@ def open_gguf(path: Path, digests: Digests, max_model_len: int | None = None) ->
 def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
     architecture = find_architecture(file)[1]
     entries: dict[str, Stored] = {}
-    left = {name for name in file.tensors if name not in OF_ROPE and not _predicts_further(file, name, len(spec.layers))}
+    left = set(_list_needed(file, architecture, len(spec.layers)))
+    left.difference_update(*(names_beside(file, name) for name in file.tensors))
     shapes = list_tensors(spec, sum(_count_parts(file, tensor.shape) for tensor in file.tensors.values()) + _MOST_MISSING)
     for name in shapes:
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
@@ -91,7 +92,7 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
         left.discard(stored)
         place = find_place(source, name, shapes, num_heads_of(spec.layers[numbers[0]]) if source.by_head else 0)
         num_heads = _num_paired_heads(spec, name) if architecture.paired else None
-        entry = find_entry(file, stored, num_heads, expert=numbers[1] if len(numbers) > 1 else None)
+        entry = find_entry(file, stored, num_heads, expert=_place_in_stack(name, numbers))
         if place.stored_shape == (1, *entry.shape):  # a matrix of one row is stored as that row
             entry = replace(entry, shape=place.stored_shape)
         if entry.shape != place.stored_shape:
@@ -106,6 +107,19 @@ def _open_weights(file: GGUFFile, spec: DecoderSpec) -> StoredWeights:
     if left:
         raise ModelError(f"{file.path.name} has a tensor {min(left)!r} that its architecture has no place for")
     return StoredWeights(entries)
+
+
+def _list_needed(file: GGUFFile, architecture: Architecture, num_layers: int) -> Iterator[str]:
+    """Yields the tensors that a decoder must have a place for, but for those of rotation."""
+    for name in file.tensors:
+        is_buffer = architecture.buffers is not None and architecture.buffers.fullmatch(name)
+        if name not in OF_ROPE and not is_buffer and not _predicts_further(file, name, num_layers):
+            yield name
+
+
+def _place_in_stack(name: str, numbers: Sequence[int]) -> int | None:
+    """Returns which one of a stored stack a tensor is: that of an expert or of a residual stream; None where it is alone."""
+    return numbers[-1] if len(numbers) > 1 or name.startswith("streams_") else None
 
 
 def _find_stored(file: GGUFFile, architecture: Architecture, name: str, numbers: Sequence[int]) -> tuple[Source, str]:

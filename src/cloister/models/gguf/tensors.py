@@ -15,6 +15,7 @@ import numpy.typing as npt
 from cloister.backends.tensors import E2M1_CODES, GroupedTensor, QuantizedTensor, Tensor, take_rows
 from cloister.models.quantized import Stored
 from cloister.models.quantized.mxfp4 import half_scales
+from cloister.models.quantized.nvfp4 import decode_e4m3
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFFile
 
@@ -56,6 +57,7 @@ class BlockType:
         zero: the code that stands for 0 before the offset.
         unpack: blocks [num_blocks, block_bytes] to their parts.
         is_mxfp4: as in `backends.tensors.GroupedTensor`.
+        is_nvfp4: the same; such a tensor may have a factor in a tensor of its own.
     """
 
     name: str
@@ -66,6 +68,7 @@ class BlockType:
     zero: int
     unpack: Callable[[Bytes], Parts]
     is_mxfp4: bool = False
+    is_nvfp4: bool = False
 
 
 def _unpack_q4_0(blocks: Bytes) -> Parts:
@@ -109,6 +112,13 @@ def _unpack_mxfp4(blocks: Bytes) -> Parts:
     """E2M1 numbers with an E8M0 scale; 255 is no number, and is found out as others are."""
     scales = np.where(blocks[:, :1] == 255, np.float32(np.nan), half_scales(blocks[:, :1]))
     return E2M1_CODES[_halves(blocks[:, 1:])], scales, None
+
+
+def _unpack_nvfp4(blocks: Bytes) -> Parts:
+    """Four E4M3 scales without signs, then four runs of 16 E2M1 numbers, the first half of a run in the low halves of bytes."""
+    scales = np.where(blocks[:, :4] < 127, decode_e4m3(blocks[:, :4]) / 2, np.float32(np.nan))
+    runs = blocks[:, 4:].reshape(-1, 4, 8)
+    return E2M1_CODES[np.concatenate([runs & 15, runs >> 4], axis=2).reshape(-1, 64)], scales, None
 
 
 def _float(blocks: Bytes, start: int) -> Floats:
@@ -157,13 +167,14 @@ TYPES: Mapping[int, PlainType | BlockType] = {
     13: BlockType("Q5_K", 256, 176, 8, 32, 128, _unpack_q5_k),
     14: BlockType("Q6_K", 256, 210, 8, 16, 128, _unpack_q6_k),
     39: BlockType("MXFP4", 32, 17, 8, 32, 128, _unpack_mxfp4, is_mxfp4=True),
+    40: BlockType("NVFP4", 64, 36, 8, 16, 128, _unpack_nvfp4, is_nvfp4=True),
 }
 """By the format's number for the type."""
 
 NAMES_OF_OTHERS: Mapping[int, str] = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 40: "NVFP4",
+    35: "TQ2_0",
 }  # fmt: skip
 """For messages."""
 
@@ -178,6 +189,7 @@ class GGUFEntry:
     Attributes:
         start: offset of its first byte in the file.
         num_heads: heads whose rows are stored in pairs for rotation of neighbours (see `split_pairs`), or None.
+        factor_start: offset of the float32 that its weights are multiplied by, or None.
     """
 
     path: Path
@@ -186,6 +198,7 @@ class GGUFEntry:
     shape: tuple[int, ...]
     start: int
     num_heads: int | None = None
+    factor_start: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -197,7 +210,7 @@ class GGUFEntry:
             return None
         row = np.zeros((1, self.shape[-1] // self.type.block_size * self.type.block_bytes), np.uint8)
         unpacked = self._unpack(row, self.type)
-        if self.type.group_size == self.type.block_size:
+        if self.type.group_size == self.type.block_size or self.type.is_nvfp4:
             return unpacked
         return replace(unpacked, scales=np.full_like(unpacked.scales, 1 / 3))  # products of two numbers fit no float16
 
@@ -227,7 +240,8 @@ class GGUFEntry:
             codes[part], scales[part] = some_codes.reshape(-1, num_in), some_scales.reshape(-1, scales.shape[1])
             if some_offsets is not None:
                 offsets.append(some_offsets.reshape(-1, scales.shape[1]))
-        self._check_finite(scales, *offsets)
+        factor = self._read_factor(num_out) if kind.is_nvfp4 else None
+        self._check_finite(scales, *offsets, *([] if factor is None else [factor]))
         middle = kind.zero == 1 << (kind.bits - 1)
         return GroupedTensor(
             codes=codes,
@@ -236,9 +250,16 @@ class GGUFEntry:
             offsets=np.concatenate(offsets) if offsets else None,
             bits=kind.bits,
             group_size=kind.group_size,
-            activations="int8_group",
+            activations="bfloat16" if kind.is_nvfp4 else "int8_group",
             is_mxfp4=kind.is_mxfp4,
+            output_scales=factor,
+            is_nvfp4=kind.is_nvfp4,
         )
+
+    def _read_factor(self, num_out: int) -> npt.NDArray[np.float32]:
+        if self.factor_start is None:
+            return np.ones(num_out, np.float32)
+        return np.full(num_out, np.memmap(self.path, np.uint8, "r", self.factor_start, (4,)).view(np.float32)[0], np.float32)
 
     def _check_finite(self, *arrays: npt.NDArray[np.float32]) -> None:
         if not all(np.isfinite(array).all() for array in arrays):
@@ -310,7 +331,9 @@ def find_entry(
             ", ".join(kind.name for kind in TYPES.values()),
         )
         raise ModelError(f"tensor {name!r} in {file.path.name} has the type {found}; supported are: {known}")
-    entry = GGUFEntry(file.path, name, TYPES[tensor.kind], tensor.shape, tensor.start, num_heads)
+    kind = TYPES[tensor.kind]
+    factor_start = _find_factor(file, name, expert) if isinstance(kind, BlockType) and kind.is_nvfp4 else None
+    entry = GGUFEntry(file.path, name, kind, tensor.shape, tensor.start, num_heads, factor_start)
     if expert is not None:
         entry = _take_expert(entry, expert, file)
     if is_flat and len(entry.shape) > 2:
@@ -320,6 +343,24 @@ def find_entry(
     if 0 in entry.shape or entry.shape[-1] % entry.type.block_size or entry.start + entry.num_bytes > file.size_bytes:
         raise ModelError(f"{file.path.name} is damaged or cut short at the tensor {name!r}; download it again")
     return entry
+
+
+def names_beside(file: GGUFFile, name: str) -> tuple[str, ...]:
+    """Returns what the factor of a matrix in NVFP4 is called, and that of its inputs, which changes nothing."""
+    kind = TYPES.get(file.tensors[name].kind)
+    stem = name.removesuffix(".weight")
+    return (f"{stem}.scale", f"{stem}.input_scale") if isinstance(kind, BlockType) and kind.is_nvfp4 else ()
+
+
+def _find_factor(file: GGUFFile, name: str, expert: int | None) -> int | None:
+    """Returns where the factor of a matrix lies, one for each expert; None where the file has none."""
+    stored = names_beside(file, name)[0]
+    if stored not in file.tensors:
+        return None
+    entry, count = find_entry(file, stored), 1 if expert is None else file.tensors[name].shape[0]
+    if entry.type != TYPES[0] or entry.shape != (count,):
+        raise ModelError(f"tensor {stored!r} in {file.path.name} must be {count} numbers of type F32; convert the model again")
+    return entry.start + 4 * (expert or 0)
 
 
 def _take_expert(entry: GGUFEntry, number: int, file: GGUFFile) -> GGUFEntry:

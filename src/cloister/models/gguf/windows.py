@@ -13,18 +13,18 @@ from cloister.models.gguf.layout import WINDOW, Architecture, take_by_layer
 from cloister.models.sources import Source
 from cloister.types.gguf import GGUFArray, GGUFFile
 
-_PATTERN = "attention.sliding_window_pattern"
+PATTERN = "attention.sliding_window_pattern"
 
 
-def _translate(_file: GGUFFile, fields: ConfigFields) -> Mapping[str, Any]:
+def read_kinds(_file: GGUFFile, fields: ConfigFields) -> Mapping[str, Any]:
     """A pattern is a list with true for each layer with a window, or says after how many layers one has none."""
-    if not isinstance(fields.peek_any(_PATTERN), GGUFArray):
+    if not isinstance(fields.peek_any(PATTERN), GGUFArray):
         return {}
-    kinds = ["sliding_attention" if is_local else "full_attention" for is_local in take_by_layer(fields, _PATTERN)]
+    kinds = ["sliding_attention" if is_local else "full_attention" for is_local in take_by_layer(fields, PATTERN)]
     return {"layer_types": kinds}
 
 
-OLMO3_FILES = Architecture(OLMO3, names={**WINDOW, "sliding_window_pattern": (_PATTERN,)}, translate=_translate, local_base=0.0)
+OLMO3_FILES = Architecture(OLMO3, names={**WINDOW, "sliding_window_pattern": (PATTERN,)}, translate=read_kinds, local_base=0.0)
 COHERE2_FILES = replace(
     OLMO3_FILES,
     family=COHERE2,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cloister.models.config import ConfigFields, read_json
-from cloister.models.quantized import awq, compressed, fp8, gptq, mxfp4
+from cloister.models.quantized import awq, compressed, fp8, gptq, mxfp4, nvfp4
 from cloister.models.quantized.base import Scheme, Stored
 from cloister.types.errors import ModelError
 
@@ -21,8 +21,10 @@ METHODS: Mapping[str, Callable[[ConfigFields], Scheme]] = {
     "fp8": fp8.read_fp8,
     "fbgemm_fp8": fp8.read_fp8,
     "mxfp4": mxfp4.read_mxfp4,
+    "modelopt": nvfp4.read_modelopt,
+    "modelopt_fp4": nvfp4.read_modelopt,
 }
-_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Where older exporters wrote what config.json says today, and the method they mean."""
 
 

@@ -3,6 +3,7 @@
 pack-quantized: `weight_packed [out, in * bits / 32]`, codes plus 2 ** (bits - 1); `weight_scale [out, groups]`; where
 asymmetric, `weight_zero_point [out * bits / 32, groups]`, packed along outputs; with act-order `weight_g_idx [in]`.
 int-quantized: `weight [out, in]` int8, `weight_scale [out, 1]` or of one number. float-quantized: `fp8`.
+nvfp4-pack-quantized: `nvfp4`.
 A config group with `rotation` has codes of the weight with blocks of that many inputs rotated
 (`backends.tensors.rotate_blocks`).
 QoQ: `qoq_codes [out, in / 2]`, the first code in the low half; `qoq_zeros`, `qoq_group_scales [out, groups]` uint8;
@@ -33,16 +34,26 @@ from cloister.models.quantized.base import (
     unpack_rows,
 )
 from cloister.models.quantized.fp8 import E4M3, read_block, take_float8
+from cloister.models.quantized.nvfp4 import GROUP as NVFP4_GROUP
+from cloister.models.quantized.nvfp4 import take_nvfp4
 from cloister.models.safetensors import FLOATS, TensorEntry
 from cloister.types.errors import ModelError
 
 # The config groups of compressed-tensors: which modules are quantised, and how.
 
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "qoq")
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
+    "qoq",
+)
 _RECORDS = ("quantization_status", "global_compression_ratio", "version", "run_compressed", "sparsity_config", "calibration")
 _NOT_OURS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-_STRATEGIES = ("tensor", "channel", "group", "block")
+_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,7 @@ class WeightArguments:
     Attributes:
         group_size: -1 for one scale per output or per tensor.
         block: (outputs, inputs) that share a scale, for FP8.
+        is_nvfp4: floats of 4 bits with two levels of scales; the rest says nothing then.
         rotation: as `backends.tensors.GroupedTensor` has it.
     """
 
@@ -61,6 +73,7 @@ class WeightArguments:
     block: tuple[int, int] | None
     activations: Activations
     rotation: int
+    is_nvfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +132,10 @@ def _read_group(group: Any) -> list[tuple[str, WeightArguments]]:
 def _read_weights(values: Any, activations: Activations, rotation: int) -> WeightArguments:
     fields = ConfigFields(values, "weights of quantization_config")
     bits, kind = fields.take("num_bits", int, 8), fields.take("type", str, "int")
-    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 4), ("float", 8)):
         raise ModelError(
-            f"weights of type {kind} with {bits} bits are not supported; supported are: int 4, int 8, float 8", param="num_bits"
+            f"weights of type {kind} with {bits} bits are not supported; supported are: int 4, int 8, float 4, float 8",
+            param="num_bits",
         )
     group_size = fields.take("group_size", int, -1)
     strategy = fields.take("strategy", str, "group" if group_size > 0 else "channel")
@@ -133,7 +147,15 @@ def _read_weights(values: Any, activations: Activations, rotation: int) -> Weigh
     for name in (*_NOT_OURS, "actorder", "dynamic"):  # act-order shows in the file, as weight_g_idx
         fields.take_any(name)
     fields.finish()
-    return WeightArguments(bits, symmetric, group_size if strategy == "group" else -1, block, activations, rotation)
+    is_nvfp4 = (kind, bits) == ("float", 4)
+    if is_nvfp4 != (strategy == "tensor_group") or (is_nvfp4 and group_size != NVFP4_GROUP):
+        raise ModelError(
+            f"floats of 4 bits are supported as NVFP4, of the strategy 'tensor_group' and in groups of {NVFP4_GROUP}, and "
+            "nothing else of that strategy is",
+            param="group_size",
+        )
+    group_size = group_size if strategy == "group" else -1
+    return WeightArguments(bits, symmetric, group_size, block, activations, rotation, is_nvfp4)
 
 
 def _read_activations(values: Any) -> Activations:
@@ -164,11 +186,14 @@ class CompressedScheme:
 
     def take(self, module: str, shape: tuple[int, int], found: dict[str, TensorEntry]) -> Stored | None:
         parts = Parts(module, found)
-        parts.drop("input_scale", "input_zero_point", "output_scale")
+        parts.drop("input_scale", "input_zero_point", "input_global_scale", "output_scale")
         if parts.has("qoq_codes"):
             return take_progressive(parts, shape, self._arguments(module, shape).rotation)
         if parts.has("weight_packed"):
-            return take_packed(parts, shape, self._arguments(module, shape))
+            arguments = self._arguments(module, shape)
+            if arguments.is_nvfp4:
+                return take_nvfp4(parts, shape, "weight_packed", "weight_global_scale", divides=True)
+            return take_packed(parts, shape, arguments)
         if parts.dtype("weight") == "I8":
             return take_int8(parts, shape, self._arguments(module, shape))
         return take_float8(parts, shape, self._arguments(module, shape).block) if parts.dtype("weight") in E4M3 else None

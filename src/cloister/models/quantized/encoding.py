@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.tensors import Activations, GroupedTensor, ProgressiveTensor, Tensor
+from cloister.backends.tensors import E2M1_BITS, Activations, GroupedTensor, ProgressiveTensor, Tensor
 from cloister.models.checkpoint import source_of, stored_name
 from cloister.models.config import read_json
 from cloister.models.decoder import find_family
@@ -37,9 +37,14 @@ class _Kind:
     activations: Activations
     rotation: int
 
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.stored == "nvfp4-pack-quantized"
+
     def describe(self, targets: list[str]) -> dict[str, Any]:
-        strategy = "channel" if self.group_size is None else "group"
-        weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": strategy}
+        strategy = "channel" if self.group_size is None else "tensor_group" if self.is_nvfp4 else "group"
+        kind = "float" if self.is_nvfp4 else "int"
+        weights = {"num_bits": self.bits, "type": kind, "symmetric": self.symmetric, "strategy": strategy}
         described = {
             "targets": targets,
             "format": self.stored,
@@ -112,6 +117,8 @@ def _grouped_parts(tensor: GroupedTensor) -> tuple[_Kind, dict[str, Array]]:
     is_known = tensor.order is None and tensor.offsets is None and tensor.zeros is None
     if not is_known or tensor.activations == "int8_group":
         raise ValueError("only symmetric tensors can be written, inputs in order and rounded token by token or not at all")
+    if tensor.output_scales is not None:
+        return _Kind("nvfp4-pack-quantized", 4, True, tensor.group_size, tensor.activations, 0), _nvfp4_parts(tensor)
     whole_rows = tensor.group_size == tensor.shape[1]
     group_size = None if whole_rows else tensor.group_size
     if tensor.bits == 8 and whole_rows and tensor.activations == "int8":
@@ -124,6 +131,17 @@ def _grouped_parts(tensor: GroupedTensor) -> tuple[_Kind, dict[str, Array]]:
         "weight_shape": np.array(tensor.shape, np.int64),
     }
     return _Kind("pack-quantized", tensor.bits, True, group_size, tensor.activations, tensor.rotation), parts
+
+
+def _nvfp4_parts(tensor: GroupedTensor) -> dict[str, Array]:
+    """The even input of a pair in the low half of a byte; a factor, which is a power of two, to divide by."""
+    assert tensor.output_scales is not None
+    codes = E2M1_BITS[tensor.codes]
+    return {
+        "weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
+        "weight_scale": (2 * tensor.scales).astype(ml_dtypes.float8_e4m3fn),
+        "weight_global_scale": 1 / tensor.output_scales[:1],
+    }
 
 
 def _progressive_parts(tensor: ProgressiveTensor) -> dict[str, Array]:

@@ -12,11 +12,13 @@ from typing import Final
 from starlette.types import ASGIApp, Message
 
 from cloister.engine import EngineClient, WorkerTransport
+from cloister.models.image_processing import has_pillow, open_image_processor
 from cloister.policy import Gate, Policy, read_credentials
 from cloister.private.gateway import NODE_PATH
 from cloister.private.node import NodeConfig, node_app
 from cloister.private.serving import Lifespan
 from cloister.private.unsealing import LocalUnsealer
+from cloister.private.workers.image_decoder import ForkedDecoder
 from cloister.private.workers.remote import RemoteUnsealer
 from cloister.private.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
 from cloister.private.workers.zygote import ZygoteBoot
@@ -56,6 +58,7 @@ class NodeServing:
         link: connects the node to the engine through a channel.
         rehearsal: the same node with a temporary key, whose configuration is `configuration`; dropped after the warm-up.
         close: locks down this process once everything is loaded.
+        decoder: decodes the images of a request; None for a model that takes none.
     """
 
     def __init__(
@@ -66,12 +69,14 @@ class NodeServing:
         rehearsal: ASGIApp,
         configuration: KeyConfiguration,
         close: Callable[[], None],
+        decoder: ForkedDecoder | None = None,
     ) -> None:
         self._node = node
         self._link = link
         self._unsealer = unsealer
         self._rehearsal: tuple[ASGIApp, KeyConfiguration] | None = (rehearsal, configuration)
         self.close = close
+        self._decoder = decoder
 
     async def warm_up(self) -> None:
         assert self._rehearsal is not None
@@ -92,6 +97,8 @@ class NodeServing:
         self._rehearsal = None
 
     async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
+        if self._decoder is not None:
+            self._decoder.fork()  # before there is anything of the request here
         reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
         await self._link(engine)
         self._unsealer.attach(key_service)
@@ -147,6 +154,7 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
     path = Path(boot.ready.model.path)
     tokenizer = Tokenizer(path, remembers=False)
     server = replace(boot.server, host=NOWHERE, page=False, log_requests=False, otlp_endpoint=None, allowed_origins=None)
+    decoder = _make_decoder(path) if gate.policy.allows("image-inputs") else None
     inner = create_app(
         engine,
         tokenizer,
@@ -154,6 +162,7 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         gate,
         server,
         request_timeout_s=boot.engine.request_timeout_s,
+        open_decoding=decoder.open if decoder is not None else None,
     )
 
     async def link(channel: socket.socket) -> None:
@@ -164,7 +173,19 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
     node = node_app(inner, config, unsealer, Lifespan(None))
     receiver = Receiver(KeyRing(0.0), ReplayCache(NODE_KEY_LIFE_S))
     rehearsal = node_app(inner, config, LocalUnsealer(receiver, lambda: 0.0), Lifespan(None))
-    return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close)
+    return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close, decoder)
+
+
+def _make_decoder(path: Path) -> ForkedDecoder | None:
+    """Returns the decoder of a model that takes images, once everything is loaded that they need here."""
+    opened = open_image_processor(path)
+    if opened is None or not has_pillow():
+        return None
+    from PIL import Image  # of an extra
+
+    decoder = ForkedDecoder()
+    opened[0].cut(Image.frombytes("RGB", (8, 8), bytes(3 * 64)))
+    return decoder
 
 
 def _close() -> None:

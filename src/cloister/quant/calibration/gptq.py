@@ -11,6 +11,7 @@ from cloister.backends.tensors import ProgressiveTensor, QuantizedTensor, Tensor
 from cloister.quant.base import THREAT, FloatArray, NumberFormat, reciprocal
 from cloister.quant.calibration.base import CALIBRATORS, INPUTS_OF, Calibrator, InputStatistics, LayerTrial
 from cloister.quant.folding import FloatTensors
+from cloister.quant.nvfp4 import round_to_e2m1
 
 _DAMPING = 0.05  # of the mean of the diagonal (section 3.3, step 3); on 8,192 tokens the paper's 0.01 loses more
 _FIT_DAMPING = 0.5  # the fit follows the text more closely than the codes do, and must not learn it by heart
@@ -102,7 +103,8 @@ def choose_codes(
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Where codes may lie: w = steps * (code - zeros), [num_groups, out] each, codes from `lowest` to `highest`."""
+    """Where codes may lie: w = steps * (code - zeros), [num_groups, out] each, codes from `lowest` to `highest`; of `is_e2m1`
+    only those of floats."""
 
     steps: FloatArray
     inverse: FloatArray
@@ -110,6 +112,7 @@ class _Grid:
     lowest: FloatArray
     highest: FloatArray
     group_size: int
+    is_e2m1: bool = False
 
     @classmethod
     def of(cls, tensor: QuantizedTensor) -> _Grid:
@@ -120,15 +123,18 @@ class _Grid:
             reach = np.floor(127 / scales)  # the int8 level must not leave -127 to 127
             lowest, highest = np.maximum(zeros - reach, 0), np.minimum(zeros + reach, 15)
             return cls(steps, reciprocal(steps), zeros, lowest, highest, tensor.group_size)
-        steps = np.ascontiguousarray(tensor.scales.T)
+        factors = np.float32(1) if tensor.output_scales is None else tensor.output_scales
+        steps = np.ascontiguousarray(tensor.scales.T * factors)
         zeros = np.full_like(steps, 2 ** (tensor.bits - 1))
         lowest = np.full_like(steps, 1 if tensor.bits == 8 else 0)
-        return cls(steps, reciprocal(steps), zeros, lowest, np.full_like(steps, 2**tensor.bits - 1), tensor.group_size)
+        highest = np.full_like(steps, 2**tensor.bits - 1)
+        return cls(steps, reciprocal(steps), zeros, lowest, highest, tensor.group_size, tensor.is_e2m1)
 
     def round(self, values: FloatArray, number: int) -> tuple[FloatArray, FloatArray]:
         """Returns codes and the weights they stand for, [out] each, of the weights of input `number`."""
         group = number // self.group_size
-        codes = np.rint(values * self.inverse[group]) + self.zeros[group]
+        levels = values * self.inverse[group]
+        codes = (round_to_e2m1(levels) if self.is_e2m1 else np.rint(levels)) + self.zeros[group]
         np.clip(codes, self.lowest[group], self.highest[group], out=codes)
         return codes, (codes - self.zeros[group]) * self.steps[group]
 

@@ -103,7 +103,8 @@ def bound_resources(cpu_s: int, memory_bytes: int) -> None:
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
     ):
-        resource.setrlimit(kind, (bound, bound))
+        if resource.getrlimit(kind) != (bound, bound):  # a sealed node's processes have no core files, and may not say so again
+            resource.setrlimit(kind, (bound, bound))
 
 
 def confine(parent: int) -> bool:

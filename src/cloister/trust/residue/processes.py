@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -58,6 +58,7 @@ class ProcessTree:
         self._roots = frozenset(roots)
         self.seen: dict[tuple[int, int], Process] = {}
         self._stop = threading.Event()
+        self._is_frozen = False
         self._thread = threading.Thread(target=self._watch, name="family watch", daemon=True)
 
     def __enter__(self) -> ProcessTree:
@@ -78,7 +79,7 @@ class ProcessTree:
             more = {process.pid for process in everybody if process.parent in members} - members
             grows = bool(more)
             members |= more
-        found = [process for process in everybody if process.pid in members]
+        found = [replace(process, command=_command(process.pid)) for process in everybody if process.pid in members]
         self.seen |= {(process.pid, process.started): process for process in found}
         return found
 
@@ -108,15 +109,18 @@ class ProcessTree:
                 if time.monotonic() > give_up_s:
                     raise TimeoutError("a process of the node does not stop")
                 time.sleep(0.001)
+            self._is_frozen = True  # who is stopped starts nobody
             yield [process for process in self.alive() if _state(process.pid) not in "ZX"]
         finally:
+            self._is_frozen = False
             for pid in stopped:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
     def _watch(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):
-            self.alive()
+            if not self._is_frozen:
+                self.alive()
 
 
 def _everybody() -> Iterator[Process]:
@@ -125,8 +129,14 @@ def _everybody() -> Iterator[Process]:
             with suppress(OSError):
                 head, _, rest = Path(f"/proc/{entry}/stat").read_text().rpartition(")")
                 fields = rest.split()
-                command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                yield Process(int(entry), int(fields[1]), int(fields[19]), head.partition("(")[2], command)
+                yield Process(int(entry), int(fields[1]), int(fields[19]), head.partition("(")[2], "")
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _state(pid: int) -> str:

@@ -7,7 +7,16 @@ frame format, `binary_http` the one for other clients. `shapes` defines each pro
 from cloister.trust.shape.binary_http import BinaryHttpShaper
 from cloister.trust.shape.frames import BINARY_HTTP, FRAMES, FRAMING_FIELD, FRAMINGS, Frame, ShapeError, Unshaper
 from cloister.trust.shape.shaper import Shaper
-from cloister.trust.shape.shapes import SHAPES, SHAPING_THREAT, TrafficShape, find_edge, shape_of
+from cloister.trust.shape.shapes import (
+    SHAPES,
+    SHAPING_THREAT,
+    SIZE_CLASSES,
+    SizeClass,
+    TrafficShape,
+    find_edge,
+    shape_for_request,
+    shape_of,
+)
 
 __all__ = [
     "BINARY_HTTP",
@@ -16,12 +25,15 @@ __all__ = [
     "FRAMING_FIELD",
     "SHAPES",
     "SHAPING_THREAT",
+    "SIZE_CLASSES",
     "BinaryHttpShaper",
     "Frame",
     "ShapeError",
     "Shaper",
+    "SizeClass",
     "TrafficShape",
     "Unshaper",
     "find_edge",
+    "shape_for_request",
     "shape_of",
 ]

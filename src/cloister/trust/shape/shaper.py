@@ -140,7 +140,7 @@ class Shaper:
     def _count_wanted(self, num_needed: int) -> int:
         if self._num_whole:
             return self._num_whole
-        return find_edge(num_needed) if self._shape.constant else num_needed
+        return find_edge(max(num_needed, self._shape.least_frames)) if self._shape.constant else num_needed
 
 
 def _split_events(data: bytes) -> list[bytes]:

@@ -7,7 +7,7 @@ of 512 holds any token of the examined vocabularies.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cloister.policy.verdict import Profile
@@ -23,11 +23,27 @@ class TrafficShape:
         tick_s: frames are sent when the node's monotonic clock is a multiple of this, at most one each time.
         constant: a frame is sent on every tick from the one after the request's arrival, even without data, and the number of
             frames is a bucket size.
+        least_frames: frames of the shortest answer under a constant cadence, if that is more than the smallest bucket.
     """
 
     frame_bytes: int
     tick_s: float
     constant: bool
+    least_frames: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SizeClass:
+    """A declared size of sealed requests in `private`, which may hold images or text, and of the answers to them.
+
+    Attributes:
+        request_bytes: what requests are padded to.
+        least_frames: what answers are padded to. At 10 ms a frame they hide how long images take, up to that time.
+    """
+
+    name: str
+    request_bytes: int
+    least_frames: int
 
 
 SHAPES: Final[Mapping[Profile, TrafficShape | None]] = {
@@ -56,6 +72,28 @@ def shape_of(profile: str, *, drafts: bool = False) -> TrafficShape | None:
     return shape if shape is None or shape.constant or not drafts else _WITH_DRAFTS
 
 
+SIZE_CLASSES: Final[Mapping[str, SizeClass]] = {
+    "small": SizeClass("small", 2**18, 1024),
+    "medium": SizeClass("medium", 2**20, 4096),
+    "large": SizeClass("large", 2**22, 16384),
+}
+"""Answers last 10, 41 and 164 s at least."""
+
+
+def shape_for_request(profile: str, shape: TrafficShape | None, num_bytes: int) -> TrafficShape | None:
+    """Returns the shape of the answer to a sealed request, which in `private` depends on the request's size class.
+
+    Args:
+        shape: of the profile's answers.
+        num_bytes: of the request with its padding, as everybody sees it.
+    """
+    reached = [size_class for size_class in SIZE_CLASSES.values() if num_bytes >= size_class.request_bytes]
+    if shape is None or Profile(profile) is not Profile.PRIVATE or not reached:
+        return shape
+    tick_s = shape.tick_s if shape.constant else 2 * shape.tick_s
+    return replace(shape, tick_s=tick_s, constant=True, least_frames=reached[-1].least_frames)
+
+
 def find_edge(num_frames: int) -> int:
     """Returns the padded number of frames of an answer with `num_frames`: 64, 256, 1,024, 4,096 and so on."""
     edge = FIRST_EDGE
@@ -70,12 +108,13 @@ def find_edge(num_frames: int) -> int:
 SHAPING_THREAT = ThreatProfile(
     row="speculation in general",
     threats=frozenset({Requirement.STATELESS}),
-    residue="number of frames in private; bucket of that number in paranoid, and in private while drafts are verified",
+    residue="number of frames in private; bucket of that number in paranoid, and in private while drafts are verified or in a "
+    "size class",
     where=("network",),
     attack="traffic analysis: topic, length or accepted drafts from sizes and times of sealed chunks",
     mitigations=(
         "frames of one size",
         "one event a frame and one frame a tick",
-        "paranoid, and drafts: a frame on every tick, in buckets",
+        "paranoid, drafts and size classes: a frame on every tick, in buckets",
     ),
 )

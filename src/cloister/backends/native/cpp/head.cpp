@@ -1,6 +1,7 @@
 // What comes after the layers: the head, and tokens chosen from its logits.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -52,6 +53,13 @@ void Program::read_hidden_row(int i, float* to) const {
 
 void Program::read_hidden(float* hidden) {
     each_row("norm", num_head_rows(), [&](int i, int) { read_hidden_row(i, hidden + size_t(i) * size_t(hidden_size_)); });
+}
+
+void Program::read_every_hidden(float* hidden) {
+    head_rows_.resize(size_t(num_step_tokens_));
+    std::iota(head_rows_.begin(), head_rows_.end(), 0);
+    if (streams) join_streams(head_rows_.data(), num_step_tokens_);
+    read_hidden(hidden);
 }
 
 void Program::project(const float* hidden, int num_rows, float* logits) {

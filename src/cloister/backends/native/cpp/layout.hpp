@@ -47,8 +47,9 @@ struct Matrix {
     int group = 0, groups = 0;              // inputs that share a scale, and how many such; 0 without groups
     const uint8_t* codes = nullptr;         // [panels][chunks][2][tile]
     const float* channel_scales = nullptr;  // [panels][32]: int8 without groups, and qoq
-    const void* scales = nullptr;           // [panels][groups][32] float16, float32, or one byte: e is half of 2^(e - 127)
+    const void* scales = nullptr;           // [panels][groups][32] float16, float32, or one byte: half of an E8M0 or E4M3 number
     int scale_bytes = 2;
+    const float* output_scales = nullptr;   // [panels][32] of sums over all of K, or null; scales of one byte beside them are E4M3
     const uint8_t* zeros = nullptr;         // [panels][groups][32], or null for zero_point everywhere
     const float* offsets = nullptr;         // [panels][groups][32], or null
     const uint8_t* group_scales = nullptr;  // [panels][groups][32]: qoq
@@ -58,6 +59,7 @@ struct Matrix {
     int rotation = 0;                       // of the inputs
     bool e2m1 = false;                      // codes of int4 and w4a16 are floats of 4 bits, whose values here are twice theirs
 
+    bool has_e4m3_scales() const { return scale_bytes == 1 && output_scales; }
     InputForm form() const { return {input_of(kind), group_inputs ? group : 0, rotation}; }
     size_t panel_bytes() const { return size_t(chunks) * 2 * tile_bytes(kind); }
 };

@@ -38,10 +38,11 @@ template <class T> const T* kept(const nb::object& o, size_t size, const char* o
 
 // A matrix as Python describes it; the arrays must outlive the program.
 Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, const Array1<const uint8_t>& codes, nb::object channel_scales,
-                   nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+                   nb::object scales, int scale_bytes, nb::object output_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
     const char* too_short = "a packed matrix is shorter than its shape asks for";
     require(kind >= int(Kind::f32) && kind <= int(Kind::w4a16) && outputs > 0 && inputs > 0, "a packed matrix has no such kind or shape");
-    require(group == 0 || (group > 0 && group % sum_length == 0 && inputs % group == 0), "a packed matrix has groups that no kernel has");
+    bool halves = group == 16 && Kind(kind) == Kind::w4a16 && e2m1;
+    require(group == 0 || (group > 0 && (group % sum_length == 0 || halves) && inputs % group == 0), "a packed matrix has groups that no kernel has");
     Matrix m;
     m.kind = Kind(kind);
     m.outputs = outputs;
@@ -64,6 +65,8 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
     require(scale_bytes == 1 || scale_bytes == 2 || scale_bytes == 4, "a packed matrix has no such scales");
     m.scales = kept<uint8_t>(scales, pairs * size_t(scale_bytes), too_short);
     m.scale_bytes = scale_bytes;
+    require(output_scales.is_none() || (e2m1 && scale_bytes == 1), "a packed matrix has no such scales");
+    m.output_scales = kept<float>(output_scales, rows, too_short);
     m.zeros = kept<uint8_t>(zeros, pairs, too_short);
     m.offsets = kept<float>(offsets, pairs, too_short);
     m.group_scales = kept<uint8_t>(group_scales, pairs, too_short);
@@ -77,15 +80,15 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
 
 #define STEP_ARRAYS Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts, \
     Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters, nb::object state_spans, \
-    nb::object embeddings, nb::object embedding_rows, nb::object rope_positions, nb::object last_seen
-#define STEP_NAMES self.hidden_size(), token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans, embeddings, embedding_rows, rope_positions, last_seen
+    nb::object embeddings, nb::object embedding_rows, nb::object rope_positions, nb::object last_seen, nb::object hidden_states
+#define STEP_NAMES self.hidden_size(), token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans, embeddings, embedding_rows, rope_positions, last_seen, hidden_states
 #define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), \
-    nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none()
+    nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none()
 
 Batch make_batch(int hidden_size, const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
                  const Array1<const int32_t>& context_lens, const Array2<const int32_t>& tables, const Array1<const int32_t>& logit_rows,
                  const nb::object& parents, const nb::object& adapters, const nb::object& state_spans,
-                 const nb::object& embeddings, const nb::object& embedding_rows, const nb::object& rope_positions, const nb::object& last_seen) {
+                 const nb::object& embeddings, const nb::object& embedding_rows, const nb::object& rope_positions, const nb::object& last_seen, const nb::object& hidden_states) {
     Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
                 int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
     if (!adapters.is_none()) batch.adapters = kept<int32_t>(adapters, context_lens.size(), "a batch has fewer adapters than sequences");
@@ -111,6 +114,12 @@ Batch make_batch(int hidden_size, const Array1<const int32_t>& token_ids, const 
         batch.rope_positions = turns.data();
     }
     if (!last_seen.is_none()) batch.last_seen = kept<int32_t>(last_seen, token_ids.size(), "a batch has fewer last positions than tokens");
+    if (!hidden_states.is_none()) {
+        Array2<const float> rows;
+        require(nb::try_cast(hidden_states, rows, false) && int(rows.shape(0)) == batch.num_tokens && int(rows.shape(1)) == hidden_size,
+                "a batch has no hidden state of the model's size for each token");
+        batch.hidden = rows.data();
+    }
     require(batch.num_tokens > 0 && positions.size() == token_ids.size() && query_starts.size() == context_lens.size() + 1 &&
             tables.shape(0) == context_lens.size(), "the arrays of a batch do not have the sizes of each other");
     return batch;
@@ -388,10 +397,10 @@ NB_MODULE(_native, m) {
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
 
     nb::class_<Matrix>(m, "Matrix").def("__init__", [](Matrix* self, int kind, int outputs, int inputs, int group, int zero_point, bool group_inputs, int rotation, bool e2m1, Array1<const uint8_t> codes,
-            nb::object channel_scales, nb::object scales, int scale_bytes, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
-        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, e2m1, codes, channel_scales, scales, scale_bytes, zeros, offsets, group_scales, bias));
+            nb::object channel_scales, nb::object scales, int scale_bytes, nb::object output_scales, nb::object zeros, nb::object offsets, nb::object group_scales, nb::object bias) {
+        new (self) Matrix(make_matrix(kind, outputs, inputs, group, zero_point, group_inputs, rotation, e2m1, codes, channel_scales, scales, scale_bytes, output_scales, zeros, offsets, group_scales, bias));
     }, nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("group"), nb::arg("zero_point"), nb::arg("group_inputs"), nb::arg("rotation"), nb::arg("e2m1"), nb::arg("codes").noconvert(), nb::arg("channel_scales").none(),
-       nb::arg("scales").none(), nb::arg("scale_bytes"), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
+       nb::arg("scales").none(), nb::arg("scale_bytes"), nb::arg("output_scales").none(), nb::arg("zeros").none(), nb::arg("offsets").none(), nb::arg("group_scales").none(), nb::arg("bias").none());
 
     nb::class_<GivenNorm>(m, "Norm").def("__init__", [](GivenNorm* self, Array1<const float> weight, nb::object bias) {
         new (self) GivenNorm{{weight.data(), kept<float>(bias, weight.size(), "a norm's bias is shorter than its weight")}, weight.size()};
@@ -530,6 +539,13 @@ NB_MODULE(_native, m) {
             self.logit_softcap = logit_softcap;
         }, nb::arg("embedding"), nb::arg("head"), nb::arg("norm"), nb::arg("positions").none(), nb::arg("centres"), nb::arg("embedding_scale"),
            nb::arg("logit_scale"), nb::arg("logit_softcap"))
+        .def("set_merge", [](Program& self, const Matrix& merge, const GivenNorm& embedding_norm, const GivenNorm& hidden_norm) {
+            int hidden = self.hidden_size();
+            require(merge.inputs == 2 * hidden && merge.outputs == hidden, "a merge does not have the size of the model");
+            self.merge = merge;
+            self.merge_embedding_norm = norm_of(&embedding_norm, hidden);
+            self.merge_hidden_norm = norm_of(&hidden_norm, hidden);
+        }, nb::arg("merge"), nb::arg("embedding_norm"), nb::arg("hidden_norm"))
         .def("set_streams", [](Program& self, int num_streams, int active, int input_size, const Matrix* in, const std::vector<Matrix>& out, const Matrix& projection,
                                Array1<const float> projection_norm, const Matrix* packed, nb::object numbers, int number_type, int num_rows) {
             require(self.layers.empty(), "residual streams come before layers");
@@ -671,6 +687,12 @@ NB_MODULE(_native, m) {
             Turn turn(self.pool());
             require(int(hidden.shape(0)) == self.num_head_rows() && int(hidden.shape(1)) == self.hidden_size(), "there is no room for the hidden states");
             self.read_hidden(hidden.data());
+        }, nb::arg().noconvert())
+        .def_prop_ro("num_step_tokens", &Program::num_step_tokens)
+        .def("read_every_hidden", [](Program& self, Array2<float> hidden) {
+            Turn turn(self.pool());
+            require(int(hidden.shape(0)) == self.num_step_tokens() && int(hidden.shape(1)) == self.hidden_size(), "there is no room for the hidden states");
+            self.read_every_hidden(hidden.data());
         }, nb::arg().noconvert())
         .def("project", [](Program& self, Array2<const float> hidden, Array2<float> logits) {
             require(int(hidden.shape(1)) == self.hidden_size(), "the hidden states do not have the size of the model's");

@@ -79,9 +79,15 @@ template <class Value>
 INLINE void finish_rows(const Matrix& w, const Rows& x, int panel, const Sink& sink, int first, int count, Value value) {
     f32x16 bias_low = w.bias ? load<f32x16>(w.bias + panel * 32) : f32x16{};
     f32x16 bias_high = w.bias ? load<f32x16>(w.bias + panel * 32 + 16) : f32x16{};
+    f32x16 scale_low = w.output_scales ? load<f32x16>(w.output_scales + panel * 32) : f32x16{};
+    f32x16 scale_high = w.output_scales ? load<f32x16>(w.output_scales + panel * 32 + 16) : f32x16{};
     bool scaled = x.form.type == Input::int8 && !x.form.group;  // where groups have scales they are in the sums already
     auto outputs = [&](int i) INLINE_LAMBDA {
         Outputs y = value(i);
+        if (w.output_scales) {
+            y.low *= scale_low;
+            y.high *= scale_high;
+        }
         if (scaled) {
             f32x16 scale = set(x.scales[first + i]);
             y.low *= scale;
@@ -149,9 +155,12 @@ struct Channels {
 };
 
 INLINE f32x16 group_scale(const Matrix& w, size_t at) {
-    if (w.scale_bytes == 1) {  // the bits of a power of two, whose exponent may be that of no normal number
-        i32x16 exponents = widen(load<u8x16>((const uint8_t*)w.scales + at));
-        return as<float>(max(exponents << 23, set(0x400000))) * 0.5f;
+    if (w.scale_bytes == 1) {
+        i32x16 bytes = widen(load<u8x16>((const uint8_t*)w.scales + at));
+        // E4M3: a sign, and an exponent and a fraction in their places, the exponent 120 less than float32 has it
+        if (w.has_e4m3_scales()) return as<float>((bytes & 127) << 20 | (bytes & 128) << 24) * 0x1p119f;
+        // E8M0: the bits of a power of two, whose exponent may be that of no normal number
+        return as<float>(max(bytes << 23, set(0x400000))) * 0.5f;
     }
     return w.scale_bytes == 4 ? load<f32x16>((const float*)w.scales + at) : from_f16(load<u16x16>((const uint16_t*)w.scales + at));
 }
@@ -342,19 +351,29 @@ INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* c
     return scratch;
 }
 
+constexpr int half_length = 16;  // inputs of half a chunk of bfloat16: the least group
+
+// Rows [first, last) of a tile of E2M1 that meets bfloat16; all of them have the scales at `at`. What E8M0 and E4M3 scale is exact.
+INLINE void widen_rows(const Matrix& w, size_t at, const uint8_t* packed, int first, int last, uint8_t* tile) {
+    f32x16 scales = group_scale(w, at), low_scales = twice(scales, 0), high_scales = twice(scales, 1);
+    UNROLL for (int r = first; r < last; r++) {
+        i32x16 bytes = widen(load<u8x16>(packed + 16 * r));
+        store_pair(tile + 64 * r, e2m1_code(bytes) * low_scales, e2m1_code(bytes >> 4) * high_scales);
+    }
+}
+
 // One tile of w4a16 as bfloat16, rounded as a tensor is that was dequantised before: (code - zero) * scale + offset. With a scale
 // of 11 bits zero * scale is exact, and one fused operation does for two.
 INLINE void widen_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, uint8_t* tile) {
     size_t at = (size_t(panel) * w.groups + group) * 32 + 16 * half;
-    f32x16 scales = group_scale(w, at), zeros = w.zeros ? to_f32(widen(load<u8x16>(w.zeros + at))) : set(float(w.zero_point));
-    f32x16 low_scales = twice(scales, 0), high_scales = twice(scales, 1), low_zeros = twice(zeros, 0), high_zeros = twice(zeros, 1);
-    if (w.e2m1) {
-        UNROLL for (int r = 0; r < 16; r++) {
-            i32x16 bytes = widen(load<u8x16>(packed + 16 * r));
-            store_pair(tile + 64 * r, e2m1_code(bytes) * low_scales, e2m1_code(bytes >> 4) * high_scales);
-        }
+    if (w.group == half_length) {  // the second half of the last chunk may be of no group: its codes are zero
+        widen_rows(w, at, packed, 0, 8, tile);
+        widen_rows(w, group + 1 < w.groups ? at + 32 : at, packed, 8, 16, tile);
         return;
     }
+    f32x16 scales = group_scale(w, at), zeros = w.zeros ? to_f32(widen(load<u8x16>(w.zeros + at))) : set(float(w.zero_point));
+    if (w.e2m1) return widen_rows(w, at, packed, 0, 16, tile);
+    f32x16 low_scales = twice(scales, 0), high_scales = twice(scales, 1), low_zeros = twice(zeros, 0), high_zeros = twice(zeros, 1);
     if (w.scale_bytes < 4 && !w.offsets) {
         f32x16 low_shift = -low_zeros * low_scales, high_shift = -high_zeros * high_scales;
         UNROLL for (int r = 0; r < 16; r++) {

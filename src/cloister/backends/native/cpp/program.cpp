@@ -59,7 +59,7 @@ Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int vocab_s
 std::vector<Buffer*> Program::buffers() {
     std::vector<Buffer*> all{&residual_, &normed_, &inputs_, &next_inputs_, &qkv_, &queries_, &mixed_, &wide_, &partial_, &logits_, &masked_, &peaks_,
                              &branch_, &parallel_, &beside_, &exact_, &other_inputs_, &scores_, &routes_, &gathered_, &expert_outputs_, &latent_, &adapter_normed_, &stored_, &guesses_, &drafts_,
-                             &streams_, &layer_inputs_, &laurel_, &low_, &joined_};
+                             &streams_, &layer_inputs_, &laurel_, &low_, &joined_, &merged_};
     for (Buffer& buffer : scratch_) all.push_back(&buffer);
     return all;
 }
@@ -81,7 +81,7 @@ void Program::wipe() {
     cuts_.assign(cuts_.capacity(), 0);
     nexts_.assign(nexts_.capacity(), {});
     head_rows_.clear();
-    num_drafts_ = 0;
+    num_drafts_ = num_step_tokens_ = 0;
     if (pieces.empty()) return;
     phase("wipe", int(pieces.size()), [&](int i, int) { overwrite(pieces[size_t(i)].first, pieces[size_t(i)].second); });
     pool_->run_on_each([](int) { overwrite_stack(); });
@@ -90,6 +90,7 @@ void Program::wipe() {
 void Program::check(const Batch& batch) const {
     const int32_t *starts = batch.query_starts, *contexts = batch.context_lens;
     require(!streams || !layers.empty(), "residual streams need layers");
+    require(!merge.codes || batch.hidden, "a batch lacks the hidden states that its program merges with embeddings");
     require(starts[0] == 0 && starts[batch.num_sequences] == batch.num_tokens, "the sequences of a batch do not make up its tokens");
     int block_size = layers.empty() ? 1 : layers[0].cache.block_size, num_groups = int(groups.size());
     for (int s = 0; s < batch.num_sequences; s++) {
@@ -399,6 +400,20 @@ void Program::add_deepstack(const Batch& batch, int number) {
     });
 }
 
+// Puts the product of both, normed, where embeddings are (DeepSeek-V3, arXiv:2412.19437, equation 21).
+void Program::merge_hidden(const Batch& batch) {
+    size_t width = size_t(hidden_size_);
+    float *x = residual_.get<float>(), *joined = (float*)merged_.reserve(size_t(pool_->num_threads()) * 2 * stride_ * 4);
+    Rows inputs = shape_rows(inputs_, merge.form(), batch.num_tokens, 2 * hidden_size_);
+    each_row("merge", batch.num_tokens, [&](int row, int thread) {
+        float* to = joined + size_t(thread) * 2 * stride_;
+        apply(merge_embedding_norm, x + size_t(row) * stride_, to);
+        apply(merge_hidden_norm, batch.hidden + size_t(row) * width, to + width);
+        kernels_.put_row(to, 2 * hidden_size_, inputs, row);
+    });
+    product("merge", merge, inputs, {Finish::store, x, stride_});
+}
+
 void Program::apply(const Norm& norm, const float* row, float* out) const {
     if (centres) return kernels_.layer_norm(row, norm.weight, norm.bias, norm_eps_, hidden_size_, out);
     kernels_.norm(row, norm.weight, norm_eps_, hidden_size_, out);
@@ -584,6 +599,7 @@ void Program::decode_layer(const Layer& layer, const Batch& batch, const Layer*&
 void Program::forward(const Batch& batch, float* logits) {
     check(batch);
     head_rows_.clear();
+    num_step_tokens_ = batch.num_tokens;
     step_number.fetch_add(1);
     extend_ropes(batch);
     place_tokens(batch);
@@ -591,6 +607,7 @@ void Program::forward(const Batch& batch, float* logits) {
     list_adapters(batch);
     normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
     embed(batch);
+    if (merge.codes) merge_hidden(batch);
     if (streams) widen(batch);
     const Layer* previous = nullptr;  // with attention
     for (size_t number = 0; number < layers.size(); number++) {

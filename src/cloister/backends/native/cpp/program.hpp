@@ -202,6 +202,7 @@ struct Batch {
     int num_embeddings = 0, num_parts = 1;
     const int32_t* rope_positions = nullptr;  // [3][num_tokens] time, row and column, or null
     const int32_t* last_seen = nullptr;       // [num_tokens] positions, or null: a token sees none after its own
+    const float* hidden = nullptr;  // [num_tokens][hidden_size], where the program merges it with embeddings
 };
 
 // One caller at a time (`Pool::take_turn`).
@@ -214,6 +215,8 @@ public:
     std::vector<Rope> ropes;
     Matrix embedding, head, positions;  // positions: without codes, none are learned
     Norm norm;
+    Matrix merge;  // of embeddings and hidden states, [hidden_size][2 * hidden_size]; without codes, embeddings are what layers read
+    Norm merge_embedding_norm, merge_hidden_norm;
     std::optional<Streams> streams;
     bool centres = false;  // norms are layer norms
     float embedding_scale = 1, logit_scale = 1, logit_softcap = 0;
@@ -241,6 +244,10 @@ public:
     // What the head read in the last step, or would have read: hidden states after the final norm, [num_head_rows][hidden_size].
     void read_hidden(float* hidden);
     int num_head_rows() const { return int(head_rows_.size()); }
+
+    // As `read_hidden`, but of every token of the last step: [num_step_tokens][hidden_size].
+    void read_every_hidden(float* hidden);
+    int num_step_tokens() const { return num_step_tokens_; }
 
     // Writes logits [num_rows][vocab_size] of hidden states after the final norm.
     void project(const float* hidden, int num_rows, float* logits);
@@ -315,6 +322,7 @@ private:
     void embed(const Batch& batch);
     void decode_layer(const Layer& layer, const Batch& batch, const Layer*& previous);
     void add_deepstack(const Batch& batch, int number);
+    void merge_hidden(const Batch& batch);
     void apply(const Norm& norm, const float* row, float* out) const;
     Normed norm_rows(const char* name, const Norm& norm, const Matrix& w, int num_tokens, Buffer& buffer,
                      const Mixture* mixture = nullptr, const Matrix* other = nullptr, float scale = 1);
@@ -407,7 +415,7 @@ private:
     Buffer residual_, normed_, inputs_, next_inputs_, qkv_, queries_, mixed_, wide_, partial_, logits_, masked_, peaks_;
     Buffer branch_, parallel_, beside_, exact_, other_inputs_, scores_, routes_, gathered_, expert_outputs_;
     Buffer latent_, adapter_normed_, stored_, guesses_, drafts_;
-    Buffer streams_, layer_inputs_, laurel_, low_, joined_;
+    Buffer streams_, layer_inputs_, laurel_, low_, joined_, merged_;
     std::vector<DraftHeads> draft_heads_;
     std::vector<std::unique_ptr<Adapter>> adapters_;  // by slot
     std::vector<AdapterTask> adapter_tasks_;
@@ -417,7 +425,7 @@ private:
     std::vector<Rows> nexts_;        // [num_experts]: inputs of their second products; or [num_heads], of latent attention
     std::vector<Buffer> scratch_;
     std::vector<uint8_t> finite_;  // [num_rows][pieces of a row]
-    int pieces_ = 0, kept_rows_ = 0;
+    int pieces_ = 0, kept_rows_ = 0, num_step_tokens_ = 0;
     std::vector<int> head_rows_;  // tokens of the last step whose logits were asked for
     std::vector<Sequence> sequences_;
     std::vector<int> sequence_of_;           // [num_tokens]

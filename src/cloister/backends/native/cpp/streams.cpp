@@ -150,6 +150,7 @@ void Program::add_layer_inputs(const Layer& layer, const Rows& gate_rows) {
 
 // Joins the streams of some tokens into what the final norm reads, [num_rows][num_streams][hidden_size], the first of each row.
 void Program::join_streams(const int32_t* tokens, int num_rows) {
+    if (!num_rows) return;  // no product has no rows
     int num_streams = streams->num_streams;
     size_t hidden = size_t(hidden_size_), width = size_t(num_streams) * hidden;
     float* joined = (float*)joined_.reserve(size_t(num_rows) * width * 4);

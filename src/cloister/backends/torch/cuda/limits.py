@@ -1,11 +1,13 @@
-"""What of a spec the kernels on a device compute; the reference on a CPU computes all of it."""
+"""What of a spec and of its weights the kernels on a device compute; the reference on a CPU computes all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cloister.backends.base import Weights
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LatentAttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from cloister.backends.tensors import GroupedTensor
 from cloister.types.errors import ConfigError
 
 
@@ -22,6 +24,16 @@ def check_computable(spec: DecoderSpec) -> None:
             "device cpu",
             param="device",
         )
+
+
+def check_numbers(weights: Weights) -> None:
+    """Refuses weights in a number format that no kernel multiplies, before any is read (ConfigError)."""
+    for name in weights.names():
+        form = weights.form(name)
+        if isinstance(form, GroupedTensor) and form.is_nvfp4:
+            raise ConfigError(
+                f"the CUDA program has no product of weights in NVFP4, as {name!r} is; choose the device cpu", param="device"
+            )
 
 
 def feed_forward_of(layer: LayerSpec) -> MlpSpec:
@@ -56,6 +68,8 @@ def _missing(spec: DecoderSpec) -> Iterator[str]:
         yield "a vision tower"
     if spec.streams is not None:
         yield "several residual streams"
+    if spec.merges_hidden:
+        yield "modules that predict further tokens"
 
 
 def _missing_of(layer: LayerSpec) -> Iterator[str]:

@@ -18,7 +18,7 @@ from cloister.backends.torch.cuda.attention import AttentionKernels, PagedAttent
 from cloister.backends.torch.cuda.graphs import DecodeGraphs, GraphOutputs, pad_decode
 from cloister.backends.torch.cuda.inputs import StepInputs, StepUploader, padded_arrays, step_arrays, unpack
 from cloister.backends.torch.cuda.layer import CudaLayer
-from cloister.backends.torch.cuda.limits import check_computable, rope_of
+from cloister.backends.torch.cuda.limits import check_computable, check_numbers, rope_of
 from cloister.backends.torch.cuda.matrices import Matrix, MatrixReader
 from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
 from cloister.backends.torch.cuda.tiles import TileBook
@@ -57,6 +57,7 @@ class CudaProgram(Program):
         is_exact: bool = True,
     ) -> None:
         check_computable(spec)
+        check_numbers(weights)
         if device.type == "cuda":
             self.capabilities |= Capability.ASYNCHRONOUS
         self._spec, self._kv, self._dtype, self._device = spec, kv, dtype, device

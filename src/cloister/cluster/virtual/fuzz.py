@@ -1,0 +1,157 @@
+"""Searches for scenarios in which a cluster breaks a promise, and makes what it finds small."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cloister.cluster.routers import ROUTERS
+from cloister.cluster.virtual.replica import write_byte_tokenizer
+from cloister.cluster.virtual.scenario import Job, Scenario, draw_scenario
+from cloister.cluster.virtual.simulation import Outcome, run_scenario
+from cloister.text import Tokenizer
+from cloister.types.errors import ConfigError
+
+CHUNK: Final = 20
+"""Seeds that a process runs before it reports."""
+_PLAIN_JOB: Final = Job(at_s=0.0, prompt="")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What seeds brought.
+
+    Attributes:
+        failing: seeds whose run broke a promise, in order.
+    """
+
+    num_seeds: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    failing: tuple[int, ...] = ()
+
+    def add(self, other: Tally) -> None:
+        """Adds those of other seeds."""
+        self.num_seeds += other.num_seeds
+        self.num_requests += other.num_requests
+        self.num_tokens += other.num_tokens
+        self.faults += other.faults
+        self.failing = tuple(sorted({*self.failing, *other.failing}))
+
+
+def run_seed(seed: int) -> Outcome:
+    """Draws the scenario of a seed and runs it."""
+    return replay(scenario_of(seed))
+
+
+def scenario_of(seed: int) -> Scenario:
+    """Returns the scenario of a seed."""
+    return draw_scenario(seed, tuple(ROUTERS.names()))
+
+
+def replay(scenario: Scenario) -> Outcome:
+    """Runs a scenario; an exception that reaches its end counts as a broken promise."""
+    try:
+        return run_scenario(scenario, _tokenizer())
+    except Exception as error:
+        return Outcome((f"{type(error).__name__}: {error}",), "", Counter(), 0, 0)
+
+
+def search(seeds: Sequence[int], num_processes: int = 1) -> Iterator[Tally]:
+    """Runs seeds, and yields what some of them brought as soon as they have run."""
+    chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+    if num_processes == 1:
+        yield from map(_run_chunk, chunks)
+        return
+    silence = partial(logging.disable, logging.CRITICAL)
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=silence) as pool:
+        running: list[Future[Tally]] = [pool.submit(_run_chunk, chunk) for chunk in chunks]
+        try:
+            for future in running:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """Returns a smaller scenario that still fails, without the requests, faults and replicas that do not matter.
+
+    Args:
+        fails: runs a scenario.
+    """
+    while (smaller := next(filter(fails, _simpler(scenario)), None)) is not None:
+        scenario = smaller
+    return scenario
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Reads a scenario. Raises ConfigError if the file holds none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Scenario)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{path} holds no scenario: {error}; `cloister cluster fuzz` writes some", param="scenario"
+        ) from error
+
+
+def write_scenario(scenario: Scenario, path: Path) -> None:
+    """Writes a scenario as JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(scenario), indent=1) + b"\n")
+
+
+def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+    """Yields scenarios that are simpler by one thing."""
+    replace = msgspec.structs.replace
+    for name in ("faults", "jobs"):
+        items = getattr(scenario, name)
+        for size in sorted({len(items) // 2, 1} - {0}, reverse=True):
+            for start in range(0, len(items), size):
+                yield replace(scenario, **{name: items[:start] + items[start + size :]})
+    if scenario.num_replicas > 1:
+        last = scenario.num_replicas - 1
+        faults = tuple(replace(fault, replica=min(fault.replica, last - 1)) for fault in scenario.faults)
+        yield replace(scenario, num_replicas=last, faults=faults)
+    for name in ("max_num_seqs", "num_blocks", "max_waiting"):
+        if getattr(scenario, name) < getattr(Scenario(seed=0), name):
+            yield replace(scenario, **{name: getattr(Scenario(seed=0), name)})
+    for index, job in enumerate(scenario.jobs):
+        for simpler in _simpler_jobs(job):
+            yield replace(scenario, jobs=(*scenario.jobs[:index], simpler, *scenario.jobs[index + 1 :]))
+
+
+def _simpler_jobs(job: Job) -> Iterator[Job]:
+    replace = msgspec.structs.replace
+    for name in ("n", "tenant", "stop", "num_stop_ids", "logprobs", "ignores_eos", "priority", "cancel_after_s", "timeout_s"):
+        if getattr(job, name) != getattr(_PLAIN_JOB, name):
+            yield replace(job, **{name: getattr(_PLAIN_JOB, name)})
+    if job.temperature:
+        yield replace(job, temperature=0.0, seed=0)
+    if len(job.prompt) > 1:
+        yield replace(job, prompt=job.prompt[: len(job.prompt) // 2])
+    if job.max_tokens > 1:
+        yield replace(job, max_tokens=job.max_tokens // 2)
+
+
+def _run_chunk(seeds: Sequence[int]) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        outcome = run_seed(seed)
+        tally.add(Tally(1, outcome.num_requests, outcome.num_tokens, outcome.faults, (seed,) if outcome.violations else ()))
+    return tally
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer(write_byte_tokenizer(Path(folder)))

@@ -1,0 +1,98 @@
+"""A tiny program: its KV cache holds tokens, and its logits are a hash of the whole history read back from there.
+
+A wrong block table, a copy not made, a wipe too many, a position off by one: each shows in the logits, or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cloister.backends.base import ForwardBatch, Program, StepOutput, Wants
+
+FloatArray = npt.NDArray[np.float32]
+_SPREAD = np.float32(8.0)
+
+
+class WrongSlotError(AssertionError):
+    """The block table of a sequence leads to KV that is not its own."""
+
+
+class HistoryProgram(Program):
+    """Keeps (token, position) in every slot of every block."""
+
+    def __init__(self, *, vocab_size: int, num_blocks: int, block_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.slots = np.zeros((num_blocks, block_size, 2), np.int64)
+
+    def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        """Computes one step (`backends.base.Program.step`)."""
+        self._check(wants)
+        return StepOutput(logits=self.compute(batch))
+
+    def compute(self, batch: ForwardBatch) -> FloatArray:
+        """Writes the batch's tokens, then returns logits [num_rows, vocab] of what the block tables lead to."""
+        logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
+        for i, (start, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
+            self._write(batch.block_tables[i], batch.positions[start:end], batch.token_ids[start:end])
+        for i, (start, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
+            history = self._read(batch.block_tables[i], int(batch.context_lens[i]))
+            for row in np.flatnonzero((batch.logit_rows >= start) & (batch.logit_rows < end)):
+                seen = history[: batch.positions[batch.logit_rows[row]] + 1]
+                logits[row] = self.logits_after(seen)
+        return logits
+
+    def logits_after(self, seen: npt.NDArray[np.int64]) -> FloatArray:
+        """Returns the logits [vocab_size] that follow these tokens."""
+        return history_logits(seen, self.vocab_size)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks (source, target)."""
+        for source, target in pairs:
+            self.slots[target] = self.slots[source]
+
+    def wipe_blocks(self, block_ids: Sequence[int]) -> None:
+        """Overwrites blocks."""
+        self.slots[list(block_ids)] = 0
+
+    def _write(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], tokens: npt.ArrayLike) -> None:
+        blocks, offsets = table[positions // self.block_size], positions % self.block_size
+        self.slots[blocks, offsets] = np.stack([np.asarray(tokens) + 1, positions], axis=1)
+
+    def _read(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(length)
+        slots = self.slots[table[positions // self.block_size], positions % self.block_size]
+        if not (slots[:, 0] > 0).all():
+            raise WrongSlotError("a slot is read that was never written, or was wiped")
+        if not (slots[:, 1] == positions).all():
+            raise WrongSlotError("a slot is read that another position wrote")
+        return slots[:, 0] - 1
+
+
+def history_logits(token_ids: npt.ArrayLike, vocab_size: int) -> FloatArray:
+    """Returns the logits [vocab] that follow a history: uniform in [0, 8), a function of all its tokens in order."""
+    tokens = np.asarray(token_ids, np.uint64)
+    with np.errstate(over="ignore"):
+        mixed: npt.NDArray[Any] = tokens * np.uint64(0x9E3779B97F4A7C15) + np.arange(tokens.size, dtype=np.uint64)
+        history = np.asarray(_mix(mixed).sum(dtype=np.uint64))
+        bits = _mix(_mix(history) + np.arange(vocab_size, dtype=np.uint64))
+    logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * (_SPREAD / np.float32(2**24))
+    return logits
+
+
+def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """Returns the `num_tokens` tokens that greedy decoding appends to a prompt."""
+    tokens = list(token_ids)
+    for _ in range(num_tokens):
+        tokens.append(int(history_logits(tokens, vocab_size).argmax()))
+    return tokens[len(token_ids) :]
+
+
+def _mix(bits: Any) -> Any:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.bitwise_xor(bits, bits >> np.uint64(31))

@@ -1,0 +1,68 @@
+"""A network between fronts and engines that loses, repeats, delays and reorders what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How one way between a front and a replica is at present.
+
+    Attributes:
+        loses, repeats: share of datagrams that are lost; that arrive twice.
+        jitter_s: up to so much is added to the delay of each; so they overtake each other.
+        is_cut: nothing arrives.
+    """
+
+    loses: float = 0.0
+    repeats: float = 0.0
+    jitter_s: float = 0.0
+    is_cut: bool = False
+
+
+GOOD = Path()
+
+
+class Network:
+    """Carries datagrams.
+
+    Args:
+        draw: decides what happens to each.
+        delay_s: of a datagram on a good path.
+
+    Attributes:
+        faults: how many datagrams were lost, repeated and delayed.
+    """
+
+    def __init__(self, draw: random.Random, delay_s: float) -> None:
+        self.faults: Counter[str] = Counter()
+        self._draw = draw
+        self._delay_s = delay_s
+        self._paths: dict[tuple[int, bool], Path] = {}
+
+    def set_path(self, replica: int, is_to_engine: bool, path: Path) -> None:
+        """Changes the way to a replica, or the way back."""
+        self._paths[replica, is_to_engine] = path
+
+    def send(self, replica: int, is_to_engine: bool, data: bytes, deliver: Callable[[bytes], None]) -> None:
+        """Calls `deliver` with a datagram once, twice or never, some time later."""
+        path = self._paths.get((replica, is_to_engine), GOOD)
+        if path.is_cut or (path.loses and self._draw.random() < path.loses):
+            self.faults["lost"] += 1
+            return
+        num_copies = 1
+        if path.repeats and self._draw.random() < path.repeats:
+            self.faults["repeated"] += 1
+            num_copies = 2
+        loop = asyncio.get_running_loop()
+        for _ in range(num_copies):
+            delay_s = self._delay_s
+            if path.jitter_s:
+                self.faults["delayed"] += 1
+                delay_s += self._draw.random() * path.jitter_s
+            loop.call_later(delay_s, deliver, data)

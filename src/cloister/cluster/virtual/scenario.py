@@ -1,0 +1,138 @@
+"""What happens in a virtual cluster: its replicas, the requests and the faults. Drawn from a seed, or read from a file."""
+
+from __future__ import annotations
+
+import random
+from typing import Final, Literal
+
+import msgspec
+
+FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
+FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
+    "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
+)  # fmt: skip
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request of a client.
+
+    Attributes:
+        at_s: when it is sent.
+        prompt: its bytes are the prompt's tokens.
+        tenant: whose it is; nothing is shared between two.
+        temperature: 0, or with `seed`.
+        stop: text that ends the answer; empty for none.
+        num_stop_ids: so many token ids end the answer too, of 257.
+        cancel_after_s: the client leaves after this time; None: it stays.
+    """
+
+    at_s: float
+    prompt: str
+    max_tokens: int = 8
+    n: int = 1
+    tenant: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+    stop: str = ""
+    num_stop_ids: int = 0
+    logprobs: bool = False
+    ignores_eos: bool = True
+    priority: int = 0
+    timeout_s: float = 300.0
+    cancel_after_s: float | None = None
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that goes wrong.
+
+    Attributes:
+        kind: `crash`: the engine's process ends. `hang`: it makes no step for `lasts_s`. `slow`: its steps take `amount` times
+            as long for `lasts_s`. `fail_step`: `amount` of its next steps raise. `refuse_start`: `amount` of its next processes
+            do not start. `network`: a share of `amount` of all datagrams is lost, and one of them repeated, and each is up to
+            `jitter_s` late. `cut`: no datagram arrives, in the direction of `ways`. `restart_router`: the front is killed,
+            and another one starts. `clock_jump`: all machines are suspended for `lasts_s`.
+        replica: whose; the last two kinds concern all.
+    """
+
+    at_s: float
+    kind: FaultKind
+    replica: int = 0
+    lasts_s: float = 1.0
+    amount: float = 1.0
+    jitter_s: float = 0.0
+    ways: Literal["both", "to_engine", "to_front"] = "both"
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run of a virtual cluster.
+
+    Attributes:
+        seed: of all that is drawn while it runs, such as which datagram is lost.
+        num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
+    """
+
+    seed: int
+    num_replicas: int = 2
+    router: str = "least_load"
+    num_blocks: int = 64
+    max_num_seqs: int = 8
+    max_waiting: int = 16
+    stall_timeout_s: float = 2.0
+    delay_s: float = 0.001
+    jobs: tuple[Job, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+
+def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
+    """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
+    draw = random.Random(seed)
+    num_replicas = draw.choice((1, 2, 2, 3))
+    span_s = draw.choice((0.05, 0.5, 2.0))
+    return Scenario(
+        seed=seed,
+        num_replicas=num_replicas,
+        router=draw.choice(routers),
+        num_blocks=draw.choice((10, 14, 24, 64)),
+        max_num_seqs=draw.choice((2, 4, 8)),
+        max_waiting=draw.choice((1, 4, 16)),
+        stall_timeout_s=draw.choice((0.5, 2.0)),
+        delay_s=draw.choice((0.0002, 0.002, 0.03)),
+        jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
+        faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
+    )
+
+
+def _draw_job(draw: random.Random, span_s: float) -> Job:
+    shared = draw.choice(("", "", "You are a helpful assistant. ", "Once upon a time "))
+    own = "".join(draw.choice("abcdef ") for _ in range(draw.choice((1, 6, 20))))
+    is_drawn = draw.random() < 0.4
+    return Job(
+        at_s=round(draw.random() * span_s, 4),
+        prompt=shared + own,
+        max_tokens=draw.choice((1, 3, 8, 20, 32)),
+        n=draw.choice((1, 1, 2, 4)),
+        tenant=draw.choice((0, 0, 1)),
+        temperature=draw.choice((0.7, 1.0)) if is_drawn else 0.0,
+        seed=draw.getrandbits(31) if is_drawn else 0,
+        stop=draw.choice(("", "", "", "a", "ab")),
+        num_stop_ids=draw.choice((0, 20, 60)),
+        logprobs=draw.random() < 0.2,
+        ignores_eos=draw.random() < 0.5,
+        priority=draw.choice((0, 0, 1)),
+        timeout_s=draw.choice((300.0, 300.0, 300.0, 2.0, 0.3)),
+        cancel_after_s=round(draw.random() * 0.6, 4) if draw.random() < 0.2 else None,
+    )
+
+
+def _draw_fault(draw: random.Random, num_replicas: int, span_s: float) -> Fault:
+    kind = draw.choice(FAULT_KINDS)
+    amounts = {"slow": (3.0, 30.0), "fail_step": (1.0, 1.0, 3.0), "refuse_start": (1.0, 2.0), "network": (0.0, 0.05, 0.3)}
+    return Fault(
+        at_s=round(draw.random() * (span_s + 0.5), 4),
+        kind=kind,
+        replica=draw.randrange(num_replicas),
+        lasts_s=draw.choice((0.05, 0.5, 2.0, 8.0) if kind != "hang" else (0.05, 0.5, 2.0, 1000.0)),
+        amount=draw.choice(amounts.get(kind, (1.0,))),
+        jitter_s=draw.choice((0.0, 0.01, 0.3)) if kind == "network" else 0.0,
+        ways=draw.choice(("both", "both", "to_engine", "to_front")) if kind == "cut" else "both",
+    )

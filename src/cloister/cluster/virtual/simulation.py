@@ -1,0 +1,439 @@
+"""Runs a scenario in a virtual cluster, and checks what every run must keep to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from cloister.cluster.link import LinkTimes
+from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.routers import ROUTERS
+from cloister.cluster.routers.base import RouterContext
+from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
+from cloister.cluster.virtual.network import GOOD, Network, Path
+from cloister.cluster.virtual.replica import EngineShape, Host, LinkTransport, make_engine
+from cloister.cluster.virtual.scenario import Fault, Job, Scenario
+from cloister.engine.client import GRACE_S, EngineClient
+from cloister.engine.in_flight import MAX_RESUMES
+from cloister.engine.supervision import Supervision
+from cloister.kv import PrefixKeys
+from cloister.text import Tokenizer
+from cloister.types.clock import VirtualClock
+from cloister.types.config import EngineConfig
+from cloister.types.errors import CloisterError
+from cloister.types.events import Arrived, Ended, Event, Stepped, Submit
+from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
+from cloister.types.scope import Scope, ScopeKind
+
+LONGEST_S: Final = 400.0
+"""Virtual time within which all requests must have ended."""
+REST_S: Final = 70.0
+"""Virtual time in which the cluster comes to rest after the last request."""
+DRAIN_S: Final = 5.0
+RECOVERY_S: Final = 70.0
+"""Virtual time in which a lost engine is noticed and replaced; one that hangs before its first step takes longest."""
+_SLACK_S: Final = 1.0
+_GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the client of one job saw.
+
+    Attributes:
+        token_ids, texts, ends: of each of its sequences; `ends` has every finish reason that came.
+        refusal: why it was not accepted.
+        has_left: the client left.
+        is_cut: its front was killed.
+    """
+
+    job: Job
+    request: Request
+    token_ids: list[list[int]]
+    texts: list[str]
+    ends: list[list[FinishReason]]
+    sent_s: float = 0.0
+    ended_s: float | None = None
+    refusal: str | None = None
+    has_left: bool = False
+    is_cut: bool = False
+
+    @classmethod
+    def to(cls, job: Job, request: Request) -> Answer:
+        """Returns the empty answer to a request."""
+        return cls(job, request, [[] for _ in range(job.n)], [""] * job.n, [[] for _ in range(job.n)])
+
+    def take(self, output: SequenceOutput) -> None:
+        """Records an output."""
+        self.token_ids[output.index] += output.token_ids
+        self.texts[output.index] += output.text
+        if output.finish_reason is not None:
+            self.ends[output.index].append(output.finish_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run showed.
+
+    Attributes:
+        violations: what must not be, each in one line.
+        digest: of all events in order, with their times; equal for equal runs.
+        faults: how many were injected, by kind.
+        num_requests, num_tokens: requests accepted, and tokens that their clients got.
+    """
+
+    violations: tuple[str, ...]
+    digest: str
+    faults: Counter[str]
+    num_requests: int
+    num_tokens: int
+
+
+def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> Outcome:
+    """Runs a scenario.
+
+    Args:
+        tokenizer: of `write_byte_tokenizer`.
+    """
+    simulation = _Simulation(scenario, tokenizer)
+    try:
+        run_virtually(simulation.run())
+    except RuntimeError as error:  # nothing will ever happen again
+        return simulation.outcome([str(error)])
+    expected = _answer_alone(simulation)
+    for answer, alone in zip(simulation.answers, expected, strict=True):
+        simulation.violations += _check_answer(answer, alone, simulation)
+    simulation.violations += _check_events(simulation)
+    return simulation.outcome(simulation.violations)
+
+
+def make_request(job: Job, request_id: str) -> Request:
+    """Returns the request of a job."""
+    return Request(
+        request_id=request_id,
+        token_ids=list(job.prompt.encode()),
+        sampling=SamplingParams(
+            n=job.n,
+            temperature=job.temperature,
+            seed=job.seed,
+            stop=(job.stop,) if job.stop else (),
+            stop_token_ids=tuple(range(job.num_stop_ids)),
+            max_tokens=job.max_tokens,
+            logprobs=2 if job.logprobs else None,
+            ignore_eos=job.ignores_eos,
+        ),
+        scope=Scope(ScopeKind.TENANT, b"tenant %d" % job.tenant),
+        tenant=f"tenant {job.tenant}",
+        priority=job.priority,
+        timeout_s=job.timeout_s,
+    )
+
+
+@dataclass
+class _Simulation:
+    """A scenario while it runs."""
+
+    scenario: Scenario
+    tokenizer: Tokenizer
+    violations: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    events: list[Event] = field(default_factory=list)
+    late_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        self.shape = EngineShape(
+            num_blocks=scenario.num_blocks, max_num_seqs=scenario.max_num_seqs, max_waiting=scenario.max_waiting
+        )
+        self.draw = random.Random(scenario.seed)
+        self.network = Network(self.draw, scenario.delay_s)
+        self.digest = hashlib.sha256()
+        self.answers = [Answer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
+        self.hosts: list[Host] = []
+        self.transports: list[LinkTransport] = []
+        self.clients: list[EngineClient] = []
+        self.front: ReplicaSet | None = None
+        self.open: dict[int, asyncio.Task[None]] = {}
+        self.loop: VirtualEventLoop
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualEventLoop)
+        self.loop = loop
+        loop.set_exception_handler(self._note_exception)
+        self.hosts = [self._make_host(index) for index in range(self.scenario.num_replicas)]
+        await self._start_front()
+        async with asyncio.TaskGroup() as group:
+            for number, answer in enumerate(self.answers):
+                group.create_task(self._work(number, answer))
+            for fault in self.scenario.faults:
+                group.create_task(self._break(fault))
+        await self._rest()
+
+    def outcome(self, violations: Sequence[str]) -> Outcome:
+        """Returns what the run showed."""
+        return Outcome(
+            tuple(violations),
+            self.digest.hexdigest(),
+            self.faults + self.network.faults,
+            sum(answer.refusal is None for answer in self.answers),
+            sum(len(ids) for answer in self.answers for ids in answer.token_ids),
+        )
+
+    # What happens
+
+    def _make_host(self, index: int) -> Host:
+        return Host(
+            index,
+            lambda: make_engine(self.shape, self.tokenizer, self.loop.clock),
+            self.network,
+            self.draw,
+            start_s=self.shape.start_s,
+            times=LinkTimes(),
+        )
+
+    async def _start_front(self) -> None:
+        config = EngineConfig(
+            model="history",
+            max_waiting=self.shape.max_waiting,
+            max_num_seqs=self.shape.max_num_seqs,
+            stall_timeout_s=self.scenario.stall_timeout_s,
+        )
+        self.transports = [LinkTransport(host, self.draw, Supervision()) for host in self.hosts]
+        self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
+        make_router = ROUTERS.get(self.scenario.router)
+        front = ReplicaSet(
+            self.clients,
+            lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+        )
+        front.subscribe(self._observe)
+        await front.start()
+        self.front = front
+
+    async def _work(self, number: int, answer: Answer) -> None:
+        """Sends a request and takes what comes."""
+        await asyncio.sleep(answer.job.at_s)
+        answer.sent_s = self.loop.time()
+        if self.front is None:
+            answer.refusal = "no front is there"
+            return
+        task = self.open[number] = asyncio.create_task(self._follow(answer, self.front))
+        limit_s = LONGEST_S if answer.job.cancel_after_s is None else answer.job.cancel_after_s
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            if answer.job.cancel_after_s is None:
+                self.violations.append(f"{answer.request.request_id} has not ended after {LONGEST_S:.0f} s")
+            answer.has_left = True
+            task.cancel()
+            await asyncio.wait({task})
+        answer.ended_s = self.loop.time()
+        self.open.pop(number, None)
+
+    async def _follow(self, answer: Answer, front: ReplicaSet) -> None:
+        try:
+            await front.follow(answer.request, answer.take)
+        except CloisterError as error:
+            answer.refusal = error.message
+
+    async def _break(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at_s)
+        self.faults[fault.kind] += 1
+        host = self.hosts[fault.replica]
+        match fault.kind:
+            case "crash":
+                host.kill()
+            case "hang":
+                if host.process is not None:
+                    host.process.hangs_until_s = self.loop.time() + fault.lasts_s
+            case "slow":
+                if (process := host.process) is not None:
+                    process.engine.runner.slowness = fault.amount
+                    await asyncio.sleep(fault.lasts_s)
+                    process.engine.runner.slowness = 1.0
+            case "fail_step":
+                if host.process is not None:
+                    host.process.engine.runner.num_failing = int(fault.amount)
+            case "refuse_start":
+                host.refuses_starts = int(fault.amount)
+            case "network" | "cut":
+                await self._disturb(fault)
+            case "restart_router":
+                await self._restart_front()
+            case "clock_jump":
+                self.late_s += fault.lasts_s
+                self.loop.clock.advance(fault.lasts_s)
+
+    async def _disturb(self, fault: Fault) -> None:
+        if fault.kind == "cut":
+            path = Path(is_cut=True)
+        else:
+            path = Path(loses=fault.amount, repeats=fault.amount, jitter_s=fault.jitter_s)
+        ways = {"both": (True, False), "to_engine": (True,), "to_front": (False,)}[fault.ways]
+        for is_to_engine in ways:
+            self.network.set_path(fault.replica, is_to_engine, path)
+        await asyncio.sleep(fault.lasts_s)
+        for is_to_engine in ways:
+            self.network.set_path(fault.replica, is_to_engine, GOOD)
+
+    async def _restart_front(self) -> None:
+        """Kills the front with all that it has, and starts another one."""
+        if self.front is None:
+            return
+        self.front = None
+        for number, task in self.open.items():
+            self.answers[number].is_cut = True
+            task.cancel()
+        for transport, client in zip(self.transports, self.clients, strict=True):
+            transport.crash()
+            if client._lifecycle is not None:
+                client._lifecycle.cancel()
+        await asyncio.sleep(0.1)
+        while self.front is None:
+            with contextlib.suppress(CloisterError):  # an engine cannot be reached; an operator's supervisor tries again
+                await self._start_front()
+
+    async def _rest(self) -> None:
+        """Waits until nothing is left to do, and checks that nothing is left."""
+        await asyncio.sleep(REST_S)
+        self._check_rest()
+        if self.front is not None:
+            await self.front.drain(DRAIN_S)
+        await asyncio.sleep(DRAIN_S)
+        self.violations += [f"engine {i} runs after the drain" for i, host in enumerate(self.hosts) if host.process is not None]
+
+    # What must be
+
+    def _check_rest(self) -> None:
+        for index, host in enumerate(self.hosts):
+            if (process := host.process) is None:
+                continue
+            scheduler = process.engine.scheduler
+            if scheduler.requests:
+                self.violations.append(f"engine {index} still has {sorted(scheduler.requests)}")
+            if scheduler.pool.num_used:
+                self.violations.append(f"engine {index} still uses {scheduler.pool.num_used} blocks")
+            scheduler.pool.check()
+        for index, client in enumerate(self.clients):
+            if client.num_requests:
+                self.violations.append(f"the client of engine {index} still has {client.num_requests} requests")
+        if self.front is not None and self.front.num_places:
+            self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
+
+    def _observe(self, event: Event) -> None:
+        self.digest.update(msgspec.msgpack.encode(event))
+        if not isinstance(event, Stepped):
+            self.events.append(event)
+
+    def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")
+
+
+def _answer_alone(simulation: _Simulation) -> list[list[tuple[list[int], str, FinishReason]]]:
+    """Returns what one engine alone answers without faults: (tokens, text, finish reason) of each sequence of each job."""
+    clock = VirtualClock()
+    engine = make_engine(simulation.shape, simulation.tokenizer, clock)
+    answers = [Answer.to(answer.job, answer.request) for answer in simulation.answers]
+    by_id = {answer.request.request_id: answer for answer in answers}
+    for answer in answers:
+        engine.core.input_queue.put(Submit(msgspec.structs.replace(answer.request, timeout_s=1e9)))
+    while (outputs := engine.core.step()) is not None:
+        for output in outputs.outputs:
+            by_id[output.request_id].take(output)
+    return [list(zip(a.token_ids, a.texts, (ends[0] for ends in a.ends), strict=True)) for a in answers]
+
+
+def _check_answer(answer: Answer, alone: list[tuple[list[int], str, FinishReason]], simulation: _Simulation) -> list[str]:
+    """Compares an answer with that of one engine alone."""
+    name, wrong = answer.request.request_id, []
+    if answer.refusal is not None:
+        return [f"{name} was refused and answered"] if any(answer.ends) or any(answer.token_ids) else []
+    for index, (token_ids, text, reason) in enumerate(alone):
+        ends, where = answer.ends[index], f"{name}[{index}]"
+        if len(ends) > 1 or not (ends or answer.has_left or answer.is_cut):
+            wrong.append(f"{where} ended {len(ends)} times")
+        end = ends[0] if ends else None
+        is_whole = end in _GOOD_ENDS
+        if is_whole and (answer.token_ids[index], answer.texts[index], end) != (token_ids, text, reason):
+            wrong.append(f"{where} got another answer than from one engine alone")
+        if not is_whole and answer.token_ids[index] != token_ids[: len(answer.token_ids[index])]:
+            wrong.append(f"{where} got other tokens than from one engine alone, until it ended by {end}")
+        wrong += _check_end(where, end, reason, answer, simulation)
+    return wrong
+
+
+def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: Answer, simulation: _Simulation) -> list[str]:
+    """Says whether a sequence may end like this, and when."""
+    assert answer.ended_s is not None
+    took_s, limit_s = answer.ended_s - answer.sent_s, answer.job.timeout_s
+    if end is FinishReason.TIMEOUT and took_s < limit_s:
+        return [f"{where} timed out after {took_s:.3f} of {limit_s:.3f} s"]
+    if end is FinishReason.TIMEOUT and limit_s > longest_trouble_s(simulation.scenario):
+        return [f"{where} timed out, though nothing was wrong for long"]
+    if took_s > limit_s + GRACE_S + simulation.late_s + _SLACK_S:
+        return [f"{where} ended {took_s - limit_s:.1f} s after its deadline"]
+    if end is FinishReason.REJECTED and alone is not FinishReason.REJECTED:
+        return [f"{where} was rejected, which one engine alone does not"]
+    if end is FinishReason.ABORT:
+        return [f"{where} was aborted, though its client waited"]
+    if end is FinishReason.ERROR and not may_fail(simulation.scenario):
+        return [f"{where} failed, though its engines were lost at most {MAX_RESUMES} times"]
+    return []
+
+
+def may_fail(scenario: Scenario) -> bool:
+    """Whether a request may end with an error: steps fail, or engines can be lost more often than a request is resumed."""
+    kinds = Counter(fault.kind for fault in scenario.faults)
+    num_losses = kinds["crash"] + kinds["hang"] + kinds["slow"] + kinds["cut"] + kinds["clock_jump"] + kinds["network"]
+    return kinds["fail_step"] > 0 or num_losses > MAX_RESUMES
+
+
+def longest_trouble_s(scenario: Scenario) -> float:
+    """Returns a time within which a cluster has overcome all faults of a scenario and answered everything."""
+    return 10.0 + sum(RECOVERY_S + (0.0 if fault.kind == "hang" else fault.lasts_s) for fault in scenario.faults)
+
+
+def _check_events(simulation: _Simulation) -> list[str]:
+    """Checks that every request arrived once and each of its sequences ended once, and that tenants share nothing."""
+    wrong: list[str] = []
+    arrived: Counter[str] = Counter()
+    ended: defaultdict[str, list[Ended]] = defaultdict(list)
+    for event in simulation.events:
+        if isinstance(event, Arrived):
+            arrived[event.request_id] += 1
+        elif isinstance(event, Ended):
+            ended[event.request_id].append(event)
+    for answer in simulation.answers:
+        name = answer.request.request_id
+        if answer.refusal is not None or answer.is_cut:
+            continue
+        if arrived[name] != 1:
+            wrong.append(f"{name} arrived {arrived[name]} times")
+        if sorted(event.index for event in ended[name]) != list(range(answer.job.n)):
+            wrong.append(f"the events have {len(ended[name])} ends of {name}, which has {answer.job.n} sequences")
+        if [event.last for event in ended[name]].count(True) != 1:
+            wrong.append(f"{name} has {[event.last for event in ended[name]].count(True)} last ends")
+        if not simulation.scenario.faults:
+            wrong += _check_sharing(answer, ended[name], simulation)
+    return wrong
+
+
+def _check_sharing(answer: Answer, ended: list[Ended], simulation: _Simulation) -> list[str]:
+    """Checks that no more of a prompt came from the cache than other requests of its tenant can have left there."""
+    others = [a for a in simulation.answers if a is not answer and a.job.tenant == answer.job.tenant and a.refusal is None]
+    longest = max((_count_common(answer.request.token_ids, other.request.token_ids) for other in others), default=0)
+    found = max((event.num_cached_tokens for event in ended), default=0)
+    if found <= longest:
+        return []
+    return [f"{answer.request.request_id} found {found} tokens in the cache, of which its tenant had sent {longest}"]
+
+
+def _count_common(first: list[int], second: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))

@@ -1,0 +1,42 @@
+"""The virtual event loop: time passes only when nothing else can be done."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cloister.cluster.virtual.event_loop import BUSY, STUCK, run_virtually
+
+
+def test_an_hour_of_sleep_takes_no_time_and_timers_run_in_their_order() -> None:
+    async def main() -> tuple[list[float], float]:
+        loop, woken = asyncio.get_running_loop(), []
+
+        async def sleep(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            woken.append(round(loop.time(), 6))
+
+        await asyncio.gather(*(sleep(seconds) for seconds in (3600.0, 0.5, 60.0)))
+        return woken, loop.time()
+
+    woken, ended_s = run_virtually(main())
+    assert woken == [0.5, 60.0, 3600.0]
+    assert ended_s == pytest.approx(3600.0)
+
+
+def test_a_program_that_waits_for_nothing_is_an_error() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match=STUCK):
+        run_virtually(main())
+
+
+def test_a_program_that_never_lets_time_pass_is_an_error() -> None:
+    async def main() -> None:
+        while True:
+            await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match=BUSY):
+        run_virtually(main())

@@ -1,0 +1,152 @@
+"""The virtual cluster keeps every promise under faults, and its search finds bugs that are planted on purpose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cloister.cluster.link import Frame, Link
+from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.virtual import fuzz
+from cloister.engine import EngineClient
+from cloister.engine.in_flight import InFlightRequest
+from cloister.engine.supervision import Watchdog
+from cloister.kv import PrefixKeys
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import RequestState
+from cloister.types.errors import ConfigError
+from cloister.types.events import Submit
+from cloister.types.request import FinishReason
+from cloister.types.scope import LOCAL_SCOPE, Scope
+
+NUM_SEEDS = 500
+MOST_SEEDS = 250
+"""A planted bug must be found within so many seeds."""
+
+
+@pytest.fixture(autouse=True)
+def no_log() -> Iterator[None]:
+    """The engines' deaths are the purpose, and no news."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_every_seed_keeps_every_promise() -> None:
+    found = {seed: fuzz.run_seed(seed).violations for seed in range(NUM_SEEDS)}
+    assert {seed: violations for seed, violations in found.items() if violations} == {}
+
+
+def test_a_seed_runs_twice_the_same() -> None:
+    for seed in range(20):
+        first, second = fuzz.run_seed(seed), fuzz.run_seed(seed)
+        assert first == second
+        assert first.digest
+
+
+# Bugs that are planted, each in place of a method. What they call is the real one.
+
+take, submission, rescue, root, end = (
+    Link._take,
+    InFlightRequest.submission,
+    ReplicaSet._rescue,
+    PrefixKeys.root,
+    RequestTable.end_request,
+)
+
+
+def take_repeated_frames(link: Link, frame: Frame) -> list[bytes]:
+    return [frame.payload] if frame.number <= link._num_received else take(link, frame)
+
+
+def take_frames_out_of_order(link: Link, frame: Frame) -> list[bytes]:
+    if frame.number <= link._num_received:
+        return []
+    link._num_received = frame.number
+    return [frame.payload]
+
+
+def never_send_again(link: Link, now: float) -> list[tuple[int, bytes]]:
+    num_new, link._num_sent = link._num_queued - link._num_sent, link._num_queued
+    return list(link._unread)[len(link._unread) - num_new :]
+
+
+def start_over(found: InFlightRequest, now: float) -> Submit:
+    return Submit(found.request, found.seed)
+
+
+def forget_ends(found: InFlightRequest, now: float) -> Submit:
+    message = submission(found, now)
+    if message.resumption is None:
+        return message
+    return msgspec.structs.replace(message, resumption=msgspec.structs.replace(message.resumption, ended=()))
+
+
+def keep_rescued(replicas: ReplicaSet, lost: int, found: InFlightRequest) -> bool:
+    rescue(replicas, lost, found)
+    return False
+
+
+def adopt_silently(client: EngineClient, found: InFlightRequest) -> None:
+    client._requests.adopt(found)
+
+
+def share_between_tenants(keys: PrefixKeys, scope: Scope, adapter: str | None = None) -> bytes:
+    return root(keys, LOCAL_SCOPE, adapter)
+
+
+def hold_blocks_of_aborted(table: RequestTable, state: RequestState, reason: FinishReason, *args: Any, **kwargs: Any) -> None:
+    if reason is FinishReason.ABORT:
+        for sequence in state.sequences:
+            if sequence.table is not None:
+                sequence.table = sequence.table.fork()
+    end(table, state, reason, *args, **kwargs)
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "repeated frames are taken as new": (Link, "_take", take_repeated_frames),
+    "frames are taken out of order": (Link, "_take", take_frames_out_of_order),
+    "lost frames are not sent again": (Link, "_due_payloads", never_send_again),
+    "a resumed answer starts over": (InFlightRequest, "submission", start_over),
+    "a resumed request forgets which sequences have ended": (InFlightRequest, "submission", forget_ends),
+    "a rescued request stays where it was": (ReplicaSet, "_rescue", keep_rescued),
+    "an adopted request is not submitted": (EngineClient, "adopt", adopt_silently),
+    "a hung engine is not replaced": (Watchdog, "is_hung", property(lambda watchdog: False)),
+    "tenants share prefixes": (PrefixKeys, "root", share_between_tenants),
+    "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, wrong = PLANTED[bug]
+    monkeypatch.setattr(where, name, wrong)
+    assert any(fuzz.run_seed(seed).violations for seed in range(MOST_SEEDS))
+
+
+def test_a_failing_scenario_becomes_small_and_fails_again_from_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(RequestTable, "end_request", hold_blocks_of_aborted)
+    seed = next(seed for seed in range(MOST_SEEDS) if fuzz.run_seed(seed).violations)
+    found = fuzz.scenario_of(seed)
+    small = fuzz.shrink(found, lambda scenario: bool(fuzz.replay(scenario).violations))
+    assert len(small.jobs) == 1 < len(found.jobs)
+    fuzz.write_scenario(small, tmp_path / "small.json")
+    again = fuzz.replay(fuzz.read_scenario(tmp_path / "small.json"))
+    assert again == fuzz.replay(small)
+    assert again.violations
+    monkeypatch.undo()
+    assert not fuzz.replay(small).violations
+
+
+def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text('{"seed": "x"}')
+    for name in ("odd.json", "missing.json"):
+        with pytest.raises(ConfigError, match="holds no scenario"):
+            fuzz.read_scenario(tmp_path / name)
