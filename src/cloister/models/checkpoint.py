@@ -76,6 +76,8 @@ def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme
         raise ModelError(f"the checkpoint lacks the tensor {stored!r} that config.json asks for")
     entry = found.pop(stored)
     if entry.dtype not in FLOATS:
+        if scheme is not None and len(shape) == 3:  # codes of all experts in one tensor
+            _check_cut(stored, place)
         raise ModelError(f"tensor {stored!r} has the type {entry.dtype}; supported are: {', '.join(FLOATS)}")
     if entry.shape != shape:
         raise ModelError(f"tensor {stored!r} has the shape {entry.shape}, config.json asks for {shape}")
