@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cloister.cluster.link import Frame, Link
+from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual import fuzz
 from cloister.engine import EngineClient
@@ -60,11 +60,11 @@ take, submission, rescue, root, end = (
 )
 
 
-def take_repeated_frames(link: Link, frame: Frame) -> list[bytes]:
+def take_repeated_frames(link: Link, frame: LinkFrame) -> list[bytes]:
     return [frame.payload] if frame.number <= link._num_received else take(link, frame)
 
 
-def take_frames_out_of_order(link: Link, frame: Frame) -> list[bytes]:
+def take_frames_out_of_order(link: Link, frame: LinkFrame) -> list[bytes]:
     if frame.number <= link._num_received:
         return []
     link._num_received = frame.number

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.cluster.link import MAX_EARLY, RESET, Frame, Link, LinkError, LinkServer, LinkTimes, decode_frame, encode_frame
+from cloister.cluster.link import (
+    MAX_EARLY,
+    RESET,
+    Link,
+    LinkError,
+    LinkFrame,
+    LinkServer,
+    LinkTimes,
+    decode_frame,
+    encode_frame,
+)
 
 TIMES = LinkTimes(resend_s=0.2, max_resend_s=1.0, keepalive_s=1.0, lost_s=5.0)
 
@@ -131,7 +141,7 @@ def test_frames_of_an_earlier_session_do_nothing_in_a_later_one() -> None:
     carrier.exchange()
     assert carrier.at_server == [b"new"]
     served = server_link(carrier)
-    carrier.arrive_at_server(encode_frame(Frame(7, 0)))  # its first frame, repeated
+    carrier.arrive_at_server(encode_frame(LinkFrame(7, 0)))  # its first frame, repeated
     for data in late:
         carrier.arrive_at_server(data)
     assert carrier.at_server == [b"new"]
@@ -153,8 +163,8 @@ def test_a_reset_ends_the_session_and_gets_no_reply() -> None:
     carrier.arrive_at_server(encode_frame(carrier.client.reset()))
     assert server_link(carrier).is_lost
     carrier.to_client.clear()
-    carrier.arrive_at_server(encode_frame(Frame(99, 98, RESET)))
-    carrier.arrive_at_server(encode_frame(Frame(99, 0, RESET)))
+    carrier.arrive_at_server(encode_frame(LinkFrame(99, 98, RESET)))
+    carrier.arrive_at_server(encode_frame(LinkFrame(99, 0, RESET)))
     assert carrier.to_client == []
 
 
@@ -171,12 +181,14 @@ def test_payloads_far_ahead_are_dropped_and_not_kept() -> None:
     carrier = connected()
     token = server_link(carrier)._token
     for number in range(2, 2 * MAX_EARLY):
-        carrier.arrive_at_server(encode_frame(Frame(7, token, number, 0, b"x")))
+        carrier.arrive_at_server(encode_frame(LinkFrame(7, token, number, 0, b"x")))
     assert len(server_link(carrier)._early) <= MAX_EARLY
     assert carrier.at_server == []
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"\x95\x01", encode_frame(Frame(1, 2))[:-1], b"\x95\xa1a\x00\x00\x00\xc4\x00"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00", b"\x95\x01", encode_frame(LinkFrame(1, 2))[:-1], b"\x95\xa1a\x00\x00\x00\xc4\x00"]
+)
 def test_what_is_no_frame_raises_one_error(data: bytes) -> None:
     with pytest.raises(LinkError, match="something that is no frame"):
         decode_frame(data)

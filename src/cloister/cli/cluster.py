@@ -13,7 +13,7 @@ from cloister.cli.console import err, leave, make_folder, make_progress, print_l
 from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cloister.cluster.virtual.fuzz import Tally
+    from cloister.cluster.virtual.fuzz import SeedTally
     from cloister.cluster.virtual.scenario import Scenario
 
 app = typer.Typer(help="Search for faults that several replicas do not survive.", no_args_is_help=True)
@@ -72,7 +72,7 @@ def _read_seeds(seeds: str) -> tuple[int, int]:
     return first, last
 
 
-def _search(seeds: range, num_processes: int) -> Tally:
+def _search(seeds: range, num_processes: int) -> SeedTally:
     from cloister.cluster.virtual import fuzz as fuzzer
 
     total = fuzzer.Tally()

@@ -36,7 +36,7 @@ class LinkError(CloisterError):
     code = "link_error"
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class LinkFrame(msgspec.Struct, frozen=True, array_like=True):
     """What is sent over a link.
 
     Attributes:
@@ -54,10 +54,10 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode_frame: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(Frame).decode
+_decode: Final = msgspec.msgpack.Decoder(LinkFrame).decode
 
 
-def decode_frame(data: bytes) -> Frame:
+def decode_frame(data: bytes) -> LinkFrame:
     """Reads a frame. Raises LinkError if it is none."""
     try:
         return _decode(data)
@@ -119,7 +119,7 @@ class Link:
         self._num_queued += 1
         self._unread.append((self._num_queued, payload))
 
-    def receive(self, frame: Frame, now: float) -> list[bytes]:
+    def receive(self, frame: LinkFrame, now: float) -> list[bytes]:
         """Takes a frame of the other side, and returns the messages that are complete now, in order."""
         if self.is_lost or frame.session != self._session or not (frame.token == self._token or self._token == 0):
             return []
@@ -135,7 +135,7 @@ class Link:
         self._forget_read(frame.ack, now)
         return self._take(frame) if frame.number else []
 
-    def poll(self, now: float) -> list[Frame]:
+    def poll(self, now: float) -> list[LinkFrame]:
         """Returns the frames that are due. Call it after `send` and `receive`, and at `next_poll_s`."""
         now += TIMER_ERROR_S
         if now - self._heard_at_s >= self._times.lost_s:
@@ -148,12 +148,12 @@ class Link:
             due = [(0, b"")]
         if due:
             self._owes_frame, self._spoke_at_s = False, now
-        return [Frame(self._session, self._token, number, self._num_received, payload) for number, payload in due]
+        return [LinkFrame(self._session, self._token, number, self._num_received, payload) for number, payload in due]
 
-    def reset(self) -> Frame:
+    def reset(self) -> LinkFrame:
         """Loses the link, and returns the frame that tells the other side."""
         self.is_lost = True
-        return Frame(self._session, self._token, RESET)
+        return LinkFrame(self._session, self._token, RESET)
 
     @property
     def has_unread(self) -> bool:
@@ -174,7 +174,7 @@ class Link:
         while self._unread and self._unread[0][0] <= ack:
             self._unread.popleft()
 
-    def _take(self, frame: Frame) -> list[bytes]:
+    def _take(self, frame: LinkFrame) -> list[bytes]:
         self._owes_frame = True
         if frame.number <= self._num_received:
             return []  # it arrived before; its acknowledgement was lost or is on its way
@@ -216,7 +216,7 @@ class LinkServer:
         self._served: tuple[int, int] | None = None
         self._pending: dict[int, int] = {}
 
-    def receive(self, frame: Frame, now: float) -> tuple[list[bytes], list[Frame]]:
+    def receive(self, frame: LinkFrame, now: float) -> tuple[list[bytes], list[LinkFrame]]:
         """Takes a client's frame. Returns the messages that are complete now, and frames to reply at once.
 
         `link` is another object if a new session is served; its predecessor is lost then.
@@ -230,17 +230,17 @@ class LinkServer:
             self._serve(name, now)
             assert self.link is not None
             return self.link.receive(frame, now), []
-        return [], [] if frame.number == RESET else [Frame(*name, RESET)]
+        return [], [] if frame.number == RESET else [LinkFrame(*name, RESET)]
 
-    def _welcome(self, session: int) -> Frame:
+    def _welcome(self, session: int) -> LinkFrame:
         """Answers a client's first frame; a repeated one gets the same answer."""
         if self._served is not None and self._served[0] == session:
-            return Frame(*self._served)
+            return LinkFrame(*self._served)
         if session not in self._pending:
             if len(self._pending) >= MAX_PENDING:
                 del self._pending[next(iter(self._pending))]
             self._pending[session] = self._draw()
-        return Frame(session, self._pending[session])
+        return LinkFrame(session, self._pending[session])
 
     def _serve(self, name: tuple[int, int], now: float) -> None:
         if self.link is not None:

@@ -19,7 +19,7 @@ _GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
 
 
 @dataclass(slots=True)
-class Answer:
+class JobAnswer:
     """What the client of one job saw.
 
     Attributes:
@@ -41,7 +41,7 @@ class Answer:
     is_cut: bool = False
 
     @classmethod
-    def to(cls, job: Job, request: Request) -> Answer:
+    def to(cls, job: Job, request: Request) -> JobAnswer:
         """Returns the empty answer to a request."""
         return cls(job, request, [[] for _ in range(job.n)], [""] * job.n, [[] for _ in range(job.n)])
 
@@ -62,12 +62,12 @@ class Run(Protocol):
     """
 
     scenario: Scenario
-    answers: list[Answer]
+    answers: list[JobAnswer]
     events: list[Event]
     late_s: float
 
 
-def check_answer(answer: Answer, alone: list[tuple[list[int], str, FinishReason]], run: Run) -> list[str]:
+def check_answer(answer: JobAnswer, alone: list[tuple[list[int], str, FinishReason]], run: Run) -> list[str]:
     """Compares an answer with that of one engine alone."""
     name, wrong = answer.request.request_id, []
     if answer.refusal is not None:
@@ -86,7 +86,7 @@ def check_answer(answer: Answer, alone: list[tuple[list[int], str, FinishReason]
     return wrong
 
 
-def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: Answer, run: Run) -> list[str]:
+def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: JobAnswer, run: Run) -> list[str]:
     """Says whether a sequence may end like this, and when."""
     assert answer.ended_s is not None
     took_s, limit_s = answer.ended_s - answer.sent_s, answer.job.timeout_s
@@ -142,7 +142,7 @@ def check_events(run: Run) -> list[str]:
     return wrong
 
 
-def _check_sharing(answer: Answer, ended: list[Ended], run: Run) -> list[str]:
+def _check_sharing(answer: JobAnswer, ended: list[Ended], run: Run) -> list[str]:
     """Checks that no more of a prompt came from the cache than other requests of its tenant can have left there."""
     others = [a for a in run.answers if a is not answer and a.job.tenant == answer.job.tenant and a.refusal is None]
     longest = max((_count_common(answer.request.token_ids, other.request.token_ids) for other in others), default=0)

@@ -18,7 +18,7 @@ import msgspec
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.cluster.virtual.scenario import Job, Scenario, draw_scenario
-from cloister.cluster.virtual.simulation import Outcome, run_scenario
+from cloister.cluster.virtual.simulation import RunOutcome, run_scenario
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
 
@@ -28,7 +28,7 @@ _PLAIN_JOB: Final = Job(at_s=0.0, prompt="")
 
 
 @dataclass(slots=True)
-class Tally:
+class SeedTally:
     """What seeds brought.
 
     Attributes:
@@ -41,7 +41,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     failing: tuple[int, ...] = ()
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: SeedTally) -> None:
         """Adds those of other seeds."""
         self.num_seeds += other.num_seeds
         self.num_requests += other.num_requests
@@ -50,7 +50,7 @@ class Tally:
         self.failing = tuple(sorted({*self.failing, *other.failing}))
 
 
-def run_seed(seed: int) -> Outcome:
+def run_seed(seed: int) -> RunOutcome:
     """Draws the scenario of a seed and runs it."""
     return replay(scenario_of(seed))
 
@@ -60,15 +60,15 @@ def scenario_of(seed: int) -> Scenario:
     return draw_scenario(seed, tuple(ROUTERS.names()))
 
 
-def replay(scenario: Scenario) -> Outcome:
+def replay(scenario: Scenario) -> RunOutcome:
     """Runs a scenario; an exception that reaches its end counts as a broken promise."""
     try:
         return run_scenario(scenario, _tokenizer())
     except Exception as error:
-        return Outcome((f"{type(error).__name__}: {error}",), "", Counter(), 0, 0)
+        return RunOutcome((f"{type(error).__name__}: {error}",), "", Counter(), 0, 0)
 
 
-def search(seeds: Sequence[int], num_processes: int = 1) -> Iterator[Tally]:
+def search(seeds: Sequence[int], num_processes: int = 1) -> Iterator[SeedTally]:
     """Runs seeds, and yields what some of them brought as soon as they have run."""
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     if num_processes == 1:
@@ -76,7 +76,7 @@ def search(seeds: Sequence[int], num_processes: int = 1) -> Iterator[Tally]:
         return
     silence = partial(logging.disable, logging.CRITICAL)
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=silence) as pool:
-        running: list[Future[Tally]] = [pool.submit(_run_chunk, chunk) for chunk in chunks]
+        running: list[Future[SeedTally]] = [pool.submit(_run_chunk, chunk) for chunk in chunks]
         try:
             for future in running:
                 yield future.result()
@@ -143,11 +143,11 @@ def _simpler_jobs(job: Job) -> Iterator[Job]:
         yield replace(job, max_tokens=job.max_tokens // 2)
 
 
-def _run_chunk(seeds: Sequence[int]) -> Tally:
-    tally = Tally()
+def _run_chunk(seeds: Sequence[int]) -> SeedTally:
+    tally = SeedTally()
     for seed in seeds:
         outcome = run_seed(seed)
-        tally.add(Tally(1, outcome.num_requests, outcome.num_tokens, outcome.faults, (seed,) if outcome.violations else ()))
+        tally.add(SeedTally(1, outcome.num_requests, outcome.num_tokens, outcome.faults, (seed,) if outcome.violations else ()))
     return tally
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class NetworkPath:
     """How one way between a front and a replica is at present.
 
     Attributes:
@@ -25,10 +25,10 @@ class Path:
     is_cut: bool = False
 
 
-GOOD = Path()
+GOOD = NetworkPath()
 
 
-class Network:
+class VirtualNetwork:
     """Carries datagrams.
 
     Args:
@@ -43,9 +43,9 @@ class Network:
         self.faults: Counter[str] = Counter()
         self._draw = draw
         self._delay_s = delay_s
-        self._paths: dict[tuple[int, bool], Path] = {}
+        self._paths: dict[tuple[int, bool], NetworkPath] = {}
 
-    def set_path(self, replica: int, is_to_engine: bool, path: Path) -> None:
+    def set_path(self, replica: int, is_to_engine: bool, path: NetworkPath) -> None:
         """Changes the way to a replica, or the way back."""
         self._paths[replica, is_to_engine] = path
 

@@ -7,9 +7,9 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from cloister.cluster.link import RESET, Frame, Link, LinkServer, LinkTimes, decode_frame, encode_frame
+from cloister.cluster.link import RESET, Link, LinkFrame, LinkServer, LinkTimes, decode_frame, encode_frame
 from cloister.cluster.virtual.engine import VirtualEngine
-from cloister.cluster.virtual.network import Network
+from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.engine import channel
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, EngineMessage, Ready
@@ -131,7 +131,7 @@ class Host:
         self,
         index: int,
         make: Callable[[], VirtualEngine],
-        network: Network,
+        network: VirtualNetwork,
         draw: random.Random,
         *,
         start_s: float,
@@ -178,7 +178,7 @@ class Host:
             self.process.receive(data)
         elif (frame := decode_frame(data)).number >= 0:
             self._reply(
-                encode_frame(Frame(frame.session, frame.token, RESET))
+                encode_frame(LinkFrame(frame.session, frame.token, RESET))
             )  # as the kernel answers for a port without a server
 
     def _reply(self, data: bytes) -> None:

@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cancel_after_s: float | None = None
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that goes wrong.
 
     Attributes:
@@ -80,7 +80,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stall_timeout_s: float = 2.0
     delay_s: float = 0.001
     jobs: tuple[Job, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
 
 
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
@@ -124,10 +124,10 @@ def _draw_job(draw: random.Random, span_s: float) -> Job:
     )
 
 
-def _draw_fault(draw: random.Random, num_replicas: int, span_s: float) -> Fault:
+def _draw_fault(draw: random.Random, num_replicas: int, span_s: float) -> InjectedFault:
     kind = draw.choice(FAULT_KINDS)
     amounts = {"slow": (3.0, 30.0), "fail_step": (1.0, 1.0, 3.0), "refuse_start": (1.0, 2.0), "network": (0.0, 0.05, 0.3)}
-    return Fault(
+    return InjectedFault(
         at_s=round(draw.random() * (span_s + 0.5), 4),
         kind=kind,
         replica=draw.randrange(num_replicas),

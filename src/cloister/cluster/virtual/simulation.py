@@ -17,12 +17,12 @@ from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
-from cloister.cluster.virtual.checks import Answer, check_answer, check_events
+from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events
 from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
-from cloister.cluster.virtual.network import GOOD, Network, Path
+from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import Fault, Job, Scenario
+from cloister.cluster.virtual.scenario import InjectedFault, Job, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Supervision
@@ -43,7 +43,7 @@ DRAIN_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What a run showed.
 
     Attributes:
@@ -60,7 +60,7 @@ class Outcome:
     num_tokens: int
 
 
-def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> Outcome:
+def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
     """Runs a scenario.
 
     Args:
@@ -117,9 +117,9 @@ class _Simulation:
             num_blocks=scenario.num_blocks, max_num_seqs=scenario.max_num_seqs, max_waiting=scenario.max_waiting
         )
         self.draw = random.Random(scenario.seed)
-        self.network = Network(self.draw, scenario.delay_s)
+        self.network = VirtualNetwork(self.draw, scenario.delay_s)
         self.digest = hashlib.sha256()
-        self.answers = [Answer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
+        self.answers = [JobAnswer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
         self.hosts: list[Host] = []
         self.transports: list[LinkTransport] = []
         self.clients: list[EngineClient] = []
@@ -141,9 +141,9 @@ class _Simulation:
                 group.create_task(self._break(fault))
         await self._rest()
 
-    def outcome(self, violations: Sequence[str]) -> Outcome:
+    def outcome(self, violations: Sequence[str]) -> RunOutcome:
         """Returns what the run showed."""
-        return Outcome(
+        return RunOutcome(
             tuple(violations),
             self.digest.hexdigest(),
             self.faults + self.network.faults,
@@ -181,7 +181,7 @@ class _Simulation:
         await front.start()
         self.front = front
 
-    async def _work(self, number: int, answer: Answer) -> None:
+    async def _work(self, number: int, answer: JobAnswer) -> None:
         """Sends a request and takes what comes."""
         await asyncio.sleep(answer.job.at_s)
         answer.sent_s = self.loop.time()
@@ -200,13 +200,13 @@ class _Simulation:
         answer.ended_s = self.loop.time()
         self.open.pop(number, None)
 
-    async def _follow(self, answer: Answer, front: ReplicaSet) -> None:
+    async def _follow(self, answer: JobAnswer, front: ReplicaSet) -> None:
         try:
             await front.follow(answer.request, answer.take)
         except CloisterError as error:
             answer.refusal = error.message
 
-    async def _break(self, fault: Fault) -> None:
+    async def _break(self, fault: InjectedFault) -> None:
         await asyncio.sleep(fault.at_s)
         self.faults[fault.kind] += 1
         host = self.hosts[fault.replica]
@@ -234,11 +234,11 @@ class _Simulation:
                 self.late_s += fault.lasts_s
                 self.loop.clock.advance(fault.lasts_s)
 
-    async def _disturb(self, fault: Fault) -> None:
+    async def _disturb(self, fault: InjectedFault) -> None:
         if fault.kind == "cut":
-            path = Path(is_cut=True)
+            path = NetworkPath(is_cut=True)
         else:
-            path = Path(loses=fault.amount, repeats=fault.amount, jitter_s=fault.jitter_s)
+            path = NetworkPath(loses=fault.amount, repeats=fault.amount, jitter_s=fault.jitter_s)
         ways = {"both": (True, False), "to_engine": (True,), "to_front": (False,)}[fault.ways]
         for is_to_engine in ways:
             self.network.set_path(fault.replica, is_to_engine, path)
@@ -303,7 +303,7 @@ def _answer_alone(simulation: _Simulation) -> list[list[tuple[list[int], str, Fi
     """Returns what one engine alone answers without faults: (tokens, text, finish reason) of each sequence of each job."""
     clock = VirtualClock()
     engine = make_engine(simulation.shape, simulation.tokenizer, clock)
-    answers = [Answer.to(answer.job, answer.request) for answer in simulation.answers]
+    answers = [JobAnswer.to(answer.job, answer.request) for answer in simulation.answers]
     by_id = {answer.request.request_id: answer for answer in answers}
     for answer in answers:
         engine.core.input_queue.put(Submit(msgspec.structs.replace(answer.request, timeout_s=1e9)))
