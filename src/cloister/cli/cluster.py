@@ -75,7 +75,7 @@ def _read_seeds(seeds: str) -> tuple[int, int]:
 def _search(seeds: range, num_processes: int) -> SeedTally:
     from cloister.cluster.virtual import fuzz as fuzzer
 
-    total = fuzzer.Tally()
+    total = fuzzer.SeedTally()
     with make_progress() as progress:
         task = progress.add_task("seeds", total=len(seeds))
         for tally in fuzzer.search(seeds, num_processes):

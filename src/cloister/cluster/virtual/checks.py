@@ -53,7 +53,7 @@ class JobAnswer:
             self.ends[output.index].append(output.finish_reason)
 
 
-class Run(Protocol):
+class RunRecord(Protocol):
     """What is known of a run.
 
     Attributes:
@@ -67,7 +67,7 @@ class Run(Protocol):
     late_s: float
 
 
-def check_answer(answer: JobAnswer, alone: list[tuple[list[int], str, FinishReason]], run: Run) -> list[str]:
+def check_answer(answer: JobAnswer, alone: list[tuple[list[int], str, FinishReason]], run: RunRecord) -> list[str]:
     """Compares an answer with that of one engine alone."""
     name, wrong = answer.request.request_id, []
     if answer.refusal is not None:
@@ -86,7 +86,7 @@ def check_answer(answer: JobAnswer, alone: list[tuple[list[int], str, FinishReas
     return wrong
 
 
-def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: JobAnswer, run: Run) -> list[str]:
+def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: JobAnswer, run: RunRecord) -> list[str]:
     """Says whether a sequence may end like this, and when."""
     assert answer.ended_s is not None
     took_s, limit_s = answer.ended_s - answer.sent_s, answer.job.timeout_s
@@ -117,7 +117,7 @@ def longest_trouble_s(scenario: Scenario) -> float:
     return 10.0 + sum(RECOVERY_S + (0.0 if fault.kind == "hang" else fault.lasts_s) for fault in scenario.faults)
 
 
-def check_events(run: Run) -> list[str]:
+def check_events(run: RunRecord) -> list[str]:
     """Checks that every request arrived once and each of its sequences ended once, and that tenants share nothing."""
     wrong: list[str] = []
     arrived: Counter[str] = Counter()
@@ -142,7 +142,7 @@ def check_events(run: Run) -> list[str]:
     return wrong
 
 
-def _check_sharing(answer: JobAnswer, ended: list[Ended], run: Run) -> list[str]:
+def _check_sharing(answer: JobAnswer, ended: list[Ended], run: RunRecord) -> list[str]:
     """Checks that no more of a prompt came from the cache than other requests of its tenant can have left there."""
     others = [a for a in run.answers if a is not answer and a.job.tenant == answer.job.tenant and a.refusal is None]
     longest = max((_count_common(answer.request.token_ids, other.request.token_ids) for other in others), default=0)
