@@ -31,9 +31,10 @@ def use_interpreter() -> None:
 def _mend_interpreter() -> None:
     """Corrects faults of the interpreter of Triton 3.6 to 3.9, which a GPU does not have.
 
-    It multiplies the bit patterns of bfloat16 instead of the numbers, and loses the carry where rounding to bfloat16 or FP8
-    leads to the next power of two. 3.6 takes no array of one element as the bound of a loop; 3.9 refuses masks that became
-    whole numbers by broadcasting.
+    It multiplies the bit patterns of bfloat16 instead of the numbers; it multiplies with BLAS, where the bits of a row depend on
+    the row's place in its tile (with the kernels for AVX2, and those for some newer processors); and it loses the carry where
+    rounding to bfloat16 or FP8 leads to the next power of two. 3.6 takes no array of one element as the bound of a loop; 3.9
+    refuses masks that became whole numbers by broadcasting.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -51,8 +52,14 @@ def _mend_interpreter() -> None:
             return handle
         return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def multiply(self: Any, left: Any, right: Any, *others: Any) -> Any:
-        return create_dot(self, as_numbers(left), as_numbers(right), *others)
+    def multiply(self: Any, left: Any, right: Any, to: Any, *others: Any) -> Any:
+        left, right = as_numbers(left), as_numbers(right)
+        if left.data.dtype != np.float32 or right.data.dtype != np.float32:
+            return create_dot(self, left, right, to, *others)
+        total = np.zeros_like(to.data)
+        for inner in range(left.data.shape[-1]):
+            total += left.data[..., inner, None] * right.data[..., inner, None, :]
+        return interpreter.TensorHandle(total + to.data, to.dtype.scalar)
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source != tl.float32 or target not in rounded:
