@@ -31,8 +31,8 @@ def use_interpreter() -> None:
 def _mend_interpreter() -> None:
     """Corrects faults of the interpreter of Triton 3.6 to 3.9, which a GPU does not have.
 
-    It multiplies the bit patterns of bfloat16 instead of the numbers; it multiplies with BLAS, where the bits of a row depend on
-    the row's place in its tile (with the kernels for AVX2, and those for some newer processors); and it loses the carry where
+    It multiplies the bit patterns of bfloat16 instead of the numbers; it multiplies with BLAS, where the bits of a row depend
+    on its place in a tile (with the kernels for AVX2, and those for some newer processors); and it loses the carry where
     rounding to bfloat16 or FP8 leads to the next power of two. 3.6 takes no array of one element as the bound of a loop; 3.9
     refuses masks that became whole numbers by broadcasting.
     """
