@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.routers import Router, RouterContext
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.kv import PrefixKeys
 from cloister.types.clock import VirtualClock
@@ -26,7 +27,7 @@ from cloister.types.errors import EngineError, MemoryBudgetError, QueueFullError
 from cloister.types.events import Arrived, Ended, Event, FrontMessage, Stepped
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
-from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, Replica, make_config, make_replica, make_request, write_tokenizer
+from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, Replica, make_config, make_replica, make_request
 from tests.history_program import greedy_continuation
 
 NUM_REPLICAS = 3
@@ -34,7 +35,7 @@ NUM_REPLICAS = 3
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
+    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def make_router(name: str, model: ModelInfo) -> Router:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.replica import write_tokenizer
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tokenizer of one token per byte."""
-    return write_tokenizer(tmp_path_factory.mktemp("model"))
+    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))

@@ -11,9 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import EngineCore, Runner
 from cloister.engine.output_processor import OutputProcessor
@@ -39,26 +36,6 @@ NUM_BLOCKS = 64
 BLOCK_SIZE = 8
 
 _ids = itertools.count()
-
-
-def write_tokenizer(path: Path) -> Path:
-    """Writes a tokenizer of one token per byte, whose id is the byte, and `<eos>`."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({letter: _byte_of(letter) for letter in letters}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    path.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    return path
-
-
-def _byte_of(letter: str) -> int:
-    """GPT-2's byte-level alphabet: printable bytes are themselves, the others follow from U+0100 on."""
-    if ord(letter) < 0x100:
-        return ord(letter)
-    others = [b for b in range(256) if not (0x21 <= b <= 0x7E or 0xA1 <= b <= 0xAC or 0xAE <= b <= 0xFF)]
-    return others[ord(letter) - 0x100]
 
 
 def make_config(path: Path, **changes: object) -> EngineConfig:

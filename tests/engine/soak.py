@@ -19,11 +19,12 @@ from pathlib import Path
 
 import msgspec
 
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport
 from cloister.types.errors import EngineError
 from cloister.types.events import Arrived, Ended, Event, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
-from tests.engine.replica import make_config, make_request, write_tokenizer
+from tests.engine.replica import make_config, make_request
 
 WAIT_S = 20.0
 
@@ -128,7 +129,7 @@ async def _settle(engine: EngineClient) -> None:
 
 async def _main(num_clients: int, num_kills: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as path:
-        config = make_config(write_tokenizer(Path(path)), max_waiting=num_clients, max_num_seqs=64)
+        config = make_config(write_byte_tokenizer(Path(path)), max_waiting=num_clients, max_num_seqs=64)
         engine = EngineClient(ProcessTransport("tests.engine.replica:build"), config)
         await engine.start()
         run = await soak(engine, num_clients=num_clients, num_kills=num_kills, seed=seed)

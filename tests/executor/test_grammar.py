@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cloister.backends.base import Capability
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.executor import Grammars, ModelRunner
 from cloister.executor.grammar import mask_tokens
 from cloister.kv import BlockPool, PrefixKeys
@@ -24,7 +25,7 @@ from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Ended, Preempted
 from cloister.types.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
 from cloister.types.step import Stop
-from tests.engine.replica import EOS, VOCAB_SIZE, write_tokenizer
+from tests.engine.replica import EOS, VOCAB_SIZE
 from tests.history_program import HistoryProgram
 from tests.samplers import KERNELS, DrawingHistoryProgram
 
@@ -51,7 +52,7 @@ PROGRAMS = [HistoryProgram, *([DrawingHistoryProgram, MaskingHistoryProgram] if 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    tokenizer = Tokenizer(write_tokenizer(tmp_path_factory.mktemp("bytes")))
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path_factory.mktemp("bytes")))
     return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
 
 
@@ -344,7 +345,7 @@ def test_barred_tokens_are_minus_infinity_and_others_stay():
 
 
 def test_the_tokenizer_is_only_read_when_a_grammar_comes(tmp_path: Path):
-    compiler = GrammarCompiler(Tokenizer(write_tokenizer(tmp_path)), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    compiler = GrammarCompiler(Tokenizer(write_byte_tokenizer(tmp_path)), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     assert compiler._vocabulary is None
     compiler.compile(REGEX)
     assert compiler._vocabulary is not None

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine.core import EngineCore
 from cloister.engine.output_processor import OutputProcessor
 from cloister.executor import Grammars, ModelRunner
@@ -16,7 +17,7 @@ from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.events import Abort, Shutdown, Submit
 from cloister.types.request import FinishReason, Grammar, GrammarKind, ModelInfo, Request, SamplingParams
-from tests.engine.replica import BLOCK_SIZE, EOS, MAX_MODEL_LEN, VOCAB_SIZE, make_request, write_tokenizer
+from tests.engine.replica import BLOCK_SIZE, EOS, MAX_MODEL_LEN, VOCAB_SIZE, make_request
 from tests.history_program import HistoryProgram
 
 
@@ -46,7 +47,7 @@ class SteppedEngine:
     """An engine that this thread steps."""
 
     def __init__(self, path) -> None:
-        tokenizer = Tokenizer(write_tokenizer(path))
+        tokenizer = Tokenizer(write_byte_tokenizer(path))
         info = ModelInfo(
             name="history", path=str(path), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)
         )

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from pathlib import Path
 
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, Health, ThreadTransport
 from cloister.engine.in_flight import RequestObserver
 from cloister.policy import Credentials, Gate, Policy
@@ -19,15 +20,7 @@ from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport
-from tests.engine.replica import (
-    MAX_MODEL_LEN,
-    VOCAB_SIZE,
-    SpeakingRunner,
-    SteppedRunner,
-    make_config,
-    make_replica,
-    write_tokenizer,
-)
+from tests.engine.replica import MAX_MODEL_LEN, VOCAB_SIZE, SpeakingRunner, SteppedRunner, make_config, make_replica
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
@@ -48,7 +41,7 @@ INFO = ModelInfo(
 
 def write_model(path: Path) -> Path:
     """Writes a tokenizer of one token per byte, and a chat template."""
-    write_tokenizer(path)
+    write_byte_tokenizer(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 

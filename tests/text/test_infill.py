@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import tokenizers
 
+from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.text import Tokenizer
 from cloister.text.infill import FAMILIES, Infill
-from tests.engine.replica import write_tokenizer
 
 
 def with_tokens(path, *texts):
-    write_tokenizer(path)
+    write_byte_tokenizer(path)
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.add_special_tokens(list(texts))
     tokenizer.save(str(path / "tokenizer.json"))
