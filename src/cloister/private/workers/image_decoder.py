@@ -1,5 +1,5 @@
 """Decodes the images of one sealed request, in a child of its worker. No process of a sealed node executes a program, so it is
-forked, before the request is opened: it has nothing of it, no key, and of all descriptors one socket.
+forked, before the request is opened: it has nothing of it, and of all descriptors one socket.
 """
 
 from __future__ import annotations
