@@ -249,6 +249,14 @@ def test_joined_matrices_in_nvfp4_keep_their_factors() -> None:
     assert packed.parts["output_scales"][:40].tolist() == [0.5] * 20 + [8] * 20
 
 
+def test_two_threads_pack_what_one_packs_where_a_matrix_starts_within_a_tile() -> None:
+    parts = [nvfp4(16384, vocab=rows) for rows in (8, 32)]
+    alone = Packer(_native.Pool(1), PackedKind.BF16).join(parts, [None, None]).parts["codes"]
+    for _ in range(10):
+        together = Packer(_native.Pool(2), PackedKind.BF16).join(parts, [None, None]).parts["codes"]
+        assert np.array_equal(together, alone)
+
+
 def test_four_bits_that_meet_bfloat16_stay_four_bits() -> None:
     tensor = replace(grouped(512, 128, 4, zeros=True, vocab=64), activations="bfloat16")
     packed = Packer(_native.Pool(1), PackedKind.BF16).join([tensor], [None])

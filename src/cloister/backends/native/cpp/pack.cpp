@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace cloister {
 
@@ -56,11 +57,16 @@ void read_chunk(Kind kind, Source source, const void* data, size_t start, int co
 
 void pack(Pool& pool, Kind kind, Source source, const void* data, int num_rows, int inputs, const int32_t* places, uint8_t* codes) {
     int length = chunk_length(kind), chunks = (inputs + length - 1) / length, size = tile_bytes(kind);
-    pool.run((num_rows + 15) / 16, [&](int strip, int) {
+    // Rows of one tile are one task, since outputs of w4a16 share bytes.
+    std::vector<int> starts;
+    for (int row = 0; row < num_rows; row++)
+        if (row == 0 || places[row] / 16 != places[row - 1] / 16) starts.push_back(row);
+    starts.push_back(num_rows);
+    pool.run(int(starts.size()) - 1, [&](int strip, int) {
         uint8_t row_bytes[64];
-        int end = strip * 16 + 16 < num_rows ? strip * 16 + 16 : num_rows;
+        int end = starts[size_t(strip) + 1];
         for (int chunk = 0; chunk < chunks; chunk++) {
-            for (int row = strip * 16; row < end; row++) {
+            for (int row = starts[size_t(strip)]; row < end; row++) {
                 int place = places[row], start = chunk * length;
                 int count = inputs - start < length ? inputs - start : length;
                 read_chunk(kind, source, data, size_t(row) * inputs + size_t(start), count, row_bytes);
