@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import pytest
 from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual import fuzz
-from cloister.engine import EngineClient
+from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.supervision import Watchdog
+from cloister.engine.suspects import Suspect, judge
 from cloister.kv import PrefixKeys
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState
@@ -92,8 +93,8 @@ def keep_rescued(replicas: ReplicaSet, lost: int, found: InFlightRequest) -> boo
     return False
 
 
-def adopt_silently(client: EngineClient, found: InFlightRequest) -> None:
-    client._requests.adopt(found)
+def adopt_nothing(client: EngineClient, found: InFlightRequest) -> None:
+    pass
 
 
 def share_between_tenants(keys: PrefixKeys, scope: Scope, adapter: str | None = None) -> bytes:
@@ -108,6 +109,22 @@ def hold_blocks_of_aborted(table: RequestTable, state: RequestState, reason: Fin
     end(table, state, reason, *args, **kwargs)
 
 
+def mix_clocks(found: InFlightRequest, now: float) -> Submit:
+    message = submission(found, now)
+    if message.resumption is None or found.stats.arrival_s is None:
+        return message
+    waited_s = now - found.stats.arrival_s
+    return msgspec.structs.replace(message, resumption=msgspec.structs.replace(message.resumption, waited_s=waited_s))
+
+
+def blame_the_first(lost: Sequence[Suspect]) -> Suspect | None:
+    return judge(lost) or next(iter(lost), None)
+
+
+def blame_nobody(lost: Sequence[Suspect]) -> None:
+    judge(lost)
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "repeated frames are taken as new": (Link, "_take", take_repeated_frames),
     "frames are taken out of order": (Link, "_take", take_frames_out_of_order),
@@ -115,10 +132,13 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a resumed answer starts over": (InFlightRequest, "submission", start_over),
     "a resumed request forgets which sequences have ended": (InFlightRequest, "submission", forget_ends),
     "a rescued request stays where it was": (ReplicaSet, "_rescue", keep_rescued),
-    "an adopted request is not submitted": (EngineClient, "adopt", adopt_silently),
+    "an adopted request is dropped": (EngineClient, "adopt", adopt_nothing),
     "a hung engine is not replaced": (Watchdog, "is_hung", property(lambda watchdog: False)),
     "tenants share prefixes": (PrefixKeys, "root", share_between_tenants),
     "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
+    "the time waited is that between two clocks": (InFlightRequest, "submission", mix_clocks),
+    "a request is blamed for a death that had other causes": (in_flight, "judge", blame_the_first),
+    "a request may kill engines for ever": (in_flight, "judge", blame_nobody),
 }
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,6 +157,17 @@ def build_hanging(config: EngineConfig) -> EngineCore:
     return make_replica(
         Path(config.model), wrap=lambda r: SteppedRunner(r, before=lambda plan: _on_trigger(plan, lambda: time.sleep(600)))
     ).core
+
+
+def build_poisoned(config: EngineConfig) -> EngineCore:
+    """A replica that dies as soon as it computes the trigger."""
+    return make_replica(
+        Path(config.model), wrap=lambda r: SteppedRunner(r, step_s=0.01, before=lambda plan: _on_trigger(plan, _die))
+    ).core
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SlowHost:

@@ -206,8 +206,9 @@ class EngineClient(RequestClient):
     Attributes:
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
-        rescue: called with each request of an engine that has ended, if it can be resumed; returns whether another client has
-            adopted it. The others wait for this client's next engine. None if there is no other client.
+        rescue: called with each request of an engine that has ended, if it can be resumed and need not be tried alone; returns
+            whether another client has adopted it. The others wait for this client's next engine. None if there is no other
+            client.
     """
 
     adapters: AdapterCalls
@@ -258,7 +259,7 @@ class EngineClient(RequestClient):
         step = self._requests.last_step
         return ReplicaSnapshot(
             index=index,
-            is_accepting=self.closed is None and self._requests.has_room(),
+            is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
@@ -293,7 +294,8 @@ class EngineClient(RequestClient):
             self._requests.check(request)
             # drawn here, so that another engine can continue the answer with the same noise
             seed = secrets.randbits(63) if request.sampling.seed is None else None
-            self._send(Submit(request, seed))
+            if not self._requests.holds_back:
+                self._send(Submit(request, seed))
         except Exception:
             if observer is not None:
                 observer.refuse()
@@ -304,16 +306,18 @@ class EngineClient(RequestClient):
     def abandon(self, request_id: str) -> None:
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
+        self._send_due()
 
     def give_up(self, request_id: str) -> None:
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
+        self._send_due()
 
     def adopt(self, found: InFlightRequest) -> None:
         """Takes over a request whose engine was lost, with what it had there."""
         self._requests.adopt(found)
         self._num_routed += 1
-        self._send(found.submission(self._clock.now()))
+        self._send_due()
 
     # Messages
 
@@ -321,12 +325,19 @@ class EngineClient(RequestClient):
         """Handles a message of the engine."""
         self._watchdog.note(message.events)
         self._requests.deliver(message)
+        self._send_due()
         if message.replies:
             self.adapters.deliver(message.replies)
 
     def _send(self, message: FrontMessage) -> None:
         if self._is_open:
             self._transport.send(message)
+
+    def _send_due(self) -> None:
+        """Hands over requests that were held, if the engine can have them now."""
+        if self._is_open:
+            for message in self._requests.take_due():
+                self._transport.send(message)
 
     def _call(self, message: FrontMessage) -> None:
         if self.closed is not None:
@@ -375,6 +386,8 @@ class EngineClient(RequestClient):
                 await self._close_engine()
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
+                if self.rescue is not None:
+                    self._requests.release(self.rescue, confined=True)
                 self._requests.end_all(self._fault)
 
     async def _serve(self) -> None:
@@ -424,11 +437,6 @@ class EngineClient(RequestClient):
         self.adapters.fail_all(reply)
         return num_kept - num_rescued, num_rescued, num_requests - num_kept
 
-    def _hand_over(self) -> None:
-        """Hands the requests that were kept to a new engine."""
-        for message in self._requests.submissions():
-            self._send(message)
-
     async def _replace(self) -> None:
         """Restarts the engine, or gives up permanently."""
         restarts = self._supervision.restarts
@@ -443,4 +451,4 @@ class EngineClient(RequestClient):
             except CloisterError as error:
                 _logger.error("the engine did not start again: %s", error.message)
                 continue
-            self._hand_over()
+            self._send_due()

@@ -17,15 +17,15 @@ from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
-from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts
+from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import InjectedFault, Job, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
-from cloister.engine.supervision import Supervision
+from cloister.engine.supervision import Restarts, Supervision
 from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
@@ -40,6 +40,8 @@ LONGEST_S: Final = 400.0
 REST_S: Final = 70.0
 """Virtual time in which the cluster comes to rest after the last request."""
 DRAIN_S: Final = 5.0
+NUM_RESTARTS: Final = 20
+"""More than faults and requests that kill can use up, so that no front gives an engine up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +158,21 @@ class _Simulation:
     def _make_host(self, index: int) -> Host:
         return Host(
             index,
-            lambda: make_engine(self.shape, self.tokenizer, self.loop.clock),
+            lambda: self._make_engine(index),
             self.network,
             self.draw,
             start_s=self.shape.start_s,
             times=LinkTimes(),
         )
+
+    def _make_engine(self, index: int) -> VirtualEngine:
+        offsets_s = self.scenario.clock_offsets_s
+        offset_s = offsets_s[index] if index < len(offsets_s) else 0.0
+        engine = make_engine(self.shape, self.tokenizer, self.loop.clock, offset_s)
+        engine.runner.kills_after = {
+            job.prompt.encode(): job.kills_after for job in self.scenario.jobs if job.kills_after is not None
+        }
+        return engine
 
     async def _start_front(self) -> None:
         config = EngineConfig(
@@ -170,7 +181,9 @@ class _Simulation:
             max_num_seqs=self.shape.max_num_seqs,
             stall_timeout_s=self.scenario.stall_timeout_s,
         )
-        self.transports = [LinkTransport(host, self.draw, Supervision()) for host in self.hosts]
+        self.transports = [
+            LinkTransport(host, self.draw, Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS))) for host in self.hosts
+        ]
         self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
         make_router = ROUTERS.get(self.scenario.router)
         front = ReplicaSet(
@@ -287,6 +300,9 @@ class _Simulation:
         for index, client in enumerate(self.clients):
             if client.num_requests:
                 self.violations.append(f"the client of engine {index} still has {client.num_requests} requests")
+        num_starts, most = sum(host.num_starts for host in self.hosts), most_starts(self.scenario)
+        if most is not None and num_starts > most:
+            self.violations.append(f"engines were started {num_starts} times, where {most} were enough")
         if self.front is not None and self.front.num_places:
             self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
 
