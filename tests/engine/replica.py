@@ -170,6 +170,18 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def build_hanging_elsewhere(config: EngineConfig) -> EngineCore:
+    """A replica that hangs for good at another place."""
+
+    def hang_here() -> None:
+        while True:
+            time.sleep(600)
+
+    return make_replica(
+        Path(config.model), wrap=lambda r: SteppedRunner(r, before=lambda plan: _on_trigger(plan, hang_here))
+    ).core
+
+
 class SlowHost:
     """Takes a second to load an adapter (protocol `AdapterHost`)."""
 

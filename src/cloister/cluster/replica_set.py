@@ -4,6 +4,7 @@ continues the answer."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -14,11 +15,14 @@ from cloister.cluster.routers import Router
 from cloister.engine.client import EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import Ended, Event, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
 
 DIFFERENT_MODELS: Final = "the replicas do not serve the same model and formats; start them with the same settings"
+
+_logger = logging.getLogger(__name__)
 
 MakeRouter = Callable[[ModelInfo], Router]
 
@@ -69,9 +73,11 @@ class ReplicaSet(RequestClient):
         self._router: Router | None = None
         self._places: dict[str, int] = {}
         self._listeners: list[EventListener] = []
+        self._stacks = StackClusters()
         for index, replica in enumerate(self._replicas):
             replica.subscribe(self._observe)
             replica.rescue = partial(self._rescue, index)
+            replica.diagnose = partial(self._diagnose, index)
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -166,6 +172,17 @@ class ReplicaSet(RequestClient):
         self._places[found.request.request_id] = index
         self._replicas[index].adopt(found)
         return True
+
+    async def _diagnose(self, hung: int, stack: StackTrace) -> None:
+        """Logs where a replica hangs, and replaces those with it that make no step either and hang at the same place."""
+        _logger.error("replica %d: %s", hung, self._stacks.add(stack, hung))
+        others = [i for i, replica in enumerate(self._replicas) if i != hung and replica.is_stalled]
+        stacks = await asyncio.gather(*(self._replicas[i].collect_stack() for i in others))
+        for index in find_same(stack, dict(zip(others, stacks, strict=True))):
+            if not self._replicas[index].is_stalled:
+                continue  # it went on meanwhile
+            _logger.error("replica %d hangs at the same place; it is replaced too", index)
+            self._replicas[index].replace_engine()
 
     # Events
 

@@ -8,7 +8,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,8 +16,9 @@ from typing import Final
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import Supervision, Watchdog
-from cloister.engine.transports import Transport
+from cloister.engine.transports import StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
@@ -206,6 +207,7 @@ class EngineClient(RequestClient):
     Attributes:
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
+        diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
         rescue: called with each request of an engine that has ended, if it can be resumed and need not be tried alone; returns
             whether another client has adopted it. The others wait for this client's next engine. None if there is no other
             client.
@@ -216,6 +218,8 @@ class EngineClient(RequestClient):
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
         self.rescue: Callable[[InFlightRequest], bool] | None = None
+        self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
+        self._stacks = StackClusters()
         self.adapters = AdapterCalls(self._call)
         self._transport = transport
         self._config = config
@@ -253,6 +257,11 @@ class EngineClient(RequestClient):
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests wait and the engine makes no step."""
+        return self._is_open and self._watchdog.is_stalled
 
     def snapshot(self, index: int = 0) -> ReplicaSnapshot:
         """Returns the load of its engine, as the replica of this index."""
@@ -405,9 +414,25 @@ class EngineClient(RequestClient):
             is_waited_for = self._requests.is_waited_for and not self.adapters.is_loading
             self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
             if self._watchdog.is_hung and self._supervision.restarts is not None:
-                _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
-                self._transport.kill()
+                await self._report_hang()
+                self.replace_engine()
                 return
+
+    async def _report_hang(self) -> None:
+        _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
+        stack = await self.collect_stack()
+        if self.diagnose is not None:
+            await self.diagnose(stack)
+        else:
+            _logger.error("the engine: %s", self._stacks.add(stack, 0))
+
+    async def collect_stack(self) -> StackTrace:
+        """Returns where the engine's step is at present; empty if that cannot be known."""
+        return read_step_stack(await self._transport.collect_stacks()) if isinstance(self._transport, StackSource) else ()
+
+    def replace_engine(self) -> None:
+        """Kills the engine; another one is started, and continues what this one had."""
+        self._transport.kill()
 
     async def _close_engine(self) -> None:
         """Cleans up after an engine that has ended."""
