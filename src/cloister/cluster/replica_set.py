@@ -6,16 +6,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import msgspec
 
+from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.routers import Router
 from cloister.engine.client import EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
+from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import Ended, Event, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
@@ -64,9 +67,17 @@ class ReplicaSet(RequestClient):
     Args:
         replicas: a client for each engine, all with the same settings; at least one.
         make_router: makes the router, once the model is known.
+        avoids_slow: slow replicas get no requests; False: they are only reported.
     """
 
-    def __init__(self, replicas: Sequence[EngineClient], make_router: MakeRouter) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[EngineClient],
+        make_router: MakeRouter,
+        *,
+        avoids_slow: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
         self.adapters = ReplicaAdapters(replicas)
         self._replicas = list(replicas)
         self._make_router = make_router
@@ -74,8 +85,12 @@ class ReplicaSet(RequestClient):
         self._places: dict[str, int] = {}
         self._listeners: list[EventListener] = []
         self._stacks = StackClusters()
+        self._speeds = ReplicaSpeeds(len(replicas))
+        self._avoids_slow = avoids_slow
+        self._clock = clock or WallClock()
         for index, replica in enumerate(self._replicas):
             replica.subscribe(self._observe)
+            replica.subscribe(partial(self._note_speed, index))
             replica.rescue = partial(self._rescue, index)
             replica.diagnose = partial(self._diagnose, index)
 
@@ -114,12 +129,17 @@ class ReplicaSet(RequestClient):
         self._listeners.append(listener)
 
     def health(self) -> Health:
-        """Good while one replica is; the detail names those that are not."""
+        """Good while one replica is; the detail names those that are not, and those that are slow."""
         each = [replica.health() for replica in self._replicas]
         bad = [f"replica {index}: {health.detail}" for index, health in enumerate(each) if not health.good]
+        slow = [
+            f"replica {index} takes {self._speeds.slowness(index):.1f} times as long as the others"
+            for index in range(len(each))
+            if self._speeds.is_slow(index)
+        ]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
-        return Health(len(bad) < len(each), "; ".join([detail, *bad]))
+        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow]))
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""
@@ -132,7 +152,10 @@ class ReplicaSet(RequestClient):
         return len(self._places)
 
     def snapshots(self) -> list[ReplicaSnapshot]:
-        return [replica.snapshot(index) for index, replica in enumerate(self._replicas)]
+        return [
+            replace(replica.snapshot(index), slowness=self._speeds.slowness(index), is_slow=self._speeds.is_slow(index))
+            for index, replica in enumerate(self._replicas)
+        ]
 
     # Requests
 
@@ -160,10 +183,13 @@ class ReplicaSet(RequestClient):
         accepting = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting]
         if not accepting:
             return None
+        if self._avoids_slow:
+            accepting = self._speeds.choose(accepting, self._clock.now())
         return accepting[0].index if self._router is None else self._router.pick(request, accepting)
 
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
+        self._speeds.forget(lost)
         if self._router is not None:
             self._router.forget(lost)
         index = self._pick(found.request)
@@ -185,6 +211,16 @@ class ReplicaSet(RequestClient):
             self._replicas[index].replace_engine()
 
     # Events
+
+    def _note_speed(self, index: int, event: Event) -> None:
+        """Logs when a replica becomes slow, and when it is well again."""
+        if not isinstance(event, Stepped) or (change := self._speeds.note(index, event, self._clock.now())) is None:
+            return
+        if change.is_slow:
+            what = "it gets no requests until it is well" if self._avoids_slow else "it still gets requests"
+            _logger.warning("replica %d takes %.1f times as long as the others; %s", index, change.slowness, what)
+        else:
+            _logger.warning("replica %d is as fast as the others again", index)
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, Stepped):

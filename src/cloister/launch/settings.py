@@ -139,6 +139,8 @@ def _check_replicas(server: ServerConfig) -> None:
     """Refuses settings of replicas that cannot be combined, or have no effect."""
     if server.router is not None and server.replicas == 1:
         raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
+    if server.slow_replicas is not None and server.replicas == 1:
+        raise ConfigError("slow_replicas compares replicas; set replicas to 2 or more, or leave it out", param="slow_replicas")
     if server.replicas > 1 and server.sealed:
         raise ConfigError("a sealed node has one engine; leave replicas out, and start more nodes", param="replicas")
 
@@ -162,6 +164,13 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
     entry = Entry.of(ROUTERS, name)
     policy.check_entry(entry.kind, entry.name, entry.threat)
     policy.check({"load-routing": Use(name != DRAWN, f"setting `router` {name}")})
+    if server.config.slow_replicas is None:
+        may_avoid = policy.allows("slow-replicas")
+        what, why = (
+            ("avoid", "default") if may_avoid else ("report", "the profile lets no measured time decide where requests go")
+        )
+        server = server.explain(slow_replicas=(what, why))
+    policy.check({"slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid")})
     return server
 
 

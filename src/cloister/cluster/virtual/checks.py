@@ -128,7 +128,7 @@ def longest_trouble_s(scenario: Scenario) -> float:
 def most_starts(scenario: Scenario) -> int | None:
     """Returns how many engines may be started, if none of the faults makes an engine seem to be lost."""
     kinds = Counter(fault.kind for fault in scenario.faults)
-    if kinds.keys() - {"crash", "fail_step", "refuse_start", "restart_router"}:
+    if kinds.keys() - {"crash", "fail_step", "refuse_start"}:
         return None
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))

@@ -90,6 +90,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
     """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
     draw = random.Random(seed)
+    if draw.random() < 0.01:
+        return _draw_steady(seed, draw, routers)
     num_replicas = draw.choice((1, 2, 2, 3))
     span_s = draw.choice((0.05, 0.5, 2.0))
     return Scenario(
@@ -105,6 +107,24 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
     )
+
+
+def _draw_steady(seed: int, draw: random.Random, routers: tuple[str, ...]) -> Scenario:
+    """Draws a scenario of many requests, in which the speeds of replicas can be compared; one of them may become slow."""
+    num_replicas, slow = draw.choice((2, 3)), draw.random() < 0.7
+    jobs = tuple(
+        Job(
+            at_s=round(draw.random() * 4.0, 4),
+            prompt="".join(draw.choice("abcdef ") for _ in range(draw.choice((1, 20, 100)))),
+            max_tokens=draw.choice((20, 60)),
+        )
+        for _ in range(20)
+    )
+    fault = InjectedFault(
+        at_s=round(1.0 + draw.random() * 2.0, 4), kind="slow", replica=draw.randrange(num_replicas), lasts_s=30.0, amount=4.0
+    )
+    router = draw.choice(routers)
+    return Scenario(seed=seed, num_replicas=num_replicas, router=router, jobs=jobs, faults=(fault,) if slow else ())
 
 
 def _draw_job(draw: random.Random, span_s: float) -> Job:

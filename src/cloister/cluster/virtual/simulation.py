@@ -80,11 +80,16 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
     return simulation.outcome(simulation.violations)
 
 
+def prompt_of(job: Job) -> bytes:
+    """Returns the tokens of a job's prompt; one that kills engines has another prompt than all that do not."""
+    return job.prompt.encode() if job.kills_after is None else b"\1" + job.prompt.encode()
+
+
 def make_request(job: Job, request_id: str) -> Request:
     """Returns the request of a job."""
     return Request(
         request_id=request_id,
-        token_ids=list(job.prompt.encode()),
+        token_ids=list(prompt_of(job)),
         sampling=SamplingParams(
             n=job.n,
             temperature=job.temperature,
@@ -170,7 +175,7 @@ class _Simulation:
         offset_s = offsets_s[index] if index < len(offsets_s) else 0.0
         engine = make_engine(self.shape, self.tokenizer, self.loop.clock, offset_s)
         engine.runner.kills_after = {
-            job.prompt.encode(): job.kills_after for job in self.scenario.jobs if job.kills_after is not None
+            prompt_of(job): job.kills_after for job in self.scenario.jobs if job.kills_after is not None
         }
         return engine
 
@@ -189,6 +194,7 @@ class _Simulation:
         front = ReplicaSet(
             self.clients,
             lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+            clock=self.loop.clock,
         )
         front.subscribe(self._observe)
         await front.start()
@@ -303,6 +309,10 @@ class _Simulation:
         num_starts, most = sum(host.num_starts for host in self.hosts), most_starts(self.scenario)
         if most is not None and num_starts > most:
             self.violations.append(f"engines were started {num_starts} times, where {most} were enough")
+        slowed = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}
+        for replica in self.front.snapshots() if self.front is not None else ():
+            if replica.is_slow and replica.index not in slowed:
+                self.violations.append(f"replica {replica.index} counts as slow, and is not")
         if self.front is not None and self.front.num_places:
             self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
 
