@@ -12,6 +12,7 @@ import pytest
 
 from cloister.cluster.health import ReplicaSpeeds, SpeedChange, _ReplicaSpeed
 from cloister.cluster.link import Link, LinkFrame
+from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual import fuzz
 from cloister.engine import EngineClient, in_flight
@@ -135,6 +136,10 @@ def name_another_one(speeds: ReplicaSpeeds, index: int, speed: _ReplicaSpeed, no
     return change
 
 
+def know_nothing(verifier: ReplayVerifier, request_id: str) -> bool:
+    return False
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "repeated frames are taken as new": (Link, "_take", take_repeated_frames),
     "frames are taken out of order": (Link, "_take", take_frames_out_of_order),
@@ -148,6 +153,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
     "the time waited is that between two clocks": (InFlightRequest, "submission", mix_clocks),
     "a request is blamed for a death that had other causes": (in_flight, "judge", blame_the_first),
+    "requests computed again count as those of clients": (ReplayVerifier, "has_sent", know_nothing),
     "another replica counts as slow": (ReplicaSpeeds, "_judge", name_another_one),
     "a request may kill engines for ever": (in_flight, "judge", blame_nobody),
 }

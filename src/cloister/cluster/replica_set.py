@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.health import ReplicaSpeeds
+from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.routers import Router
 from cloister.engine.client import EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
@@ -68,6 +70,8 @@ class ReplicaSet(RequestClient):
         replicas: a client for each engine, all with the same settings; at least one.
         make_router: makes the router, once the model is known.
         avoids_slow: slow replicas get no requests; False: they are only reported.
+        verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
+        draw: chooses those.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class ReplicaSet(RequestClient):
         make_router: MakeRouter,
         *,
         avoids_slow: bool = True,
+        verify_replay: float = 0.0,
+        draw: random.Random | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.adapters = ReplicaAdapters(replicas)
@@ -87,6 +93,7 @@ class ReplicaSet(RequestClient):
         self._stacks = StackClusters()
         self._speeds = ReplicaSpeeds(len(replicas))
         self._avoids_slow = avoids_slow
+        self._verifier = ReplayVerifier(self._replicas, verify_replay, draw or random.SystemRandom())
         self._clock = clock or WallClock()
         for index, replica in enumerate(self._replicas):
             replica.subscribe(self._observe)
@@ -117,7 +124,12 @@ class ReplicaSet(RequestClient):
 
     async def drain(self, timeout_s: float) -> None:
         """Drains all engines at once."""
+        self.stop_replays()
         await asyncio.gather(*(replica.drain(timeout_s) for replica in self._replicas))
+
+    def stop_replays(self) -> None:
+        """Ends what is computed again at present."""
+        self._verifier.stop()
 
     @property
     def processes(self) -> list[tuple[str, int]]:
@@ -137,9 +149,10 @@ class ReplicaSet(RequestClient):
             for index in range(len(each))
             if self._speeds.is_slow(index)
         ]
+        wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
-        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow]))
+        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow, *wrong]))
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""
@@ -152,10 +165,18 @@ class ReplicaSet(RequestClient):
         return len(self._places)
 
     def snapshots(self) -> list[ReplicaSnapshot]:
-        return [
-            replace(replica.snapshot(index), slowness=self._speeds.slowness(index), is_slow=self._speeds.is_slow(index))
-            for index, replica in enumerate(self._replicas)
-        ]
+        return [self._describe(replica.snapshot(index)) for index, replica in enumerate(self._replicas)]
+
+    def _describe(self, snapshot: ReplicaSnapshot) -> ReplicaSnapshot:
+        """Adds to a snapshot what the comparison with other replicas showed."""
+        index = snapshot.index
+        return replace(
+            snapshot,
+            is_accepting=snapshot.is_accepting and index not in self._verifier.odd,
+            slowness=self._speeds.slowness(index),
+            is_slow=self._speeds.is_slow(index),
+            num_mismatches=self._verifier.num_mismatches[index],
+        )
 
     # Requests
 
@@ -163,13 +184,14 @@ class ReplicaSet(RequestClient):
         """Submits a request to the replica that the router picks. Raises as `RequestClient.submit`."""
         index = self._pick(request)
         if index is None:  # each of them refuses, and one says why
-            running = [i for i, replica in enumerate(self._replicas) if replica.closed is None]
-            index = running[0] if running else 0
-        self._replicas[index].submit(request, sink, observer)
+            right = [i for i in range(len(self._replicas)) if i not in self._verifier.odd]
+            index = next((i for i in right if self._replicas[i].closed is None), right[0])
+        self._replicas[index].submit(request, self._verifier.watch(request, index, sink), observer)
         self._places[request.request_id] = index
 
     def abandon(self, request_id: str) -> None:
         """Aborts a request at its replica."""
+        self._verifier.forget(request_id)
         if (index := self._places.get(request_id)) is not None:
             self._replicas[index].abandon(request_id)
 
@@ -192,10 +214,13 @@ class ReplicaSet(RequestClient):
         self._speeds.forget(lost)
         if self._router is not None:
             self._router.forget(lost)
+        if self._verifier.has_sent(found.request.request_id):
+            return False  # it asks this replica, and waits for its next engine
         index = self._pick(found.request)
         if index is None:
             return False
         self._places[found.request.request_id] = index
+        self._verifier.forget(found.request.request_id)
         self._replicas[index].adopt(found)
         return True
 
@@ -225,6 +250,8 @@ class ReplicaSet(RequestClient):
     def _observe(self, event: Event) -> None:
         if isinstance(event, Stepped):
             event = self._total(event)
+        elif self._verifier.owns(event):
+            return
         elif isinstance(event, Ended) and event.last:
             self._places.pop(event.request_id, None)
         for listener in self._listeners:

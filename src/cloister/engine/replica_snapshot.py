@@ -20,6 +20,7 @@ class ReplicaSnapshot:
         capacity: its speed relative to the others.
         slowness: its steps take so many times as long as those of the others (`cluster.health`); 1 while unknown.
         is_slow: it gets no requests because of that.
+        num_mismatches: how often it computed other tokens than another replica (`cluster.replay`).
     """
 
     index: int
@@ -33,3 +34,4 @@ class ReplicaSnapshot:
     capacity: float = 1.0
     slowness: float = 1.0
     is_slow: bool = False
+    num_mismatches: int = 0

@@ -60,7 +60,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     clients = [_make_client(each, front) for _ in range(front.replicas)]
-    return ReplicaSet(clients, make_router, avoids_slow=front.slow_replicas == "avoid")
+    return ReplicaSet(clients, make_router, avoids_slow=front.slow_replicas == "avoid", verify_replay=front.verify_replay)
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

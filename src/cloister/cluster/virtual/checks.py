@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from cloister.cluster.virtual.scenario import Job, Scenario
 from cloister.engine.client import GRACE_S
 from cloister.engine.suspects import NUM_SAFE_LOSSES
-from cloister.types.events import Arrived, Ended, Event
+from cloister.types.events import Arrived, Ended, Event, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
 RECOVERY_S: Final = 70.0
@@ -145,6 +145,9 @@ def check_events(run: RunRecord) -> list[str]:
             arrived[event.request_id] += 1
         elif isinstance(event, Ended):
             ended[event.request_id].append(event)
+    known = {answer.request.request_id for answer in run.answers}
+    unknown = {event.request_id for event in run.events if not isinstance(event, Stepped)} - known
+    wrong += ["an event is of a request that no client sent"] if unknown else []
     for answer in run.answers:
         name = answer.request.request_id
         if answer.refusal is not None or answer.is_cut:

@@ -123,6 +123,8 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         last = scenario.num_replicas - 1
         faults = tuple(replace(fault, replica=min(fault.replica, last - 1)) for fault in scenario.faults)
         yield replace(scenario, num_replicas=last, faults=faults)
+    if scenario.verify_replay:
+        yield replace(scenario, verify_replay=0.0)
     if any(scenario.clock_offsets_s):
         yield replace(scenario, clock_offsets_s=())
     for name in ("max_num_seqs", "num_blocks", "max_waiting"):

@@ -71,6 +71,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         seed: of all that is drawn while it runs, such as which datagram is lost.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
+        verify_replay: share of the answers that another replica computes again.
         clock_offsets_s: by how much the clocks of the replicas' machines are ahead of the front's.
     """
 
@@ -83,6 +84,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stall_timeout_s: float = 2.0
     delay_s: float = 0.001
     clock_offsets_s: tuple[float, ...] = ()
+    verify_replay: float = 0.0
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
 
@@ -104,6 +106,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         stall_timeout_s=draw.choice((0.5, 2.0)),
         delay_s=draw.choice((0.0002, 0.002, 0.03)),
         clock_offsets_s=tuple(draw.choice((0.0, 0.0, -50.0, 1000.0)) for _ in range(num_replicas)),
+        verify_replay=draw.choice((0.0, 0.0, 0.0, 0.5)),
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
     )

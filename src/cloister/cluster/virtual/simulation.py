@@ -194,6 +194,8 @@ class _Simulation:
         front = ReplicaSet(
             self.clients,
             lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+            verify_replay=self.scenario.verify_replay,
+            draw=self.draw,
             clock=self.loop.clock,
         )
         front.subscribe(self._observe)
@@ -269,6 +271,7 @@ class _Simulation:
         """Kills the front with all that it has, and starts another one."""
         if self.front is None:
             return
+        self.front.stop_replays()
         self.front = None
         for number, task in self.open.items():
             self.answers[number].is_cut = True
@@ -311,6 +314,8 @@ class _Simulation:
             self.violations.append(f"engines were started {num_starts} times, where {most} were enough")
         slowed = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}
         for replica in self.front.snapshots() if self.front is not None else ():
+            if replica.num_mismatches:
+                self.violations.append(f"replica {replica.index} computed something else than another one")
             if replica.is_slow and replica.index not in slowed:
                 self.violations.append(f"replica {replica.index} counts as slow, and is not")
         if self.front is not None and self.front.num_places:

@@ -51,6 +51,9 @@ class EngineGauges:
         slowness = GaugeMetricFamily(
             "cloister_replica_slowness", "Its step times, relative to those of the others.", labels=("replica",)
         )
+        mismatches = CounterMetricFamily(
+            "cloister_replica_mismatches", "Answers that another replica computed differently.", labels=("replica",)
+        )
         routed = CounterMetricFamily("cloister_replica_routed", "Requests that a replica was given.", labels=("replica",))
         for replica in replicas:
             label = (str(replica.index),)
@@ -59,8 +62,9 @@ class EngineGauges:
             waiting.add_metric(label, replica.num_waiting)
             usage.add_metric(label, replica.num_used_blocks / max(1, replica.num_total_blocks))
             slowness.add_metric(label, replica.slowness)
+            mismatches.add_metric(label, replica.num_mismatches)
             routed.add_metric(label, replica.num_routed)
-        yield from (up, requests, waiting, usage, slowness, routed)
+        yield from (up, requests, waiting, usage, slowness, mismatches, routed)
 
     def _processes(self) -> list[tuple[str, int | None]]:
         return [("front", None), *self._engine.processes]  # an engine in a thread has no own process
