@@ -334,7 +334,8 @@ class EngineClient(RequestClient):
         """Handles a message of the engine."""
         self._watchdog.note(message.events)
         self._requests.deliver(message)
-        self._send_due()
+        if self._requests.holds_back:
+            self._send_due()
         if message.replies:
             self.adapters.deliver(message.replies)
 

@@ -142,27 +142,25 @@ class InFlightRequest:
         self.num_outputs = dict.fromkeys(self.open, 0)
         self._observer = observer
 
-    def note(self, event: Event, now: float) -> None:
+    def note(self, event: Event, clock: Clock) -> None:
         """Records what an `Ended` event needs, in case this side has to create it, and what the engine does with it."""
-        if isinstance(event, Progressed):
-            self._note_progress(event, now)
+        if isinstance(event, Progressed):  # once for each token: few calls
+            self.seq_ids[event.index] = event.seq_id
+            self.num_outputs[event.index] += event.num_tokens
+            if self.first_token_s is None:
+                self.first_token_s, self.stats.first_token_s = clock.now(), event.now_s
+            if event.now_s != self._progressed_s:  # its sequences progress in the same step
+                self._progressed_s = event.now_s
+                if self.suspect.standing is not Standing.CLEARED or self.suspect.num_idle_losses:
+                    self.suspect.note_step()
             return
         if isinstance(event, Arrived):
-            self.arrived_s = now
+            self.arrived_s = clock.now()
         elif isinstance(event, Scheduled | Preempted | Lost):
             self.suspect.has_slot = isinstance(event, Scheduled)
         self.stats.follow(event)
         if self._observer is not None:
             _notify(self._observer.observe, event)
-
-    def _note_progress(self, event: Progressed, now: float) -> None:
-        self.seq_ids[event.index] = event.seq_id
-        self.num_outputs[event.index] += event.num_tokens
-        if self.first_token_s is None:
-            self.first_token_s, self.stats.first_token_s = now, event.now_s
-        if event.now_s != self._progressed_s:  # its sequences progress in the same step
-            self._progressed_s = event.now_s
-            self.suspect.note_step()
 
     def submission(self, now: float) -> Submit:
         """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
@@ -208,6 +206,7 @@ class InFlightRequests:
 
     Attributes:
         last_step: the engine's last step; None before the first one of an engine.
+        holds_back: requests wait because one that may kill the engine is tried alone (`engine.suspects`).
     """
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
@@ -216,7 +215,7 @@ class InFlightRequests:
         self._max_num_seqs = max_num_seqs
         self._by_id: dict[str, InFlightRequest] = {}
         self._held: dict[str, InFlightRequest] = {}
-        self._is_confining = False
+        self.holds_back = False
         self._of_others: set[str] = set()
         self._listeners: list[EventListener] = []
         self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
@@ -240,11 +239,6 @@ class InFlightRequests:
     def is_waited_for(self) -> bool:
         """Whether any requests are open, including those of workers with their own channels."""
         return bool(self._by_id or self._of_others)
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether requests wait because one that may kill the engine is tried alone (`engine.suspects`)."""
-        return self._is_confining
 
     def has_room(self) -> bool:
         """True if another request may be queued."""
@@ -288,7 +282,7 @@ class InFlightRequests:
         """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events. If `holds_back`,
         `take_due` returns its message later; else the caller has sent it."""
         found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
-        if self._is_confining:
+        if self.holds_back:
             self._held[request.request_id] = found
 
     def leave(self, request_id: str) -> bool:
@@ -318,7 +312,7 @@ class InFlightRequests:
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
         self.last_step = None
-        self._is_confining = False
+        self.holds_back = False
         self._of_others.clear()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
@@ -341,7 +335,7 @@ class InFlightRequests:
             else:
                 self._happen(found, Lost(request_id, now))
         self._held = dict(self._by_id)
-        self._is_confining = self._has_confined()
+        self.holds_back = self._has_confined()
         return len(self._by_id)
 
     def release(self, adopts: Callable[[InFlightRequest], bool], *, confined: bool = False) -> int:
@@ -355,15 +349,15 @@ class InFlightRequests:
     def adopt(self, found: InFlightRequest) -> None:
         """Adds a request that another client's engine had; `take_due` returns its message."""
         self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
-        self._is_confining = self._is_confining or found.suspect.standing is Standing.CONFINED
+        self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED
 
     def take_due(self) -> list[Submit]:
         """Returns the messages that hand requests that were held to the engine, in the order of their arrival; those that it
         must not have yet are held on."""
-        if not (self._held or self._is_confining):
+        if not (self._held or self.holds_back):
             return []
         now = self._clock.now()
-        self._is_confining = self._has_confined()
+        self.holds_back = self._has_confined()
         sent = [found.suspect for request_id, found in self._by_id.items() if request_id not in self._held]
         due = set(map(id, choose_due([found.suspect for found in self._held.values()], sent)))
         taken = [found for found in self._held.values() if id(found.suspect) in due]
@@ -394,11 +388,11 @@ class InFlightRequests:
             return False
         if isinstance(event, Ended) and event.index not in found.open:
             return False
-        found.note(event, self._clock.now())
+        found.note(event, self._clock)
         return True
 
     def _happen(self, found: InFlightRequest, event: Event) -> None:
-        found.note(event, self._clock.now())
+        found.note(event, self._clock)
         self._tell(event)
 
     def _note_other(self, event: Event) -> None:

@@ -40,7 +40,7 @@ class Suspect:
         prepares: its engine works on it before it has a slot: a grammar is compiled, or an image encoded.
         has_slot: its engine computes it.
         num_steps: steps since it was resumed that brought it tokens.
-        num_all_steps: the same since it arrived.
+        num_all_steps: all steps that were counted for it.
         num_pardons: how often it was cleared.
         num_trials: how often its engine died while it was confined.
         num_idle_losses: engines that it lost since its last step.
@@ -56,7 +56,7 @@ class Suspect:
     num_idle_losses: int = 0
 
     def note_step(self) -> None:
-        """Counts a step that brought tokens; enough of them clear it."""
+        """Counts a step that brought tokens; enough of them clear it. Not needed while it is cleared and lost no engine."""
         self.has_slot = True
         self.num_idle_losses = 0
         self.num_steps += 1
