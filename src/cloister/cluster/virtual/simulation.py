@@ -298,8 +298,8 @@ class _Simulation:
 
     def _check_rest(self) -> None:
         for index, host in enumerate(self.hosts):
-            if (process := host.process) is None:
-                continue
+            if (process := host.process) is None or self.loop.time() < process.hangs_until_s:
+                continue  # one that hangs while nothing waits for it is noticed with the next request
             scheduler = process.engine.scheduler
             if scheduler.requests:
                 self.violations.append(f"engine {index} still has {sorted(scheduler.requests)}")
