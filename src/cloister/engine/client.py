@@ -15,7 +15,7 @@ from typing import Final
 
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
-from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot
 from cloister.engine.supervision import Supervision, Watchdog
 from cloister.engine.transports import Transport
 from cloister.types.clock import Clock, WallClock
@@ -208,6 +208,7 @@ class EngineClient(RequestClient):
         closed: why no request is accepted at present, or None.
         rescue: called with each request of an engine that has ended, if it can be resumed; returns whether another client has
             adopted it. The others wait for this client's next engine. None if there is no other client.
+        after_receive: called after each message of the engine was handled; None if nobody wants to know.
     """
 
     adapters: AdapterCalls
@@ -215,6 +216,7 @@ class EngineClient(RequestClient):
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
         self.rescue: Callable[[InFlightRequest], bool] | None = None
+        self.after_receive: Callable[[], None] | None = None
         self.adapters = AdapterCalls(self._call)
         self._transport = transport
         self._config = config
@@ -261,6 +263,7 @@ class EngineClient(RequestClient):
             is_accepting=self.closed is None and self._requests.has_room(),
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
+            num_queued=0 if step is None else step.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
             num_used_blocks=0 if step is None else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
@@ -309,8 +312,23 @@ class EngineClient(RequestClient):
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
 
+    def find(self, request_id: str) -> InFlightRequest | None:
+        """Returns a request that has not ended."""
+        return self._requests.find(request_id)
+
+    def request_snapshots(self) -> list[RequestSnapshot]:
+        """Returns the progress of every request that something waits for, in the order of their arrival."""
+        return self._requests.snapshots()
+
+    def release(self, request_id: str) -> InFlightRequest | None:
+        """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended."""
+        found = self._requests.depart(request_id, is_running=self._is_open)
+        if found is not None:
+            self._send(Abort(request_id))
+        return found
+
     def adopt(self, found: InFlightRequest) -> None:
-        """Takes over a request whose engine was lost, with what it had there."""
+        """Takes over a request that another client released or whose engine was lost, with what it had there."""
         self._requests.adopt(found)
         self._num_routed += 1
         self._send(found.submission(self._clock.now()))
@@ -323,6 +341,8 @@ class EngineClient(RequestClient):
         self._requests.deliver(message)
         if message.replies:
             self.adapters.deliver(message.replies)
+        if self.after_receive is not None:
+            self.after_receive()
 
     def _send(self, message: FrontMessage) -> None:
         if self._is_open:

@@ -7,11 +7,12 @@ Used from one thread only. If the engine has ended, requests end here with the s
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from cloister.engine.replica_snapshot import RequestSnapshot
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import (
@@ -19,6 +20,7 @@ from cloister.types.events import (
     Ended,
     Event,
     Lost,
+    Migrated,
     Outputs,
     Preempted,
     Progressed,
@@ -144,6 +146,21 @@ class InFlightRequest:
         if self._observer is not None:
             _notify(self._observer.observe, event)
 
+    @property
+    def has_output(self) -> bool:
+        """Whether any of its sequences has a token."""
+        return any(self.token_ids)
+
+    def snapshot(self) -> RequestSnapshot:
+        """Returns its progress."""
+        return RequestSnapshot(
+            request_id=self.request.request_id,
+            num_prompt_tokens=len(self.request.token_ids),
+            num_output_tokens=sum(len(self.token_ids[index]) for index in self.open),
+            num_sequences=len(self.open),
+            priority=self.request.priority,
+        )
+
     def submission(self, now: float) -> Submit:
         """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
         stats = self.stats
@@ -196,6 +213,7 @@ class InFlightRequests:
         self._max_num_seqs = max_num_seqs
         self._by_id: dict[str, InFlightRequest] = {}
         self._of_others: set[str] = set()
+        self._leaving: Counter[str] = Counter()
         self._listeners: list[EventListener] = []
         self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
         self.last_step: Stepped | None = None
@@ -284,16 +302,14 @@ class InFlightRequests:
 
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
-        self.last_step = None
-        self._of_others.clear()
+        self._forget_engine()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
     def keep_resumable(self, error: str) -> int:
         """Ends the requests of an engine that has ended, with `error` as the reply, but for those that another engine can
         resume: something waits for their output, and not too many engines were lost with them. Returns how many it keeps."""
-        self.last_step = None
-        self._of_others.clear()
+        self._forget_engine()
         now = self._clock.now()
         for request_id, found in list(self._by_id.items()):
             if found.sink is None or found.num_resumes >= MAX_RESUMES:
@@ -303,10 +319,41 @@ class InFlightRequests:
                 self._happen(found, Lost(request_id, now))
         return len(self._by_id)
 
+    def _forget_engine(self) -> None:
+        self.last_step = None
+        self._of_others.clear()
+        self._leaving.clear()
+
     def release(self, adopts: Callable[[InFlightRequest], bool]) -> int:
         """Passes every request to `adopts`, and forgets those that it takes over. Returns how many remain."""
         self._by_id = {request_id: found for request_id, found in self._by_id.items() if not adopts(found)}
         return len(self._by_id)
+
+    def depart(self, request_id: str, *, is_running: bool) -> InFlightRequest | None:
+        """Forgets a request that goes on in another engine; returns it, or None if it has ended or nothing waits
+        for it.
+
+        What its engine still says of it is dropped, up to its end there: the other engine says it too. So it may come back.
+
+        Args:
+            is_running: its engine runs, and will report its end once it has read an abort.
+        """
+        found = self._by_id.get(request_id)
+        if found is None or found.sink is None:
+            return None
+        self._happen(found, Migrated(request_id, self._clock.now()))
+        del self._by_id[request_id]
+        if is_running:
+            self._leaving[request_id] += 1
+        return found
+
+    def find(self, request_id: str) -> InFlightRequest | None:
+        """Returns a request that has not ended."""
+        return self._by_id.get(request_id)
+
+    def snapshots(self) -> list[RequestSnapshot]:
+        """Returns the progress of every request that something waits for, in the order of their arrival."""
+        return [found.snapshot() for found in self._by_id.values() if found.sink is not None]
 
     def adopt(self, found: InFlightRequest) -> None:
         """Adds a request that another client's engine had."""
@@ -318,11 +365,25 @@ class InFlightRequests:
         return [found.submission(now) for found in self._by_id.values()]
 
     def deliver(self, message: Outputs) -> None:
-        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended."""
+        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and what is said of
+        requests that have left.
+
+        An engine reports what an abort ends before the step that follows, so no message has tokens of a request both before
+        it left and after its return; it may have both ends, in this order.
+        """
+        leaving, ends = set(self._leaving), Counter[str]()
         for event in message.events:
+            if isinstance(event, Ended) and event.request_id in self._leaving:
+                ends[event.request_id] += 1
             if self._is_news(event):
                 self._tell(event)
         for output in message.outputs:
+            if output.request_id in leaving:
+                if output.finish_reason is None:
+                    continue
+                if ends[output.request_id]:
+                    ends[output.request_id] -= 1
+                    continue
             found = self._by_id.get(output.request_id)
             if found is not None and output.index in found.open:
                 self._pass_on(found, output)
@@ -331,6 +392,9 @@ class InFlightRequests:
         if isinstance(event, Stepped):
             self.last_step = event
             return True
+        if event.request_id in self._leaving:
+            self._note_leaving(event)
+            return False
         found = self._by_id.get(event.request_id)
         if found is None:
             self._note_other(event)
@@ -343,6 +407,13 @@ class InFlightRequests:
     def _happen(self, found: InFlightRequest, event: Event) -> None:
         found.note(event)
         self._tell(event)
+
+    def _note_leaving(self, event: Event) -> None:
+        """Its engine has ended a request that left: what that engine says of the same id from now on is of its return."""
+        if isinstance(event, Ended) and event.last:
+            self._leaving[event.request_id] -= 1
+            if not self._leaving[event.request_id]:
+                del self._leaving[event.request_id]
 
     def _note_other(self, event: Event) -> None:
         """Counts requests of other clients, so that an engine that hangs on one of them is detected."""

@@ -49,6 +49,13 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
 
+class Migrated(msgspec.Struct, frozen=True, tag=True):
+    """A request left its engine for another one, which goes on with it. Reported by the front."""
+
+    request_id: str
+    now_s: float
+
+
 class Progressed(msgspec.Struct, frozen=True, tag=True):
     """`num_tokens` output tokens of a sequence were committed."""
 
@@ -116,11 +123,11 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
 
 
-Event = Arrived | Scheduled | Preempted | Lost | Progressed | Ended | Stepped
+Event = Arrived | Scheduled | Preempted | Lost | Migrated | Progressed | Ended | Stepped
 
 
 class Resumption(msgspec.Struct, frozen=True):
-    """What a request had when its engine was lost. Times are durations: engines need not share a clock.
+    """What a request had when its engine was lost, or when it left that engine. Times are durations: engines need not share a clock.
 
     Attributes:
         token_ids: the output so far of each of its n sequences.
