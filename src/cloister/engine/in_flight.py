@@ -18,6 +18,7 @@ from cloister.types.events import (
     Arrived,
     Ended,
     Event,
+    KVLoaded,
     Lost,
     Outputs,
     Preempted,
@@ -334,7 +335,7 @@ class InFlightRequests:
         found = self._by_id.get(event.request_id)
         if found is None:
             self._note_other(event)
-            return False
+            return isinstance(event, KVLoaded)  # of a request that may come later (`PrefetchKV`)
         if isinstance(event, Ended) and event.index not in found.open:
             return False
         found.note(event)
