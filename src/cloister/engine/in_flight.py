@@ -19,10 +19,12 @@ from cloister.types.events import (
     Arrived,
     Ended,
     Event,
+    KVLoaded,
     Lost,
     Migrated,
     Outputs,
     Preempted,
+    PrefillDone,
     Progressed,
     Resumption,
     Scheduled,
@@ -392,13 +394,13 @@ class InFlightRequests:
         if isinstance(event, Stepped):
             self.last_step = event
             return True
-        if event.request_id in self._leaving:
+        if event.request_id in self._leaving and not isinstance(event, KVLoaded):
             self._note_leaving(event)
             return False
         found = self._by_id.get(event.request_id)
         if found is None:
             self._note_other(event)
-            return False
+            return isinstance(event, KVLoaded)  # of a request that may come later (`PrefetchKV`)
         if isinstance(event, Ended) and event.index not in found.open:
             return False
         found.note(event)
@@ -410,7 +412,7 @@ class InFlightRequests:
 
     def _note_leaving(self, event: Event) -> None:
         """Its engine has ended a request that left: what that engine says of the same id from now on is of its return."""
-        if isinstance(event, Ended) and event.last:
+        if isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
             self._leaving[event.request_id] -= 1
             if not self._leaving[event.request_id]:
                 del self._leaving[event.request_id]
