@@ -135,12 +135,12 @@ def test_no_more_keys_are_kept_than_a_replica_has_blocks() -> None:
     small = [ReplicaSnapshot(0, num_total_blocks=10)]
     for number in range(100):
         router.pick(ask([number] * 100), small)
-    [cached] = router._cached.values()  # type: ignore[attr-defined]
+    [cached] = router._prompts._cached.values()  # type: ignore[attr-defined]
     assert len(cached._keys) == 10
     assert router.pick(ask([0] * 100), [*small, ReplicaSnapshot(1)]) == 0
     assert cached.match([]) == 0
 
 
 def test_an_unknown_router_is_an_error_that_lists_them() -> None:
-    with pytest.raises(ConfigError, match="capacity_random, least_load, prefix_aware, round_robin"):
+    with pytest.raises(ConfigError, match="capacity_random, conductor, least_load, prefix_aware, round_robin"):
         ROUTERS.get("lpm")

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
+
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot
@@ -21,7 +23,19 @@ from cloister.engine.transports import Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
-from cloister.types.events import Abort, FrontMessage, Outputs, Ready, Shutdown, Stepped, Submit
+from cloister.types.events import (
+    ABORTED,
+    Abort,
+    FrontMessage,
+    HoldKV,
+    KVSource,
+    Outputs,
+    PrefetchKV,
+    Ready,
+    Shutdown,
+    Stepped,
+    Submit,
+)
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 
@@ -34,6 +48,8 @@ STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
 GRACE_S: Final = 10.0
 """Grace period after a request's deadline, which the engine enforces, before the client ends the request itself."""
+HOLD_KV_S: Final = 15.0
+"""For how long an engine keeps the KV of a request that goes on in another one, which may load it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -208,6 +224,7 @@ class EngineClient(RequestClient):
         closed: why no request is accepted at present, or None.
         rescue: called with each request of an engine that has ended, if it can be resumed; returns whether another client has
             adopted it. The others wait for this client's next engine. None if there is no other client.
+        kv_endpoint: where other engines load KV of its engine from; None if they cannot.
         after_receive: called after each message of the engine was handled; None if nobody wants to know.
     """
 
@@ -216,6 +233,7 @@ class EngineClient(RequestClient):
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
         self.rescue: Callable[[InFlightRequest], bool] | None = None
+        self.kv_endpoint: str | None = None
         self.after_receive: Callable[[], None] | None = None
         self.adapters = AdapterCalls(self._call)
         self._transport = transport
@@ -255,6 +273,11 @@ class EngineClient(RequestClient):
         """Requests that have not ended."""
         return len(self._requests)
 
+    @property
+    def num_leaving(self) -> int:
+        """Requests that other engines have, and whose end here its engine has not reported yet."""
+        return self._requests.num_leaving
+
     def snapshot(self, index: int = 0) -> ReplicaSnapshot:
         """Returns the load of its engine, as the replica of this index."""
         step = self._requests.last_step
@@ -289,14 +312,36 @@ class EngineClient(RequestClient):
 
     # Requests
 
-    def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        observer: RequestObserver | None = None,
+        *,
+        prefill_only: bool = False,
+        source: str | None = None,
+    ) -> None:
+        """As `RequestClient.submit`.
+
+        Args:
+            prefill_only: the engine computes the first token only; the caller releases the request then.
+            source: endpoint of an engine that has KV of the prompt.
+        """
         try:
             if self.closed is not None:
                 raise EngineError(self.closed)
             self._requests.check(request)
             # drawn here, so that another engine can continue the answer with the same noise
             seed = secrets.randbits(63) if request.sampling.seed is None else None
-            self._send(Submit(request, seed))
+            self._send(
+                Submit(
+                    request,
+                    seed,
+                    kv_source=None if source is None else KVSource(source),
+                    hold_kv_s=HOLD_KV_S if prefill_only else 0.0,
+                    prefill_only=prefill_only,
+                )
+            )
         except Exception:
             if observer is not None:
                 observer.refuse()
@@ -323,15 +368,34 @@ class EngineClient(RequestClient):
     def release(self, request_id: str) -> InFlightRequest | None:
         """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended."""
         found = self._requests.depart(request_id, is_running=self._is_open)
-        if found is not None:
+        if found is not None and not found.is_prefilled:
+            self.hold(request_id)
             self._send(Abort(request_id))
         return found
 
-    def adopt(self, found: InFlightRequest) -> None:
-        """Takes over a request that another client released or whose engine was lost, with what it had there."""
+    def drop(self, request_id: str) -> None:
+        """Ends a request that its engine has left (`InFlightRequest.is_prefilled`) and nothing waits for."""
+        self._requests.end(request_id, FinishReason.ABORT, ABORTED)
+
+    def prefetch(self, found: InFlightRequest, source: str) -> None:
+        """Has the engine load KV of a request that another engine runs, from the endpoint `source`; `KVLoaded` says when."""
+        self._send(PrefetchKV(found.request, [*found.request.token_ids, *found.token_ids[0]], KVSource(source)))
+
+    def hold(self, request_id: str) -> None:
+        """Has the engine keep the KV that a request has so far, until another engine has loaded it."""
+        if self.kv_endpoint is not None:
+            self._send(HoldKV(request_id, HOLD_KV_S))
+
+    def adopt(self, found: InFlightRequest, source: str | None = None) -> None:
+        """Takes over a request that another client released or whose engine was lost, with what it had there.
+
+        Args:
+            source: endpoint of an engine that has its KV.
+        """
         self._requests.adopt(found)
         self._num_routed += 1
-        self._send(found.submission(self._clock.now()))
+        message = found.submission(self._clock.now())
+        self._send(message if source is None else msgspec.structs.replace(message, kv_source=KVSource(source)))
 
     # Messages
 
@@ -378,6 +442,7 @@ class EngineClient(RequestClient):
 
     def _introduce(self, ready: Ready) -> None:
         self.model, self.memory, self.startup = ready.model, ready.memory, ready.startup
+        self.kv_endpoint = ready.kv_endpoint
         self.adapters.start(ready.adapters)
 
     async def _serve_until_broken(self) -> None:

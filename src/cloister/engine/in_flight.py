@@ -105,10 +105,12 @@ class InFlightRequest:
         seed: seed of its sampling noise, if the request has none.
         token_ids: its output so far, by index, from which another engine can resume it.
         num_resumes: how often its engine was lost.
+        is_prefilled: it was in its engine for its first token only, and has left it (`Submit.prefill_only`).
     """
 
     __slots__ = (
         "_observer",
+        "is_prefilled",
         "num_outputs",
         "num_resumes",
         "open",
@@ -128,6 +130,7 @@ class InFlightRequest:
         self.seed = seed
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self.num_resumes = 0
+        self.is_prefilled = False
         self.sink: Sink | None = sink
         self.submitted_s = now
         self.stats = EngineStats(len(request.token_ids)) if observer is None else observer.stats
@@ -144,6 +147,7 @@ class InFlightRequest:
             if self.stats.first_token_s is None:
                 self.stats.first_token_s = event.now_s
             return
+        self.is_prefilled |= isinstance(event, PrefillDone)
         self.stats.follow(event)
         if self._observer is not None:
             _notify(self._observer.observe, event)
@@ -228,6 +232,11 @@ class InFlightRequests:
     def num_waiting(self) -> int:
         """Requests with a waiter that have not been scheduled yet."""
         return sum(1 for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
+
+    @property
+    def num_leaving(self) -> int:
+        """Requests that have left, and whose end the engine has not reported yet."""
+        return self._leaving.total()
 
     @property
     def num_pending_tokens(self) -> int:
@@ -345,7 +354,7 @@ class InFlightRequests:
             return None
         self._happen(found, Migrated(request_id, self._clock.now()))
         del self._by_id[request_id]
-        if is_running:
+        if is_running and not found.is_prefilled:
             self._leaving[request_id] += 1
         return found
 
@@ -358,7 +367,8 @@ class InFlightRequests:
         return [found.snapshot() for found in self._by_id.values() if found.sink is not None]
 
     def adopt(self, found: InFlightRequest) -> None:
-        """Adds a request that another client's engine had."""
+        """Adds a request that another engine had."""
+        found.is_prefilled = False
         self._by_id[found.request.request_id] = found
 
     def submissions(self) -> list[Submit]:

@@ -29,6 +29,7 @@ class ReplicaSnapshot:
         capacity: its speed relative to the others.
         role: what it computes.
         cost: the times of its steps.
+        transfer_token_s: seconds that KV of a token takes to come to it from another replica; 0 before the first transfer.
     """
 
     index: int
@@ -44,6 +45,13 @@ class ReplicaSnapshot:
     capacity: float = 1.0
     role: Role = "mixed"
     cost: StepCoefficients = (0.0, 0.0, 0.0, 0.0)
+    transfer_token_s: float = 0.0
+
+    def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
+        """Returns the predicted time of a prompt of `num_tokens`, of which `num_cached` are cached."""
+        num_new = num_tokens - num_cached
+        per_step, per_token, per_attended, _ = self.cost
+        return per_step + per_token * num_new + per_attended * num_new * (num_cached + num_new / 2)
 
     @property
     def can_prefill(self) -> bool:

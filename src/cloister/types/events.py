@@ -152,7 +152,8 @@ Event = Arrived | Scheduled | Preempted | Lost | Migrated | Progressed | Ended |
 
 
 class Resumption(msgspec.Struct, frozen=True):
-    """What a request had when its engine was lost, or when it left that engine. Times are durations: engines need not share a clock.
+    """What a request had when its engine was lost, or when it left that one. Times are durations: engines need not share a
+    clock.
 
     Attributes:
         token_ids: the output so far of each of its n sequences.

@@ -113,7 +113,7 @@ def write_scenario(scenario: Scenario, path: Path) -> None:
 def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     """Yields scenarios that are simpler by one thing."""
     replace = msgspec.structs.replace
-    for name in ("faults", "jobs"):
+    for name in ("faults", "operations", "jobs"):
         items = getattr(scenario, name)
         for size in sorted({len(items) // 2, 1} - {0}, reverse=True):
             for start in range(0, len(items), size):
@@ -121,7 +121,13 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     if scenario.num_replicas > 1:
         last = scenario.num_replicas - 1
         faults = tuple(replace(fault, replica=min(fault.replica, last - 1)) for fault in scenario.faults)
-        yield replace(scenario, num_replicas=last, faults=faults)
+        operations = tuple(replace(each, replica=min(each.replica, last - 1)) for each in scenario.operations)
+        roles = scenario.roles[:last]
+        yield replace(scenario, num_replicas=last, faults=faults, operations=operations, roles=roles)
+    if scenario.roles:
+        yield replace(scenario, roles=())
+    if scenario.rebalance:
+        yield replace(scenario, rebalance=False)
     for name in ("max_num_seqs", "num_blocks", "max_waiting"):
         if getattr(scenario, name) < getattr(Scenario(seed=0), name):
             yield replace(scenario, **{name: getattr(Scenario(seed=0), name)})

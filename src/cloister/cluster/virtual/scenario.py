@@ -7,7 +7,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from cloister.engine.replica_snapshot import ROLES, Role
+
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
+OperationKind = Literal["migrate", "drain", "flip"]
+OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
     "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
 )  # fmt: skip
@@ -63,17 +67,37 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ways: Literal["both", "to_engine", "to_front"] = "both"
 
 
+class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that an operator or a controller does.
+
+    Attributes:
+        kind: `migrate`: the request of `job` goes to `replica`. `drain`: `replica` is drained, and returned after `lasts_s`.
+            `flip`: the role of `replica` becomes `role`.
+    """
+
+    at_s: float
+    kind: OperationKind
+    replica: int = 0
+    job: int = 0
+    lasts_s: float = 0.5
+    role: Role = "mixed"
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run of a virtual cluster.
 
     Attributes:
         seed: of all that is drawn while it runs, such as which datagram is lost.
+        roles: of each replica; empty if all are mixed.
+        rebalance: load is levelled all the time.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
     """
 
     seed: int
     num_replicas: int = 2
     router: str = "least_load"
+    roles: tuple[Role, ...] = ()
+    rebalance: bool = False
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_waiting: int = 16
@@ -81,6 +105,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     delay_s: float = 0.001
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
+    operations: tuple[Operation, ...] = ()
 
 
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
@@ -88,7 +113,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
     draw = random.Random(seed)
     num_replicas = draw.choice((1, 2, 2, 3))
     span_s = draw.choice((0.05, 0.5, 2.0))
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         num_replicas=num_replicas,
         router=draw.choice(routers),
@@ -99,6 +124,34 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         delay_s=draw.choice((0.0002, 0.002, 0.03)),
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
+    )
+    return scenario if num_replicas == 1 else _draw_moves(draw, scenario, span_s)
+
+
+def _draw_moves(draw: random.Random, scenario: Scenario, span_s: float) -> Scenario:
+    """Adds roles, and what moves requests."""
+    num_replicas = scenario.num_replicas
+    roles: tuple[Role, ...] = ()
+    if draw.random() < 0.4:
+        first: Role = draw.choice(("prefill", "decode"))
+        others: tuple[Role, ...] = ("mixed", "decode" if first == "prefill" else "prefill")
+        roles = (first, *(draw.choice(others) for _ in range(num_replicas - 1)))
+    return msgspec.structs.replace(
+        scenario,
+        roles=roles,
+        rebalance=draw.random() < 0.3,
+        operations=tuple(_draw_operation(draw, scenario, span_s) for _ in range(draw.choice((0, 0, 1, 2, 4, 8)))),
+    )
+
+
+def _draw_operation(draw: random.Random, scenario: Scenario, span_s: float) -> Operation:
+    return Operation(
+        at_s=round(draw.random() * (span_s + 0.5), 4),
+        kind=draw.choice(("migrate", "migrate", "migrate", *OPERATION_KINDS)),
+        replica=draw.randrange(scenario.num_replicas),
+        job=draw.randrange(len(scenario.jobs)),
+        lasts_s=draw.choice((0.0, 0.2, 2.0)),
+        role=draw.choice(ROLES),
     )
 
 

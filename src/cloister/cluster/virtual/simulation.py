@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.link import LinkTimes
-from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events
@@ -22,7 +22,7 @@ from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import InjectedFault, Job, Scenario
+from cloister.cluster.virtual.scenario import InjectedFault, Job, Operation, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Supervision
@@ -30,7 +30,7 @@ from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, Stepped, Submit
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
@@ -139,6 +139,8 @@ class _Simulation:
                 group.create_task(self._work(number, answer))
             for fault in self.scenario.faults:
                 group.create_task(self._break(fault))
+            for operation in self.scenario.operations:
+                group.create_task(self._operate(operation))
         await self._rest()
 
     def outcome(self, violations: Sequence[str]) -> RunOutcome:
@@ -176,6 +178,8 @@ class _Simulation:
         front = ReplicaSet(
             self.clients,
             lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+            ClusterConfig(self.scenario.roles, self.scenario.rebalance),
+            self.shape.block_size,
         )
         front.subscribe(self._observe)
         await front.start()
@@ -234,6 +238,22 @@ class _Simulation:
                 self.late_s += fault.lasts_s
                 self.loop.clock.advance(fault.lasts_s)
 
+    async def _operate(self, operation: Operation) -> None:
+        await asyncio.sleep(operation.at_s)
+        self.faults[operation.kind] += 1
+        if (front := self.front) is None:
+            return
+        with contextlib.suppress(InvalidRequestError):  # no other replica would be left
+            match operation.kind:
+                case "migrate":
+                    await front.migrate(f"r{operation.job}", operation.replica)
+                case "drain":
+                    await front.drain_replica(operation.replica, DRAIN_S)
+                    await asyncio.sleep(operation.lasts_s)
+                    front.return_replica(operation.replica)
+                case "flip":
+                    await front.set_role(operation.replica, operation.role, DRAIN_S)
+
     async def _disturb(self, fault: InjectedFault) -> None:
         if fault.kind == "cut":
             path = NetworkPath(is_cut=True)
@@ -287,6 +307,8 @@ class _Simulation:
         for index, client in enumerate(self.clients):
             if client.num_requests:
                 self.violations.append(f"the client of engine {index} still has {client.num_requests} requests")
+            if client.num_leaving:
+                self.violations.append(f"the client of engine {index} still waits for {client.num_leaving} that left it")
         if self.front is not None and self.front.num_places:
             self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
 
