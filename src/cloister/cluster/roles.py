@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.cluster.routers import Router
-from cloister.engine.replica_snapshot import ROLES, ReplicaSnapshot, Role
+from cloister.engine.replica_snapshot import ReplicaSnapshot, Role
 from cloister.types.errors import ConfigError
 from cloister.types.request import Request
 from cloister.types.threat import Requirement, ThreatProfile
@@ -31,7 +31,7 @@ FLIP_THREAT: Final = ThreatProfile(
 
 
 def assign_roles(num_replicas: int, num_prefill: int, num_decode: int) -> list[Role]:
-    """Returns the role of each replica: the first ones are mixed, the next ones prefill, the last ones decode.
+    """Returns the role of each replica: the first ones prefill, the next ones decode, the rest are mixed.
 
     Raises:
         ConfigError: there are not so many, or prompts or answers would have no replica.
@@ -46,8 +46,9 @@ def assign_roles(num_replicas: int, num_prefill: int, num_decode: int) -> list[R
         missing = "decode" if num_decode == 0 else "prefill"
         raise ConfigError(f"no replica is left to {missing}; set `{missing}` to 1 or more, or raise `replicas`", param=missing)
     roles: list[Role] = []
-    for role, count in zip(ROLES, (num_mixed, num_prefill, num_decode), strict=True):
-        roles += [role] * count
+    roles += ["prefill"] * num_prefill
+    roles += ["decode"] * num_decode
+    roles += ["mixed"] * num_mixed
     return roles
 
 

@@ -49,6 +49,8 @@ def _make_client(
 def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ROUTERS, ReplicaSet
+    from cloister.cluster.replica_set import ClusterConfig
+    from cloister.cluster.roles import assign_roles
     from cloister.cluster.routers import Router, RouterContext
     from cloister.kv import PrefixKeys
 
@@ -56,10 +58,13 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     make = ROUTERS.get(front.router)
 
     def make_router(model: ModelInfo) -> Router:
-        return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
+        keys = PrefixKeys(model.fingerprint, config.block_size)
+        return make(RouterContext(keys, random.SystemRandom(), front.max_ttft_s))
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    return ReplicaSet([_make_client(each, front) for _ in range(front.replicas)], make_router)
+    clients = [_make_client(each, front) for _ in range(front.replicas)]
+    roles = assign_roles(front.replicas, front.prefill, front.decode)
+    return ReplicaSet(clients, make_router, ClusterConfig(tuple(roles), front.rebalance), config.block_size)
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

@@ -117,6 +117,8 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config.replicas)
     _check_quant(engine.config.quant)
     _check_replicas(server.config)
+    if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
+        _check_roles(server.config)
     if listens and server.config.sealed:
         engine = _resolve_sealed(engine)
     policy, engine = apply_profile(
@@ -143,6 +145,18 @@ def _check_replicas(server: ServerConfig) -> None:
         raise ConfigError("a sealed node has one engine; leave replicas out, and start more nodes", param="replicas")
 
 
+def _check_roles(server: ServerConfig) -> None:
+    """Refuses roles that leave prompts or answers without a replica, and settings that would have no effect."""
+    from cloister.cluster.roles import assign_roles
+
+    given = [name for name in ("prefill", "decode", "rebalance") if getattr(server, name)]
+    if server.replicas == 1 and given:
+        raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
+    assign_roles(server.replicas, server.prefill, server.decode)
+    if server.max_ttft_s is not None and server.router != "conductor":
+        raise ConfigError("max_ttft_s needs the router that predicts it; set router to conductor", param="max_ttft_s")
+
+
 def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
     """Chooses the router of several replicas, and refuses one that the profile denies.
 
@@ -161,7 +175,15 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
     name = str(server.config.router)
     entry = Entry.of(ROUTERS, name)
     policy.check_entry(entry.kind, entry.name, entry.threat)
-    policy.check({"load-routing": Use(name != DRAWN, f"setting `router` {name}")})
+    has_roles = bool(server.config.prefill or server.config.decode)
+    policy.check(
+        {
+            "load-routing": Use(name != DRAWN, f"setting `router` {name}"),
+            "disaggregation": Use(has_roles, "setting `prefill`"),
+            "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
+            "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
+        }
+    )
     return server
 
 

@@ -89,6 +89,9 @@ def _feature(
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
+_ONE_MACHINE = mitigate(
+    "replicas run on one machine; where the profile allows no other router, each of a pair is drawn by capacity"
+)
 _FROM_CREDENTIAL = refuse("the class comes from the credential only")
 _DRAFTS_DIE = "a drafter's state of a request is overwritten when the request ends"
 _LENGTHS_SHOW = refuse(
@@ -254,6 +257,48 @@ _FEATURES: Final = (
         paranoid=_STEERED,
         on_by_default=(Profile.OPEN, Profile.TEAM),
         instead="set `router` to capacity_random, or leave it out",
+    ),
+    _feature(
+        "disaggregation",
+        row="disaggregation",
+        setting="prefill",
+        title="Prefill and decode on different replicas",
+        does="has some replicas compute prompts, and others go on with the answers",
+        endangers="KV travels between processes",
+        part="roles",
+        open=allow(ONE_USER),
+        team=_ONE_MACHINE,
+        private=_ONE_MACHINE,
+        paranoid=_ONE_MACHINE,
+        instead="leave `prefill` and `decode` out",
+    ),
+    _feature(
+        "load-levelling",
+        row="migration",
+        setting="rebalance",
+        title="Moving running requests by load",
+        does="moves requests that run from busy replicas to idle ones",
+        endangers="others' requests decide where a request runs, so it can be steered",
+        part="load",
+        open=allow(ONE_USER),
+        team=mitigate("replicas run on one machine"),
+        private=_STEERED,
+        paranoid=_STEERED,
+        instead="leave the setting `rebalance` out; draining a replica works in every profile",
+    ),
+    _feature(
+        "role-flips",
+        row="flip",
+        setting="rebalance with roles",
+        title="Flipping roles by load",
+        does="makes replicas that compute prompts go on with answers, or the other way round, where others queue",
+        endangers="whoever loads one role decides which replica changes its own",
+        part="load",
+        open=allow(ONE_USER),
+        team=mitigate("replicas run on one machine"),
+        private=_STEERED,
+        paranoid=_STEERED,
+        instead="leave the setting `rebalance` out",
     ),
     _feature(
         "client-priority",

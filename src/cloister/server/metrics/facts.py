@@ -49,6 +49,10 @@ class EngineGauges:
         waiting = GaugeMetricFamily("cloister_replica_waiting", "Those without a slot.", labels=("replica",))
         usage = GaugeMetricFamily("cloister_replica_kv_cache_usage_perc", "Used part of its KV blocks.", labels=("replica",))
         routed = CounterMetricFamily("cloister_replica_routed", "Requests that a replica was given.", labels=("replica",))
+        moved = CounterMetricFamily(
+            "cloister_replica_migrated", "Running requests that were moved to a replica.", labels=("replica",)
+        )
+        role = GaugeMetricFamily("cloister_replica_role", "What a replica computes; always 1.", labels=("replica", "role"))
         for replica in replicas:
             label = (str(replica.index),)
             up.add_metric(label, float(replica.is_accepting))
@@ -56,7 +60,9 @@ class EngineGauges:
             waiting.add_metric(label, replica.num_waiting)
             usage.add_metric(label, replica.num_used_blocks / max(1, replica.num_total_blocks))
             routed.add_metric(label, replica.num_routed)
-        yield from (up, requests, waiting, usage, routed)
+            moved.add_metric(label, replica.num_migrated)
+            role.add_metric((*label, replica.role), 1)
+        yield from (up, requests, waiting, usage, routed, moved, role)
 
     def _processes(self) -> list[tuple[str, int | None]]:
         return [("front", None), *self._engine.processes]  # an engine in a thread has no own process
