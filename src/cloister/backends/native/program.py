@@ -545,7 +545,7 @@ class NativeProgram(Program):
 
     def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """Returns the contents of each block, layer after layer."""
-        return [b"".join(self._rows(block)) for block in block_ids]
+        return [b"".join([row.data for row in self._rows(block)]) for block in block_ids]
 
     def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
         """Overwrites blocks with contents that `export_blocks` returned."""

@@ -131,7 +131,7 @@ class StateCache:
 
 def export_rows(rows: Sequence[Tensor]) -> bytes:
     """Returns the bytes of tensors, one after the other."""
-    return b"".join([row.view(torch.uint8).cpu().numpy() for row in rows])
+    return b"".join([row.view(torch.uint8).cpu().numpy().data for row in rows])
 
 
 def import_rows(rows: Sequence[Tensor], content: bytes) -> None:
