@@ -48,7 +48,7 @@ def test_every_message_of_the_front_survives_the_way() -> None:
 
 
 def test_events_of_kv_on_the_move_survive_the_way() -> None:
-    message = Outputs([], [KVLoaded("x", 1.0, 32, 4096, 0.25, complete=False), PrefillDone("x", 2.0)])
+    message = Outputs([], [KVLoaded("x", 1.0, 32, 4096, 0.25, complete=False), PrefillDone("x", 2.0, (3,), 16)])
     assert channel.decode_engine(channel.encode(message)) == message
 
 

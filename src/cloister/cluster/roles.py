@@ -20,7 +20,7 @@ DISAGGREGATION_THREAT: Final = ThreatProfile(
     residue="KV in flight",
     where=("network",),
     attack="tap",
-    mitigations=("replicas of one machine; pairs are drawn by capacity where the profile allows no other router",),
+    mitigations=("refused where KV may travel encrypted between attested peers only",),
 )
 FLIP_THREAT: Final = ThreatProfile(
     row="instance flip",

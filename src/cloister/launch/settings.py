@@ -134,7 +134,29 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
             *_drafter_entries(engine.config),
         ),
     )
+    _check_kv_transfer(policy, engine.config, server.config.replicas if listens else 1)
     return Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
+
+
+def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) -> None:
+    """Refuses an exchange of KV that the profile denies, or that has no effect.
+
+    Raises:
+        ConfigError: it has no effect, or `kv_transfer` is no address.
+        PolicyError: the profile denies it.
+    """
+    if config.kv_transfer is None:
+        return
+    from cloister.engine.kv_transports import KV_TRANSPORTS, leaves_machine  # only when it was asked for
+
+    entry = Entry.of(KV_TRANSPORTS, config.kv_transfer.partition(":")[0])
+    source = f"setting `kv_transfer` {config.kv_transfer}"
+    policy.check({"kv-transfer": Use(True, source), "kv-transfer-network": Use(leaves_machine(config.kv_transfer), source)})
+    policy.check_entry(entry.kind, entry.name, entry.threat)
+    if num_replicas == 1:
+        raise ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
+    if not config.prefix_cache:
+        raise ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
 
 
 def _check_replicas(server: ServerConfig) -> None:

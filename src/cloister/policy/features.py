@@ -88,10 +88,8 @@ def _feature(
 
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
+_UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
-_ONE_MACHINE = mitigate(
-    "replicas run on one machine; where the profile allows no other router, each of a pair is drawn by capacity"
-)
 _FROM_CREDENTIAL = refuse("the class comes from the credential only")
 _DRAFTS_DIE = "a drafter's state of a request is overwritten when the request ends"
 _LENGTHS_SHOW = refuse(
@@ -267,9 +265,9 @@ _FEATURES: Final = (
         endangers="KV travels between processes",
         part="roles",
         open=allow(ONE_USER),
-        team=_ONE_MACHINE,
-        private=_ONE_MACHINE,
-        paranoid=_ONE_MACHINE,
+        team=mitigate("on one machine, between processes of one user that know a secret drawn at each start"),
+        private=_UNENCRYPTED,
+        paranoid=_UNENCRYPTED,
         instead="leave `prefill` and `decode` out",
     ),
     _feature(
@@ -299,6 +297,34 @@ _FEATURES: Final = (
         private=_STEERED,
         paranoid=_STEERED,
         instead="leave the setting `rebalance` out",
+    ),
+    _feature(
+        "kv-transfer",
+        row="disaggregation",
+        setting="kv_transfer",
+        title="KV between replicas",
+        does="lets a replica load cached KV from another one in place of computing it",
+        endangers="KV of requests is in transit, and a replica that asks for more than it should raises its hits",
+        part="transfer",
+        open=allow(ONE_USER),
+        team=mitigate("on one machine, between processes of one user that know a secret drawn at each start"),
+        private=_UNENCRYPTED,
+        paranoid=_UNENCRYPTED,
+        instead="leave the setting `kv_transfer` out; replicas compute what they need",
+    ),
+    _feature(
+        "kv-transfer-network",
+        row="disaggregation",
+        setting="kv_transfer tcp://HOST:PORT",
+        title="KV between machines",
+        does="lets engines on other machines load cached KV over TCP, authenticated and not encrypted",
+        endangers="whoever reads the network reads KV, from which prompts can be recovered",
+        part="network",
+        open=mitigate("authenticated by a secret drawn at each start; only for a network that nobody else reads"),
+        team=_UNENCRYPTED,
+        private=_UNENCRYPTED,
+        paranoid=_UNENCRYPTED,
+        instead="set `kv_transfer` to unix, or to an address of loopback",
     ),
     _feature(
         "client-priority",

@@ -110,6 +110,11 @@ class EngineConfig:
         " 0: one shared cache, in which users can infer others' activity; unset, one for each tenant, or 16 sessions.",
         low=0,
     )
+    kv_transfer: str | None = setting(
+        None,
+        "How replicas load KV from each other: unix (on one machine) or tcp://HOST:PORT, where each listens (port 0: a free"
+        " one); unset, they compute it.",
+    )
     profile: str | None = setting(
         None,
         "Privacy profile; unset, `open` on loopback without API keys, else `team`.",

@@ -142,10 +142,17 @@ class KVLoaded(msgspec.Struct, frozen=True, tag=True):
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     """A request that was here for its prefill only has its first token, which was sent as output; it leaves without `Ended`,
-    and another engine goes on with it (`Submit.prefill_only`)."""
+    and another engine goes on with it (`Submit.prefill_only`).
+
+    Attributes:
+        seq_ids: of its sequences that had not ended.
+        num_cached_tokens: prompt tokens read from the prefix cache.
+    """
 
     request_id: str
     now_s: float
+    seq_ids: tuple[int, ...]
+    num_cached_tokens: int
 
 
 Event = Arrived | Scheduled | Preempted | Lost | Migrated | Progressed | Ended | Stepped | KVLoaded | PrefillDone

@@ -90,6 +90,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         seed: of all that is drawn while it runs, such as which datagram is lost.
         roles: of each replica; empty if all are mixed.
         rebalance: load is levelled all the time.
+        moves_kv: share of requests that are told to load KV from another replica, or to leave theirs for it.
+        damages_kv: share of the datagrams with KV in which a bit changes.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
     """
 
@@ -103,6 +105,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_waiting: int = 16
     stall_timeout_s: float = 2.0
     delay_s: float = 0.001
+    moves_kv: float = 0.0
+    damages_kv: float = 0.0
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     operations: tuple[Operation, ...] = ()
@@ -124,6 +128,8 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         delay_s=draw.choice((0.0002, 0.002, 0.03)),
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
+        moves_kv=draw.choice((0.0, 0.5, 1.0)) if num_replicas > 1 else 0.0,
+        damages_kv=draw.choice((0.0, 0.0, 0.3)) if num_replicas > 1 else 0.0,
     )
     return scenario if num_replicas == 1 else _draw_moves(draw, scenario, span_s)
 

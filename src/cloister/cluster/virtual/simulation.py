@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -20,6 +21,7 @@ from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events
 from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
+from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import InjectedFault, Job, Operation, Scenario
@@ -31,7 +33,7 @@ from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, InvalidRequestError
-from cloister.types.events import Event, Stepped, Submit
+from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 
@@ -118,6 +120,7 @@ class _Simulation:
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
+        self.switch = KVSwitch(self.network, self.draw, scenario.damages_kv)
         self.digest = hashlib.sha256()
         self.answers = [JobAnswer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
         self.hosts: list[Host] = []
@@ -163,6 +166,7 @@ class _Simulation:
             self.draw,
             start_s=self.shape.start_s,
             times=LinkTimes(),
+            switch=self.switch if self.scenario.moves_kv else None,
         )
 
     async def _start_front(self) -> None:
@@ -172,7 +176,10 @@ class _Simulation:
             max_num_seqs=self.shape.max_num_seqs,
             stall_timeout_s=self.scenario.stall_timeout_s,
         )
-        self.transports = [LinkTransport(host, self.draw, Supervision()) for host in self.hosts]
+        self.transports = [
+            LinkTransport(host, self.draw, Supervision(), partial(self._move_kv, index))
+            for index, host in enumerate(self.hosts)
+        ]
         self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
         make_router = ROUTERS.get(self.scenario.router)
         front = ReplicaSet(
@@ -184,6 +191,19 @@ class _Simulation:
         front.subscribe(self._observe)
         await front.start()
         self.front = front
+
+    def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
+        """Adds to a message for a replica what a controller could tell it of KV: with the right replica or a wrong one."""
+        if not (isinstance(message, Submit) and self.scenario.moves_kv and self.draw.random() < self.scenario.moves_kv):
+            return [message]
+        source = KVSource(endpoint_of(self.draw.choice([other for other in range(len(self.hosts)) if other != index])))
+        token_ids = [*message.request.token_ids, *(message.resumption.token_ids[0] if message.resumption is not None else ())]
+        prefetch = PrefetchKV(message.request, token_ids, source)
+        return [
+            *([prefetch] if self.draw.random() < 0.3 else []),
+            msgspec.structs.replace(message, kv_source=source, hold_kv_s=self.draw.choice((0.0, 0.5, 20.0))),
+            *([HoldKV(message.request.request_id, 1.0)] if self.draw.random() < 0.2 else []),
+        ]
 
     async def _work(self, number: int, answer: JobAnswer) -> None:
         """Sends a request and takes what comes."""
@@ -303,6 +323,10 @@ class _Simulation:
                 self.violations.append(f"engine {index} still has {sorted(scheduler.requests)}")
             if scheduler.pool.num_used:
                 self.violations.append(f"engine {index} still uses {scheduler.pool.num_used} blocks")
+            left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports)
+            num_open = 0 if process.kv_links is None else process.kv_links.num_open
+            if any(left) or num_open:
+                self.violations.append(f"engine {index} still has leases, loads or exports {left}, and {num_open} connections")
             scheduler.pool.check()
         for index, client in enumerate(self.clients):
             if client.num_requests:
