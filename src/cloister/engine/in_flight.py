@@ -245,8 +245,9 @@ class InFlightRequests:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether any requests are open, including those of workers with their own channels."""
-        return bool(self._by_id or self._of_others)
+        """Whether any requests are open, including those of workers with their own channels, and those that left and whose end
+        the engine has not reported."""
+        return bool(self._by_id or self._of_others or self._leaving)
 
     def has_room(self) -> bool:
         """True if another request may be queued."""

@@ -118,7 +118,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     _check_quant(engine.config.quant)
     _check_replicas(server.config)
     if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
-        _check_roles(server.config)
+        _check_roles(server.config, engine.config)
     if listens and server.config.sealed:
         engine = _resolve_sealed(engine)
     policy, engine = apply_profile(
@@ -167,7 +167,7 @@ def _check_replicas(server: ServerConfig) -> None:
         raise ConfigError("a sealed node has one engine; leave replicas out, and start more nodes", param="replicas")
 
 
-def _check_roles(server: ServerConfig) -> None:
+def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
     """Refuses roles that leave prompts or answers without a replica, and settings that would have no effect."""
     from cloister.cluster.roles import assign_roles
 
@@ -175,6 +175,10 @@ def _check_roles(server: ServerConfig) -> None:
     if server.replicas == 1 and given:
         raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
     assign_roles(server.replicas, server.prefill, server.decode)
+    if (server.prefill or server.decode) and config.kv_transfer is None:
+        raise ConfigError(
+            "with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to unix", param="prefill"
+        )
     if server.max_ttft_s is not None and server.router != "conductor":
         raise ConfigError("max_ttft_s needs the router that predicts it; set router to conductor", param="max_ttft_s")
 

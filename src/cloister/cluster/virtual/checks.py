@@ -15,6 +15,8 @@ from cloister.types.request import FinishReason, Request, SequenceOutput
 RECOVERY_S: Final = 70.0
 """Virtual time in which a lost engine is noticed and replaced; one that hangs before its first step takes longest."""
 _SLACK_S: Final = 1.0
+_SLACK_OF_STEPS_S: Final = 0.1
+"""A deadline is enforced between steps."""
 _GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
 
 
@@ -96,6 +98,8 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
         return [f"{where} timed out, though nothing was wrong for long"]
     if took_s > limit_s + GRACE_S + run.late_s + _SLACK_S:
         return [f"{where} ended {took_s - limit_s:.1f} s after its deadline"]
+    if not run.scenario.faults and took_s > limit_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
+        return [f"{where} ended {took_s - limit_s:.3f} s after its deadline, though nothing was wrong"]
     if end is FinishReason.REJECTED and alone is not FinishReason.REJECTED:
         return [f"{where} was rejected, which one engine alone does not"]
     if end is FinishReason.ABORT:
