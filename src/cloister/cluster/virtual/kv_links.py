@@ -19,8 +19,8 @@ from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
 
 SECRET: Final = b"the engines of a virtual cluster"
-PART_ENTRIES: Final = 2
-"""Entries of one datagram, so that the engines make steps between them."""
+PART_ENTRIES: Final = 1
+"""Entries of one datagram: the engines make steps between them."""
 
 
 class KVFrame(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from cloister.cluster.link import RESET, Link, LinkFrame, LinkServer, LinkTimes, decode_frame, encode_frame
+from cloister.cluster.link import RESET, TIMER_ERROR_S, Link, LinkFrame, LinkServer, LinkTimes, decode_frame, encode_frame
 from cloister.cluster.virtual.engine import VirtualEngine
 from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch, VirtualKVLinks
 from cloister.cluster.virtual.network import VirtualNetwork
@@ -119,7 +119,8 @@ class VirtualProcess:
                 self._send(link, outputs)
             else:
                 try:
-                    await asyncio.wait_for(self._woken.wait(), core.patience_s())
+                    # a shorter wait might run out before its time, again and again
+                    await asyncio.wait_for(self._woken.wait(), max(TIMER_ERROR_S, core.patience_s()))
                 except TimeoutError:
                     if core.waits_for_others:
                         self._send(link, Outputs([], []))

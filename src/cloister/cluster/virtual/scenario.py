@@ -17,6 +17,10 @@ FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
 )  # fmt: skip
 
 
+SHARED_TEXT: Final = "Between two engines goes a text. "
+"""How prompts begin in a scenario in which KV moves."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request of a client.
 
@@ -117,7 +121,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
     draw = random.Random(seed)
     num_replicas = draw.choice((1, 2, 2, 3))
     span_s = draw.choice((0.05, 0.5, 2.0))
-    scenario = Scenario(
+    drawn = Scenario(
         seed=seed,
         num_replicas=num_replicas,
         router=draw.choice(routers),
@@ -128,10 +132,25 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         delay_s=draw.choice((0.0002, 0.002, 0.03)),
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
-        moves_kv=draw.choice((0.0, 0.5, 1.0)) if num_replicas > 1 else 0.0,
-        damages_kv=draw.choice((0.0, 0.0, 0.3)) if num_replicas > 1 else 0.0,
     )
-    return scenario if num_replicas == 1 else _draw_moves(draw, scenario, span_s)
+    if num_replicas == 1:
+        return drawn
+    return _draw_moves(draw, _move_kv(drawn, draw) if draw.random() < 0.5 else drawn, span_s)
+
+
+def _move_kv(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario in which KV moves: its prompts begin alike, are longer than some blocks, and come one after the other,
+    so that one replica has what another one needs."""
+    replace = msgspec.structs.replace
+    return replace(
+        scenario,
+        moves_kv=draw.choice((0.5, 1.0)),
+        damages_kv=draw.choice((0.0, 0.3)),
+        jobs=tuple(
+            replace(job, prompt=SHARED_TEXT + job.prompt, at_s=round(0.3 * job.at_s + 0.1 * number, 4))
+            for number, job in enumerate(scenario.jobs)
+        ),
+    )
 
 
 def _draw_moves(draw: random.Random, scenario: Scenario, span_s: float) -> Scenario:

@@ -121,6 +121,7 @@ class _Simulation:
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
         self.switch = KVSwitch(self.network, self.draw, scenario.damages_kv)
+        self.served: dict[str, set[int]] = {}  # replicas that have had requests of a tenant
         self.digest = hashlib.sha256()
         self.answers = [JobAnswer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
         self.hosts: list[Host] = []
@@ -193,10 +194,15 @@ class _Simulation:
         self.front = front
 
     def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
-        """Adds to a message for a replica what a controller could tell it of KV: with the right replica or a wrong one."""
-        if not (isinstance(message, Submit) and self.scenario.moves_kv and self.draw.random() < self.scenario.moves_kv):
+        """Adds to a message what a controller could tell of KV: that another replica has it, which may be wrong."""
+        if not (isinstance(message, Submit) and self.scenario.moves_kv):
             return [message]
-        source = KVSource(endpoint_of(self.draw.choice([other for other in range(len(self.hosts)) if other != index])))
+        served = self.served.setdefault(message.request.tenant, set())
+        others = sorted(served - {index}) or [other for other in range(len(self.hosts)) if other != index]
+        served.add(index)
+        if self.draw.random() >= self.scenario.moves_kv or not (served - {index} or self.draw.random() < 0.2):
+            return [message]
+        source = KVSource(endpoint_of(self.draw.choice(others)))
         token_ids = [*message.request.token_ids, *(message.resumption.token_ids[0] if message.resumption is not None else ())]
         prefetch = PrefetchKV(message.request, token_ids, source)
         return [
