@@ -121,10 +121,6 @@ def forget_the_deadline(found: InFlightRequest, now: float) -> Submit:
     return msgspec.structs.replace(message, resumption=msgspec.structs.replace(message.resumption, waited_s=0.0))
 
 
-def keep_the_waiter_of_what_left(replicas: ReplicaSet, index: int, found: InFlightRequest) -> None:
-    """A request whose prefill is done stays where it is, though its engine has left it."""
-
-
 def share_between_tenants(keys: PrefixKeys, scope: Scope, adapter: str | None = None) -> bytes:
     return root(keys, LOCAL_SCOPE, adapter)
 
@@ -149,7 +145,6 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what an engine says of a request that left it is taken": (InFlightRequests, "depart", take_late_words),
     "a token is repeated at a switch": (InFlightRequests, "depart", repeat_a_token),
     "a request that moved stays where it was too": (EngineClient, "release", stay_in_both_places),
-    "a request is not handed on after its prefill": (ReplicaSet, "_hand_on", keep_the_waiter_of_what_left),
     "tenants share prefixes": (PrefixKeys, "root", share_between_tenants),
     "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
 }

@@ -39,6 +39,11 @@ def test_a_strict_profile_allows_only_a_draw(profile: str, router: str) -> None:
         ({"replicas": 2, "sealed": True}, "start more nodes"),
         ({"replicas": 2, "router": "lpm"}, "unknown router 'lpm'; choose one of"),
         ({"replicas": 0}, "replicas"),
+        ({"rebalance": True}, "set replicas to 2 or more"),
+        ({"prefill": 1, "decode": 1}, "set replicas to 2 or more"),
+        ({"replicas": 2, "prefill": 2, "kv_transfer": "unix"}, "no replica is left to decode"),
+        ({"replicas": 2, "prefill": 1, "decode": 1}, "set kv_transfer to unix"),
+        ({"replicas": 2, "max_ttft_s": 1.0}, "set router to conductor"),
         ({"kv_transfer": "unix"}, "set replicas to 2 or more"),
         ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: unix, tcp"),
         ({"replicas": 2, "kv_transfer": "tcp:somewhere"}, "write tcp://HOST:PORT"),
@@ -65,6 +70,13 @@ def test_kv_that_is_not_encrypted_leaves_the_machine_in_open_only() -> None:
     assert resolve_settings({**flags, "profile": "open"}).engine.config.kv_transfer == flags["kv_transfer"]
     with pytest.raises(PolicyError, match="kv-transfer-network"):
         resolve_settings({**flags, "profile": "team"})
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -> None:
+    for flags in ({"rebalance": True}, {"prefill": 1, "decode": 1, "kv_transfer": "unix"}):
+        with pytest.raises(PolicyError):
+            resolve_settings({"replicas": 2, "profile": profile, **flags})
 
 
 def test_several_models_have_no_replicas(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from cloister.cluster.migration import LoadLeveller
 from cloister.cluster.roles import Placement, RoleFlips, RoleRouter
 from cloister.cluster.routers import Router
-from cloister.engine.client import EngineClient, Health, RequestClient
+from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot, Role
 from cloister.scheduler.budget import StepCost, StepSize
@@ -26,8 +26,6 @@ from cloister.types.request import AdapterInfo, ModelInfo, Request
 DIFFERENT_MODELS: Final = "the replicas do not serve the same model and formats; start them with the same settings"
 ALL_DRAINED: Final = "every replica is being drained; send the request again later"
 DEFAULT_BLOCK_SIZE: Final = 16
-DRAIN_REPLICA_S: Final = 60.0
-"""Longest time in which a replica is drained: others may have no room."""
 DRAIN_EVERY_S: Final = 0.05
 REBALANCE_EVERY_S: Final = 0.5
 MAX_COPY_ROUNDS: Final = 4
@@ -339,13 +337,6 @@ class ReplicaSet(RequestClient):
             self._handing_off[index].discard(request_id)
 
     async def drain_replica(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
-        """Gives a replica no new requests until `return_replica`, and moves those that it has to others.
-
-        Returns how many are left: those for which no other replica had room within `timeout_s`; they go on there.
-
-        Raises:
-            InvalidRequestError: there is no such replica, or no other one would be left.
-        """
         self._check_index(index)
         if len(self._draining | {index}) == len(self._replicas):
             raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
@@ -359,7 +350,6 @@ class ReplicaSet(RequestClient):
         return self._replicas[index].num_requests
 
     def return_replica(self, index: int) -> None:
-        """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
         self._check_index(index)
         self._draining.discard(index)
 

@@ -115,21 +115,23 @@ class RoleRouter:
             return prefillers
         if request.sampling.beams is not None or len(request.token_ids) < self._block_size:
             return whole
-        if not self._prefill.is_blind and self._is_soon_done(request, whole):
+        if not self._prefill.is_blind and self._is_soon_done(request, whole, prefillers):
             return whole
         return prefillers
 
-    def _is_soon_done(self, request: Request, whole: Sequence[ReplicaSnapshot]) -> bool:
-        """Whether a decoder computes the rest of the prompt sooner than KV of it would arrive there, counted for each of the
-        answers that would wait meanwhile. Before costs are known, prompts go where prompts are computed."""
-        num_tokens = len(request.token_ids)
+    def _is_soon_done(self, request: Request, whole: Sequence[ReplicaSnapshot], prefillers: Sequence[ReplicaSnapshot]) -> bool:
+        """Whether less time is lost if a decoder computes the rest of the prompt, counted for this request and each answer that
+        waits meanwhile, than elsewhere and on the way. Before costs are known, prompts go where prompts are computed.
+        """
+        num_tokens, router = len(request.token_ids), self._prefill
+        elsewhere_s = min(r.prefill_s(num_tokens, router.count_cached(request, r.index)) for r in prefillers)
 
         def gains(replica: ReplicaSnapshot) -> bool:
             if not (any(replica.cost) and replica.transfer_token_s):
                 return False
-            num_cached = self._prefill.count_cached(request, replica.index)
+            num_cached = router.count_cached(request, replica.index)
             stall_s = replica.prefill_s(num_tokens, num_cached) * (1 + replica.num_requests)
-            return stall_s < (num_tokens - num_cached) * replica.transfer_token_s + replica.cost[0]
+            return stall_s < elsewhere_s + (num_tokens - num_cached) * replica.transfer_token_s
 
         return any(gains(replica) for replica in whole)
 

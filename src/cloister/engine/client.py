@@ -22,7 +22,7 @@ from cloister.engine.supervision import Supervision, Watchdog
 from cloister.engine.transports import Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
-from cloister.types.errors import CloisterError, EngineError
+from cloister.types.errors import CloisterError, EngineError, InvalidRequestError
 from cloister.types.events import (
     ABORTED,
     Abort,
@@ -48,6 +48,9 @@ STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
 GRACE_S: Final = 10.0
 """Grace period after a request's deadline, which the engine enforces, before the client ends the request itself."""
+ONE_ENGINE: Final = "this server has one engine; start it with --replicas 2 or more"
+DRAIN_REPLICA_S: Final = 60.0
+"""Longest time in which a replica is drained: others may have no room."""
 HOLD_KV_S: Final = 15.0
 """For how long an engine keeps the KV of a request that goes on in another one, which may load it."""
 
@@ -198,6 +201,20 @@ class RequestClient(ABC):
         self.submit(request, take)
         with self._watch_deadline(request):
             await done
+
+    async def drain_replica(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
+        """Gives a replica no new requests until `return_replica`, and moves those that it has to others.
+
+        Returns how many are left: those for which no other replica had room within `timeout_s`; they go on there.
+
+        Raises:
+            InvalidRequestError: there is no such replica, or no other one would be left.
+        """
+        raise InvalidRequestError(ONE_ENGINE, param="replica")
+
+    def return_replica(self, index: int) -> None:
+        """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
+        raise InvalidRequestError(ONE_ENGINE, param="replica")
 
     @contextmanager
     def _watch_deadline(self, request: Request) -> Iterator[None]:
