@@ -1,8 +1,8 @@
 """Live migrations under load, on real processes: `python -m benchmarks.migrations --migrations 100`.
 
-Answers of moved requests are compared with those of the same requests that stay. The stall of a migration is the gap between the
-last output before its request changed its replica and the first one after it, in steps: divided by the median gap between two
-outputs of all requests in the run.
+Answers of moved requests are compared with those of the same requests that stay. The stall of a migration is the gap between
+the last output before its request changed its replica and the first one after it, in steps: divided by the median gap between
+two outputs of all requests in the run.
 """
 
 from __future__ import annotations

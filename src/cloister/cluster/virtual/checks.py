@@ -148,7 +148,10 @@ def check_events(run: RunRecord) -> list[str]:
 
 def _check_sharing(answer: JobAnswer, ended: list[Ended], run: RunRecord) -> list[str]:
     """Checks that no more of a prompt came from the cache than other requests of its tenant can have left there."""
-    others = [a for a in run.answers if a is not answer and a.job.tenant == answer.job.tenant and a.refusal is None]
+    scenario = run.scenario
+    may_move = bool(scenario.operations or scenario.roles or scenario.rebalance)  # then it may come back to its own prompt
+    mine = [a for a in run.answers if a.job.tenant == answer.job.tenant and a.refusal is None]
+    others = mine if may_move else [a for a in mine if a is not answer]
     longest = max((_count_common(answer.request.token_ids, other.request.token_ids) for other in others), default=0)
     found = max((event.num_cached_tokens for event in ended), default=0)
     if found <= longest:
