@@ -118,6 +118,9 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         for size in sorted({len(items) // 2, 1} - {0}, reverse=True):
             for start in range(0, len(items), size):
                 yield replace(scenario, **{name: items[:start] + items[start + size :]})
+    for name in ("moves_kv", "damages_kv"):
+        if getattr(scenario, name):
+            yield replace(scenario, **{name: 0.0})
     if scenario.num_replicas > 1:
         last = scenario.num_replicas - 1
         faults = tuple(replace(fault, replica=min(fault.replica, last - 1)) for fault in scenario.faults)

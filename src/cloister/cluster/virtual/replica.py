@@ -118,9 +118,11 @@ class VirtualProcess:
             if outputs is not None:
                 self._send(link, outputs)
             else:
+                patience_s = core.patience_s()
+                if 0.0 < patience_s < TIMER_ERROR_S:
+                    patience_s = TIMER_ERROR_S  # a shorter wait may run out before its time, again and again
                 try:
-                    # a shorter wait might run out before its time, again and again
-                    await asyncio.wait_for(self._woken.wait(), max(TIMER_ERROR_S, core.patience_s()))
+                    await asyncio.wait_for(self._woken.wait(), patience_s)
                 except TimeoutError:
                     if core.waits_for_others:
                         self._send(link, Outputs([], []))

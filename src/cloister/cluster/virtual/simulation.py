@@ -200,7 +200,8 @@ class _Simulation:
         served = self.served.setdefault(message.request.tenant, set())
         others = sorted(served - {index}) or [other for other in range(len(self.hosts)) if other != index]
         served.add(index)
-        if self.draw.random() >= self.scenario.moves_kv or not (served - {index} or self.draw.random() < 0.2):
+        is_likely = bool(served - {index} or self.draw.random() < 0.2)  # a source that has nothing shows little
+        if not (others and is_likely and self.draw.random() < self.scenario.moves_kv):
             return [message]
         source = KVSource(endpoint_of(self.draw.choice(others)))
         token_ids = [*message.request.token_ids, *(message.resumption.token_ids[0] if message.resumption is not None else ())]
@@ -322,8 +323,8 @@ class _Simulation:
 
     def _check_rest(self) -> None:
         for index, host in enumerate(self.hosts):
-            if (process := host.process) is None:
-                continue
+            if (process := host.process) is None or process.hangs_until_s > self.loop.time():
+                continue  # an engine that hangs keeps its leases, and is replaced as soon as a request waits for it
             scheduler = process.engine.scheduler
             if scheduler.requests:
                 self.violations.append(f"engine {index} still has {sorted(scheduler.requests)}")
