@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +14,17 @@ from typing import Final
 
 import msgspec
 
+from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.migration import LoadLeveller
+from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.roles import Placement, RoleFlips, RoleRouter
 from cloister.cluster.routers import Router
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot, Role
+from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
+from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError, InvalidRequestError, QueueFullError
 from cloister.types.events import Ended, Event, KVLoaded, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
@@ -33,6 +39,8 @@ COPY_TIMEOUT_S: Final = 5.0
 """Longest wait for a round of KV; what did not arrive is computed."""
 TRANSFER_WEIGHT: Final = 0.1
 """Weight of the last transfer in the mean time for a token."""
+
+_logger = logging.getLogger(__name__)
 
 MakeRouter = Callable[[ModelInfo], Router]
 
@@ -89,6 +97,9 @@ class ReplicaSet(RequestClient):
         replicas: a client for each engine, all with the same settings; at least one.
         make_router: makes a router, once the model is known: one for prompts and one for answers that go on elsewhere.
         block_size: tokens of a KV block of the engines.
+        avoids_slow: slow replicas get no requests; False: they are only reported.
+        verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
+        draw: chooses those.
     """
 
     def __init__(
@@ -97,6 +108,11 @@ class ReplicaSet(RequestClient):
         make_router: MakeRouter,
         config: ClusterConfig = ClusterConfig(),
         block_size: int = DEFAULT_BLOCK_SIZE,
+        *,
+        avoids_slow: bool = True,
+        verify_replay: float = 0.0,
+        draw: random.Random | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.adapters = ReplicaAdapters(replicas)
         self._replicas = list(replicas)
@@ -114,9 +130,16 @@ class ReplicaSet(RequestClient):
         self._num_migrated = [0 for _ in self._replicas]
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[EventListener] = []
+        self._stacks = StackClusters()
+        self._speeds = ReplicaSpeeds(len(replicas))
+        self._avoids_slow = avoids_slow
+        self._verifier = ReplayVerifier(self._replicas, verify_replay, draw or random.SystemRandom())
+        self._clock = clock or WallClock()
         for index, replica in enumerate(self._replicas):
             replica.subscribe(partial(self._observe, index))
+            replica.subscribe(partial(self._note_speed, index))
             replica.rescue = partial(self._rescue, index)
+            replica.diagnose = partial(self._diagnose, index)
             replica.after_receive = partial(self._hand_off, index)
 
     async def start(self) -> None:
@@ -151,7 +174,12 @@ class ReplicaSet(RequestClient):
         """Drains all engines at once."""
         for task in self._tasks:
             task.cancel()
+        self.stop_replays()
         await asyncio.gather(*(replica.drain(timeout_s) for replica in self._replicas))
+
+    def stop_replays(self) -> None:
+        """Ends what is computed again at present."""
+        self._verifier.stop()
 
     @property
     def processes(self) -> list[tuple[str, int]]:
@@ -163,12 +191,18 @@ class ReplicaSet(RequestClient):
         self._listeners.append(listener)
 
     def health(self) -> Health:
-        """Good while one replica is; the detail names those that are not."""
+        """Good while one replica is; the detail names those that are not, and those that are slow."""
         each = [replica.health() for replica in self._replicas]
         bad = [f"replica {index}: {health.detail}" for index, health in enumerate(each) if not health.good]
+        slow = [
+            f"replica {index} takes {self._speeds.slowness(index):.1f} times as long as the others"
+            for index in range(len(each))
+            if self._speeds.is_slow(index)
+        ]
+        wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
-        return Health(len(bad) < len(each), "; ".join([detail, *bad]))
+        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow, *wrong]))
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""
@@ -187,7 +221,10 @@ class ReplicaSet(RequestClient):
         own = self._replicas[index].snapshot(index)
         return replace(
             own,
-            is_accepting=own.is_accepting and index not in self._draining,
+            is_accepting=own.is_accepting and index not in self._draining and index not in self._verifier.odd,
+            slowness=self._speeds.slowness(index),
+            is_slow=self._speeds.is_slow(index),
+            num_mismatches=self._verifier.num_mismatches[index],
             num_migrated=self._num_migrated[index],
             role=self._roles[index],
             cost=self._costs[index].coefficients,
@@ -206,12 +243,17 @@ class ReplicaSet(RequestClient):
             raise
         source = None if placement.source is None else self._replicas[placement.source].kv_endpoint
         self._replicas[placement.index].submit(
-            request, sink, observer, prefill_only=placement.hands_off and self._moves_kv, source=source
+            request,
+            self._verifier.watch(request, placement.index, sink),
+            observer,
+            prefill_only=placement.hands_off and self._moves_kv,
+            source=source,
         )
         self._settle(request.request_id, placement)
 
     def abandon(self, request_id: str) -> None:
         """Aborts a request at its replica."""
+        self._verifier.forget(request_id)
         if (index := self._places.get(request_id)) is not None:
             self._replicas[index].abandon(request_id)
 
@@ -225,14 +267,16 @@ class ReplicaSet(RequestClient):
         return all(replica.kv_endpoint is not None for replica in self._replicas)
 
     def _accepting(self, but: int | None = None) -> list[ReplicaSnapshot]:
-        return [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and snapshot.index != but]
+        """Returns the replicas that requests may go to, slow ones left out."""
+        accepting = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and snapshot.index != but]
+        return self._speeds.choose(accepting, self._clock.now()) if accepting and self._avoids_slow else accepting
 
     def _place(self, request: Request) -> Placement:
         """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
         accepting = self._accepting()
         if accepting and self._router is not None:
             return self._router.place(request, accepting)
-        others = [i for i in range(len(self._replicas)) if i not in self._draining]
+        others = [i for i in range(len(self._replicas)) if i not in self._draining | self._verifier.odd]
         running = [i for i in others if self._replicas[i].closed is None]
         if not others:
             raise EngineError(ALL_DRAINED)
@@ -245,14 +289,29 @@ class ReplicaSet(RequestClient):
 
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
+        self._speeds.forget(lost)
         if self._router is not None:
             self._router.forget(lost)
+        if self._verifier.has_sent(found.request.request_id):
+            return False  # it asks this replica, and waits for its next engine
         placement = self._find_place(found, self._accepting())
         if placement is None:
             return False
         self._settle(found.request.request_id, placement)
+        self._verifier.forget(found.request.request_id)
         self._replicas[placement.index].adopt(found)
         return True
+
+    async def _diagnose(self, hung: int, stack: StackTrace) -> None:
+        """Logs where a replica hangs, and replaces those with it that make no step either and hang at the same place."""
+        _logger.error("replica %d: %s", hung, self._stacks.add(stack, hung))
+        others = [i for i, replica in enumerate(self._replicas) if i != hung and replica.is_stalled]
+        stacks = await asyncio.gather(*(self._replicas[i].collect_stack() for i in others))
+        for index in find_same(stack, dict(zip(others, stacks, strict=True))):
+            if not self._replicas[index].is_stalled:
+                continue  # it went on meanwhile
+            _logger.error("replica %d hangs at the same place; it is replaced too", index)
+            self._replicas[index].replace_engine()
 
     def _find_place(self, found: InFlightRequest, accepting: list[ReplicaSnapshot]) -> Placement | None:
         """Returns where an accepted request can go on; None if nowhere."""
@@ -310,6 +369,7 @@ class ReplicaSet(RequestClient):
         self._handing_off[source].discard(request_id)
         self._places[request_id] = target
         self._num_migrated[target] += 1
+        self._verifier.forget(request_id)
         self._replicas[target].adopt(found, self._replicas[source].kv_endpoint if found.has_output else None)
         return True
 
@@ -382,7 +442,10 @@ class ReplicaSet(RequestClient):
             await asyncio.sleep(REBALANCE_EVERY_S)
             now = asyncio.get_running_loop().time()
             replicas = self.snapshots()
-            requests = {index: replica.request_snapshots() for index, replica in enumerate(self._replicas)}
+            requests = {
+                index: [request for request in replica.request_snapshots() if request.request_id in self._places]
+                for index, replica in enumerate(self._replicas)
+            }
             for move in leveller.decide([replica for replica in replicas if replica.is_accepting], requests, now):
                 self._begin(self._perform(self.migrate(move.request_id, move.target)), "migration")
             if (flip := flips.decide(replicas, now)) is not None:
@@ -399,11 +462,23 @@ class ReplicaSet(RequestClient):
 
     # Events
 
+    def _note_speed(self, index: int, event: Event) -> None:
+        """Logs when a replica becomes slow, and when it is well again."""
+        if not isinstance(event, Stepped) or (change := self._speeds.note(index, event, self._clock.now())) is None:
+            return
+        if change.is_slow:
+            what = "it gets no requests until it is well" if self._avoids_slow else "it still gets requests"
+            _logger.warning("replica %d takes %.1f times as long as the others; %s", index, change.slowness, what)
+        else:
+            _logger.warning("replica %d is as fast as the others again", index)
+
     def _observe(self, index: int, event: Event) -> None:
         if isinstance(event, Stepped):
             if not event.drafting:
                 self._costs[index].learn(StepSize(event.num_tokens, event.num_attended), event.elapsed_s)
             event = self._total(event)
+        elif self._verifier.owns(event):
+            return
         elif isinstance(event, Ended) and event.last:
             self._places.pop(event.request_id, None)
             self._handing_off[index].discard(event.request_id)

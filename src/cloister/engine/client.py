@@ -8,18 +8,17 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-import msgspec
-
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot
+from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import Supervision, Watchdog
-from cloister.engine.transports import Transport
+from cloister.engine.transports import StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError, InvalidRequestError
@@ -239,8 +238,10 @@ class EngineClient(RequestClient):
     Attributes:
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
-        rescue: called with each request of an engine that has ended, if it can be resumed; returns whether another client has
-            adopted it. The others wait for this client's next engine. None if there is no other client.
+        diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
+        rescue: called with each request of an engine that has ended, if it can be resumed and need not be tried alone; returns
+            whether another client has adopted it. The others wait for this client's next engine. None if there is no other
+            client.
         kv_endpoint: where other engines load KV of its engine from; None if they cannot.
         after_receive: called after each message of the engine was handled; None if nobody wants to know.
     """
@@ -252,6 +253,8 @@ class EngineClient(RequestClient):
         self.rescue: Callable[[InFlightRequest], bool] | None = None
         self.kv_endpoint: str | None = None
         self.after_receive: Callable[[], None] | None = None
+        self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
+        self._stacks = StackClusters()
         self.adapters = AdapterCalls(self._call)
         self._transport = transport
         self._config = config
@@ -295,12 +298,17 @@ class EngineClient(RequestClient):
         """Requests that other engines have, and whose end here its engine has not reported yet."""
         return self._requests.num_leaving
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests wait and the engine makes no step."""
+        return self._is_open and self._watchdog.is_stalled
+
     def snapshot(self, index: int = 0) -> ReplicaSnapshot:
         """Returns the load of its engine, as the replica of this index."""
         step = self._requests.last_step
         return ReplicaSnapshot(
             index=index,
-            is_accepting=self.closed is None and self._requests.has_room(),
+            is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
             num_queued=0 if step is None else step.num_waiting,
@@ -350,15 +358,16 @@ class EngineClient(RequestClient):
             self._requests.check(request)
             # drawn here, so that another engine can continue the answer with the same noise
             seed = secrets.randbits(63) if request.sampling.seed is None else None
-            self._send(
-                Submit(
-                    request,
-                    seed,
-                    kv_source=None if source is None else KVSource(source),
-                    hold_kv_s=HOLD_KV_S if prefill_only else 0.0,
-                    prefill_only=prefill_only,
+            if not self._requests.holds_back:
+                self._send(
+                    Submit(
+                        request,
+                        seed,
+                        kv_source=None if source is None else KVSource(source),
+                        hold_kv_s=HOLD_KV_S if prefill_only else 0.0,
+                        prefill_only=prefill_only,
+                    )
                 )
-            )
         except Exception:
             if observer is not None:
                 observer.refuse()
@@ -369,10 +378,12 @@ class EngineClient(RequestClient):
     def abandon(self, request_id: str) -> None:
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
+        self._send_due()
 
     def give_up(self, request_id: str) -> None:
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
+        self._send_due()
 
     def find(self, request_id: str) -> InFlightRequest | None:
         """Returns a request that has not ended."""
@@ -388,6 +399,7 @@ class EngineClient(RequestClient):
         if found is not None and not found.is_prefilled:
             self.hold(request_id)
             self._send(Abort(request_id))
+        self._send_due()
         return found
 
     def drop(self, request_id: str) -> None:
@@ -409,10 +421,9 @@ class EngineClient(RequestClient):
         Args:
             source: endpoint of an engine that has its KV.
         """
-        self._requests.adopt(found)
+        self._requests.adopt(found, source)
         self._num_routed += 1
-        message = found.submission(self._clock.now())
-        self._send(message if source is None else msgspec.structs.replace(message, kv_source=KVSource(source)))
+        self._send_due()
 
     # Messages
 
@@ -420,6 +431,8 @@ class EngineClient(RequestClient):
         """Handles a message of the engine."""
         self._watchdog.note(message.events)
         self._requests.deliver(message)
+        if self._requests.holds_back:
+            self._send_due()
         if message.replies:
             self.adapters.deliver(message.replies)
         if self.after_receive is not None:
@@ -428,6 +441,12 @@ class EngineClient(RequestClient):
     def _send(self, message: FrontMessage) -> None:
         if self._is_open:
             self._transport.send(message)
+
+    def _send_due(self) -> None:
+        """Hands over requests that were held, if the engine can have them now."""
+        if self._is_open:
+            for message in self._requests.take_due():
+                self._transport.send(message)
 
     def _call(self, message: FrontMessage) -> None:
         if self.closed is not None:
@@ -477,6 +496,8 @@ class EngineClient(RequestClient):
                 await self._close_engine()
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
+                if self.rescue is not None:
+                    self._requests.release(self.rescue, confined=True)
                 self._requests.end_all(self._fault)
 
     async def _serve(self) -> None:
@@ -494,9 +515,25 @@ class EngineClient(RequestClient):
             is_waited_for = self._requests.is_waited_for and not self.adapters.is_loading
             self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
             if self._watchdog.is_hung and self._supervision.restarts is not None:
-                _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
-                self._transport.kill()
+                await self._report_hang()
+                self.replace_engine()
                 return
+
+    async def _report_hang(self) -> None:
+        _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
+        stack = await self.collect_stack()
+        if self.diagnose is not None:
+            await self.diagnose(stack)
+        else:
+            _logger.error("the engine: %s", self._stacks.add(stack, 0))
+
+    async def collect_stack(self) -> StackTrace:
+        """Returns where the engine's step is at present; empty if that cannot be known."""
+        return read_step_stack(await self._transport.collect_stacks()) if isinstance(self._transport, StackSource) else ()
+
+    def replace_engine(self) -> None:
+        """Kills the engine; another one is started, and continues what this one had."""
+        self._transport.kill()
 
     async def _close_engine(self) -> None:
         """Cleans up after an engine that has ended."""
@@ -526,11 +563,6 @@ class EngineClient(RequestClient):
         self.adapters.fail_all(reply)
         return num_kept - num_rescued, num_rescued, num_requests - num_kept
 
-    def _hand_over(self) -> None:
-        """Hands the requests that were kept to a new engine."""
-        for message in self._requests.submissions():
-            self._send(message)
-
     async def _replace(self) -> None:
         """Restarts the engine, or gives up permanently."""
         restarts = self._supervision.restarts
@@ -545,4 +577,4 @@ class EngineClient(RequestClient):
             except CloisterError as error:
                 _logger.error("the engine did not start again: %s", error.message)
                 continue
-            self._hand_over()
+            self._send_due()

@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from cloister.engine.replica_snapshot import RequestSnapshot
+from cloister.engine.suspects import Standing, Suspect, choose_due, judge
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import (
+    ABORTED,
     Arrived,
     Ended,
     Event,
     KVLoaded,
+    KVSource,
     Lost,
     Migrated,
     Outputs,
@@ -38,8 +41,9 @@ from cloister.types.request import FinishReason, Request, SequenceOutput
 
 _NUM_COMPLETIONS: Final = 64
 _MAX_RETRY_S: Final = 60.0
-MAX_RESUMES: Final = 2
-"""How often a request is resumed: one that kills its engine must not do so for ever."""
+POISONED: Final = (
+    "the engine died whenever it computed this request, at last with no other one beside it; it is not tried again: change it"
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -104,22 +108,28 @@ class InFlightRequest:
         open: indexes of the sequences that have not ended.
         seed: seed of its sampling noise, if the request has none.
         token_ids: its output so far, by index, from which another engine can resume it.
-        num_resumes: how often its engine was lost.
         is_prefilled: it was in its engine for its first token only, and has left it (`Submit.prefill_only`).
+        suspect: what it has to do with the deaths of its engines.
+        arrived_s, first_token_s: when this side heard of it, by its own clock, which the engine need not share.
+        source: endpoint of an engine that has its KV, for the next one that gets it.
     """
 
     __slots__ = (
         "_observer",
+        "_progressed_s",
+        "arrived_s",
+        "first_token_s",
         "is_prefilled",
         "num_outputs",
-        "num_resumes",
         "open",
         "request",
         "seed",
         "seq_ids",
         "sink",
+        "source",
         "stats",
         "submitted_s",
+        "suspect",
         "token_ids",
     )
 
@@ -129,8 +139,12 @@ class InFlightRequest:
         self.request = request
         self.seed = seed
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
-        self.num_resumes = 0
         self.is_prefilled = False
+        self.suspect = Suspect(prepares=request.sampling.grammar is not None or bool(request.images))
+        self.arrived_s: float | None = None
+        self.first_token_s: float | None = None
+        self._progressed_s: float | None = None
+        self.source: str | None = None
         self.sink: Sink | None = sink
         self.submitted_s = now
         self.stats = EngineStats(len(request.token_ids)) if observer is None else observer.stats
@@ -139,15 +153,23 @@ class InFlightRequest:
         self.num_outputs = dict.fromkeys(self.open, 0)
         self._observer = observer
 
-    def note(self, event: Event) -> None:
-        """Records what an `Ended` event needs, in case this side has to create it."""
-        if isinstance(event, Progressed):
+    def note(self, event: Event, clock: Clock) -> None:
+        """Records what an `Ended` event needs, in case this side has to create it, and what the engine does with it."""
+        if isinstance(event, Progressed):  # once for each token: few calls
             self.seq_ids[event.index] = event.seq_id
             self.num_outputs[event.index] += event.num_tokens
-            if self.stats.first_token_s is None:
-                self.stats.first_token_s = event.now_s
+            if self.first_token_s is None:
+                self.first_token_s, self.stats.first_token_s = clock.now(), event.now_s
+            if event.now_s != self._progressed_s:  # its sequences progress in the same step
+                self._progressed_s = event.now_s
+                if self.suspect.standing is not Standing.CLEARED or self.suspect.num_idle_losses:
+                    self.suspect.note_step()
             return
         self.is_prefilled |= isinstance(event, PrefillDone)
+        if isinstance(event, Arrived):
+            self.arrived_s = clock.now()
+        elif isinstance(event, Scheduled | Preempted | Lost | Migrated):
+            self.suspect.has_slot = isinstance(event, Scheduled)
         self.stats.follow(event)
         if self._observer is not None:
             _notify(self._observer.observe, event)
@@ -169,18 +191,19 @@ class InFlightRequest:
 
     def submission(self, now: float) -> Submit:
         """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
-        stats = self.stats
-        if stats.arrival_s is None:
+        if self.arrived_s is None:
             return Submit(self.request, self.seed)
+        stats = self.stats
         resumption = Resumption(
             token_ids=self.token_ids,
             ended=tuple(index for index in range(len(self.token_ids)) if index not in self.open),
-            waited_s=now - stats.arrival_s,
-            first_token_after_s=None if stats.first_token_s is None else stats.first_token_s - stats.arrival_s,
+            waited_s=now - self.arrived_s,
+            first_token_after_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             was_scheduled=stats.scheduled_s is not None,
             num_cached_tokens=stats.num_cached_tokens,
         )
-        return Submit(self.request, self.seed, resumption)
+        source, self.source = self.source, None
+        return Submit(self.request, self.seed, resumption, kv_source=None if source is None else KVSource(source))
 
     def ends(self, reason: FinishReason, error: str, now: float) -> Iterator[Ended]:
         """Yields an `Ended` event for each open sequence, in place of the engine. The caller closes each before it takes the
@@ -195,8 +218,8 @@ class InFlightRequest:
                 num_prompt_tokens=len(self.request.token_ids),
                 num_output_tokens=self.num_outputs[index],
                 num_cached_tokens=self.stats.num_cached_tokens,
-                arrival_s=self.submitted_s if self.stats.arrival_s is None else self.stats.arrival_s,
-                first_token_s=self.stats.first_token_s,
+                arrival_s=self.submitted_s if self.arrived_s is None else self.arrived_s,
+                first_token_s=self.first_token_s,
                 last=len(self.open) == 1,
                 error=error,
             )
@@ -211,6 +234,7 @@ class InFlightRequests:
 
     Attributes:
         last_step: the engine's last step; None before the first one of an engine.
+        holds_back: requests wait because one that may kill the engine is tried alone (`engine.suspects`).
     """
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
@@ -218,6 +242,8 @@ class InFlightRequests:
         self._max_waiting = max_waiting
         self._max_num_seqs = max_num_seqs
         self._by_id: dict[str, InFlightRequest] = {}
+        self._held: dict[str, InFlightRequest] = {}
+        self.holds_back = False
         self._of_others: set[str] = set()
         self._leaving: Counter[str] = Counter()
         self._listeners: list[EventListener] = []
@@ -288,15 +314,21 @@ class InFlightRequests:
             )
 
     def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None, *, seed: int | None = None) -> None:
-        """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events."""
-        self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
+        """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events. If `holds_back`,
+        `take_due` returns its message later; else the caller has sent it."""
+        found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
+        if self.holds_back:
+            self._held[request.request_id] = found
 
     def leave(self, request_id: str) -> bool:
-        """Removes the waiter of a request. Returns True if it had one and has not ended."""
+        """Removes the waiter of a request; one that was held ends. Returns True if it had one and its engine has it."""
         found = self._by_id.get(request_id)
         if found is None or found.sink is None:
             return False
         found.sink = None
+        if request_id in self._held:
+            self.end(request_id, FinishReason.ABORT, ABORTED)
+            return False
         return True
 
     def end(self, request_id: str, reason: FinishReason, error: str) -> bool:
@@ -305,7 +337,7 @@ class InFlightRequests:
         if found is None:
             return False
         now = self._clock.now()
-        if found.stats.arrival_s is None:
+        if found.arrived_s is None:
             self._happen(found, Arrived(request_id, found.submitted_s, len(found.request.token_ids)))
         for ended in found.ends(reason, error, now):
             self._happen(found, ended)
@@ -315,20 +347,28 @@ class InFlightRequests:
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
         self._forget_engine()
+        self.holds_back = False
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
     def keep_resumable(self, error: str) -> int:
-        """Ends the requests of an engine that has ended, with `error` as the reply, but for those that another engine can
-        resume: something waits for their output, and not too many engines were lost with them. Returns how many it keeps."""
+        """Holds the requests of an engine that has ended for another one. Ends those that nothing waits for, with `error` as
+        the reply, and one that is found to kill its engines. Returns how many it keeps."""
+        sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
+        culprit = None if self._of_others else judge([found.suspect for found in sent])
         self._forget_engine()
         now = self._clock.now()
-        for request_id, found in list(self._by_id.items()):
-            if found.sink is None or found.num_resumes >= MAX_RESUMES:
-                self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
+        for found in sent:
+            request_id = found.request.request_id
+            if found.sink is None:
+                self.end(request_id, FinishReason.ABORT, error)
+            elif found.suspect is culprit:
+                _logger.error("a request killed its engine again and again, the last time alone; it ends with an error")
+                self.end(request_id, FinishReason.ERROR, POISONED)
             else:
-                found.num_resumes += 1
                 self._happen(found, Lost(request_id, now))
+        self._held = dict(self._by_id)
+        self.holds_back = self._has_confined()
         return len(self._by_id)
 
     def _forget_engine(self) -> None:
@@ -336,14 +376,17 @@ class InFlightRequests:
         self._of_others.clear()
         self._leaving.clear()
 
-    def release(self, adopts: Callable[[InFlightRequest], bool]) -> int:
-        """Passes every request to `adopts`, and forgets those that it takes over. Returns how many remain."""
-        self._by_id = {request_id: found for request_id, found in self._by_id.items() if not adopts(found)}
+    def release(self, adopts: Callable[[InFlightRequest], bool], *, confined: bool = False) -> int:
+        """Passes every held request to `adopts`, confined ones only if `confined`, and forgets those that it takes over.
+        Returns how many remain."""
+        for request_id, found in list(self._held.items()):
+            if (confined or found.suspect.standing is not Standing.CONFINED) and adopts(found):
+                del self._by_id[request_id], self._held[request_id]
         return len(self._by_id)
 
     def depart(self, request_id: str, *, is_running: bool) -> InFlightRequest | None:
-        """Forgets a request that goes on in another engine; returns it, or None if it has ended or nothing waits
-        for it.
+        """Forgets a request that goes on in another engine; returns it, or None if it has ended, nothing waits
+        for it, or it must be tried where it is.
 
         What its engine still says of it is dropped, up to its end there: the other engine says it too. So it may come back.
 
@@ -353,9 +396,12 @@ class InFlightRequests:
         found = self._by_id.get(request_id)
         if found is None or found.sink is None:
             return None
+        if found.suspect.standing is Standing.CONFINED and not found.is_prefilled:
+            return None  # it is tried alone where it is
         self._happen(found, Migrated(request_id, self._clock.now()))
         del self._by_id[request_id]
-        if is_running and not found.is_prefilled:
+        is_sent = self._held.pop(request_id, None) is None and not found.is_prefilled
+        if is_running and is_sent:
             self._leaving[request_id] += 1
         return found
 
@@ -367,15 +413,32 @@ class InFlightRequests:
         """Returns the progress of every request that something waits for, in the order of their arrival."""
         return [found.snapshot() for found in self._by_id.values() if found.sink is not None]
 
-    def adopt(self, found: InFlightRequest) -> None:
-        """Adds a request that another engine had."""
-        found.is_prefilled = False
-        self._by_id[found.request.request_id] = found
+    def adopt(self, found: InFlightRequest, source: str | None = None) -> None:
+        """Adds a request that another engine had; `take_due` returns its message.
 
-    def submissions(self) -> list[Submit]:
-        """Returns the messages that hand all requests in flight to another engine, in the order of their arrival."""
+        Args:
+            source: endpoint of an engine that has its KV.
+        """
+        found.is_prefilled, found.source = False, source
+        self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
+        self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED
+
+    def take_due(self) -> list[Submit]:
+        """Returns the messages that hand requests that were held to the engine, in the order of their arrival; those that it
+        must not have yet are held on."""
+        if not (self._held or self.holds_back):
+            return []
         now = self._clock.now()
-        return [found.submission(now) for found in self._by_id.values()]
+        self.holds_back = self._has_confined()
+        sent = [found.suspect for request_id, found in self._by_id.items() if request_id not in self._held]
+        due = set(map(id, choose_due([found.suspect for found in self._held.values()], sent)))
+        taken = [found for found in self._held.values() if id(found.suspect) in due]
+        for found in taken:
+            del self._held[found.request.request_id]
+        return [found.submission(now) for found in taken]
+
+    def _has_confined(self) -> bool:
+        return any(found.suspect.standing is Standing.CONFINED for found in self._by_id.values())
 
     def deliver(self, message: Outputs) -> None:
         """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and what is said of
@@ -414,11 +477,11 @@ class InFlightRequests:
             return isinstance(event, KVLoaded)  # of a request that may come later (`PrefetchKV`)
         if isinstance(event, Ended) and event.index not in found.open:
             return False
-        found.note(event)
+        found.note(event, self._clock)
         return True
 
     def _happen(self, found: InFlightRequest, event: Event) -> None:
-        found.note(event)
+        found.note(event, self._clock)
         self._tell(event)
 
     def _note_leaving(self, event: Event) -> None:
@@ -447,6 +510,7 @@ class InFlightRequests:
             found.open.discard(output.index)
         if not found.open:
             del self._by_id[output.request_id]
+            self._held.pop(output.request_id, None)
             self._completions_s.append(self._clock.now())
 
     def _estimate_retry_s(self) -> float:

@@ -30,6 +30,9 @@ class ReplicaSnapshot:
         role: what it computes.
         cost: the times of its steps.
         transfer_token_s: seconds that KV of a token takes to come to it from another replica; 0 before the first transfer.
+        slowness: its steps take so many times as long as those of the others (`cluster.health`); 1 while unknown.
+        is_slow: it gets no requests because of that.
+        num_mismatches: how often it computed other tokens than another replica (`cluster.replay`).
     """
 
     index: int
@@ -46,6 +49,9 @@ class ReplicaSnapshot:
     role: Role = "mixed"
     cost: StepCoefficients = (0.0, 0.0, 0.0, 0.0)
     transfer_token_s: float = 0.0
+    slowness: float = 1.0
+    is_slow: bool = False
+    num_mismatches: int = 0
 
     def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
         """Returns the predicted time of a prompt of `num_tokens`, of which `num_cached` are cached."""

@@ -70,7 +70,14 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
     clients = [_make_client(each, front, kv_secret=kv_secret) for _ in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
-    return ReplicaSet(clients, make_router, ClusterConfig(tuple(roles), front.rebalance), config.block_size)
+    return ReplicaSet(
+        clients,
+        make_router,
+        ClusterConfig(tuple(roles), front.rebalance),
+        config.block_size,
+        avoids_slow=front.slow_replicas == "avoid",
+        verify_replay=front.verify_replay,
+    )
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:
