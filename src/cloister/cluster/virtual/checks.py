@@ -102,7 +102,8 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
         return [f"{where} timed out, though nothing was wrong for long"]
     if took_s > limit_s + GRACE_S + run.late_s + _SLACK_S:
         return [f"{where} ended {took_s - limit_s:.1f} s after its deadline"]
-    if not run.scenario.faults and took_s > limit_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
+    kills = any(job.kills_after is not None for job in run.scenario.jobs)
+    if not (run.scenario.faults or kills) and took_s > limit_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
         return [f"{where} ended {took_s - limit_s:.3f} s after its deadline, though nothing was wrong"]
     if end is FinishReason.REJECTED and alone is not FinishReason.REJECTED:
         return [f"{where} was rejected, which one engine alone does not"]
