@@ -24,6 +24,20 @@ def test_the_profile_chooses_the_router(profile: str, router: str) -> None:
     assert resolve_settings({"replicas": 2, "profile": profile}).server.config.router == router
 
 
+@pytest.mark.parametrize(("profile", "forks"), [("open", True), ("team", True), ("private", False), ("paranoid", False)])
+def test_engines_are_forked_where_the_profile_allows_it(profile: str, forks: bool) -> None:
+    assert resolve_settings({"profile": profile}).server.config.fork_server is forks
+    assert resolve_settings({"profile": profile, "fork_server": False}).server.config.fork_server is False
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_strict_profile_executes_each_engine_anew_and_ends_none_while_it_is_idle(profile: str) -> None:
+    with pytest.raises(PolicyError, match="addresses of its own"):
+        resolve_settings({"profile": profile, "fork_server": True})
+    with pytest.raises(PolicyError, match="whether others were there"):
+        resolve_settings({"profile": profile, "idle_timeout_s": 60.0})
+
+
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 @pytest.mark.parametrize("router", ["least_load", "prefix_aware", "round_robin"])
 def test_a_strict_profile_allows_only_a_draw(profile: str, router: str) -> None:
@@ -39,6 +53,10 @@ def test_a_strict_profile_allows_only_a_draw(profile: str, router: str) -> None:
         ({"replicas": 2, "sealed": True}, "start more nodes"),
         ({"replicas": 2, "router": "lpm"}, "unknown router 'lpm'; choose one of"),
         ({"replicas": 0}, "replicas"),
+        ({"idle_keeps": "weights"}, "set idle_timeout_s"),
+        ({"idle_timeout_s": 5.0, "idle_keeps": "weights", "fork_server": False}, "switch fork_server on"),
+        ({"idle_timeout_s": 5.0, "sealed": True, "profile": "open"}, "a sealed node has one engine"),
+        ({"fork_server": True, "sealed": True, "profile": "open"}, "a sealed node has one engine"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object], text: str) -> None:

@@ -113,7 +113,7 @@ class ReplicaSet(RequestClient):
         bad = [f"replica {index}: {health.detail}" for index, health in enumerate(each) if not health.good]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
-        return Health(len(bad) < len(each), "; ".join([detail, *bad]))
+        return Health(len(bad) < len(each), "; ".join([detail, *bad]), is_idle=all(health.is_idle for health in each))
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""

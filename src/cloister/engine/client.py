@@ -16,12 +16,12 @@ from typing import Final
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot
-from cloister.engine.supervision import Supervision, Watchdog
+from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
 from cloister.engine.transports import Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
-from cloister.types.events import Abort, FrontMessage, Outputs, Ready, Shutdown, Stepped, Submit
+from cloister.types.events import ABORTED, Abort, FrontMessage, Outputs, Ready, Shutdown, Stepped, Submit
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 
@@ -45,10 +45,12 @@ class Health:
     Attributes:
         good: steps advance, or no request waits.
         detail: one line for an operator, free of content.
+        is_idle: no engine runs, and the next request starts one.
     """
 
     good: bool
     detail: str
+    is_idle: bool = False
 
 
 class _Mailbox:
@@ -223,6 +225,10 @@ class EngineClient(RequestClient):
         self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._supervision = transport.supervision or Supervision(restarts=None)
         self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
+        self._idle = IdleTimer(self._supervision.idle_timeout_s)
+        self._is_resting = False
+        self._wanted = asyncio.Event()
+        self._held: list[FrontMessage] = []
         self._lifecycle: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_draining = False
@@ -231,7 +237,11 @@ class EngineClient(RequestClient):
             self._introduce(transport.ready)
 
     async def start(self) -> None:
-        await self._open()
+        try:
+            await self._open()
+        except BaseException:
+            await self._transport.rest(is_final=True)
+            raise
         self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
     @property
@@ -276,6 +286,8 @@ class EngineClient(RequestClient):
     def health(self) -> Health:
         if self.closed is not None:
             return Health(False, self.closed)
+        if self._is_resting:
+            return Health(True, "idle: the engine has ended, and the next request starts another", is_idle=True)
         detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
         if self._watchdog.is_stalled:
             return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
@@ -300,10 +312,15 @@ class EngineClient(RequestClient):
             raise
         self._requests.add(request, sink, observer, seed=seed)
         self._num_routed += 1
+        self._want()
 
     def abandon(self, request_id: str) -> None:
-        if self._requests.leave(request_id):
+        if not self._requests.leave(request_id):
+            return
+        if self._is_open:
             self._send(Abort(request_id))
+        else:
+            self._requests.end(request_id, FinishReason.ABORT, ABORTED)
 
     def give_up(self, request_id: str) -> None:
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
@@ -313,6 +330,7 @@ class EngineClient(RequestClient):
         """Takes over a request whose engine was lost, with what it had there."""
         self._requests.adopt(found)
         self._num_routed += 1
+        self._want()
         self._send(found.submission(self._clock.now()))
 
     # Messages
@@ -331,7 +349,15 @@ class EngineClient(RequestClient):
     def _call(self, message: FrontMessage) -> None:
         if self.closed is not None:
             raise EngineError(self.closed)
+        if self._is_resting:
+            self._held.append(message)
+        self._want()
         self._send(message)
+
+    def _want(self) -> None:
+        """Keeps the engine from becoming idle, and wakes an idle one."""
+        self._idle.note_use(self._clock.now())
+        self._wanted.set()
 
     # The engine's life
 
@@ -353,7 +379,8 @@ class EngineClient(RequestClient):
         assert self._transport.ready is not None
         self._introduce(self._transport.ready)
         self._watchdog.restart(self._clock.now())
-        self._is_open = True
+        self._idle.note_use(self._clock.now())
+        self._is_open, self._is_resting = True, False
         self.closed = DRAINING if self._is_draining else None
 
     def _introduce(self, ready: Ready) -> None:
@@ -365,14 +392,18 @@ class EngineClient(RequestClient):
         try:
             while self._is_open:
                 await self._serve()
-                await self._close_engine()
-                await self._replace()
+                if self._is_resting:
+                    await self._rest()
+                else:
+                    await self._close_engine()
+                    await self._replace()
         except Exception as error:
             _logger.critical("the task that keeps the engine running failed: %s", describe(error))
         finally:
-            if self._is_open:
+            if self._is_open or self._is_resting:
                 self._transport.kill()
                 await self._close_engine()
+            await self._transport.rest(is_final=True)
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
                 self._requests.end_all(self._fault)
@@ -391,10 +422,32 @@ class EngineClient(RequestClient):
             await asyncio.sleep(self._supervision.look_every_s)
             is_waited_for = self._requests.is_waited_for and not self.adapters.is_loading
             self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
+            if self._requests.is_waited_for or self.adapters.is_loading:
+                self._idle.note_use(self._clock.now())
+            if self._idle.is_over(self._clock.now()) and self._supervision.restarts is not None:
+                await self._end_idle_engine()
+                return
             if self._watchdog.is_hung and self._supervision.restarts is not None:
                 _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
                 self._transport.kill()
                 return
+
+    async def _end_idle_engine(self) -> None:
+        """Has an engine without requests end. Requests that come from now on wait for the next one."""
+        self._send(Shutdown(0.0))
+        self._is_open, self._is_resting = False, True
+        self._wanted.clear()
+        await asyncio.sleep(STOP_GRACE_S)
+        self._transport.kill()
+
+    async def _rest(self) -> None:
+        """Cleans up after an idle engine, and starts another when it is wanted."""
+        await self._transport.close()
+        self._requests.lose_engine()
+        await self._transport.rest()
+        _logger.info("the engine had no request for %g s and has ended", self._supervision.idle_timeout_s)
+        await self._wanted.wait()
+        await self._replace(is_wanted=True)
 
     async def _close_engine(self) -> None:
         """Cleans up after an engine that has ended."""
@@ -407,7 +460,8 @@ class EngineClient(RequestClient):
 
     def _stop_accepting(self) -> None:
         can_replace = self._supervision.restarts is not None
-        self._is_open = False
+        self._is_open = self._is_resting = False
+        self._held.clear()
         self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
 
     def _let_go(self) -> tuple[int, int, int]:
@@ -426,14 +480,19 @@ class EngineClient(RequestClient):
 
     def _hand_over(self) -> None:
         """Hands the requests that were kept to a new engine."""
-        for message in self._requests.submissions():
+        held, self._held = self._held, []
+        for message in (*held, *self._requests.submissions()):
             self._send(message)
 
-    async def _replace(self) -> None:
-        """Restarts the engine, or gives up permanently."""
+    async def _replace(self, *, is_wanted: bool = False) -> None:
+        """Restarts the engine, or gives up permanently.
+
+        Args:
+            is_wanted: the last engine was idle, so this start is none that counts.
+        """
         restarts = self._supervision.restarts
         while not (self._is_open or self._is_draining) and restarts is not None:
-            delay_s = restarts.next_delay_s(self._clock.now())
+            delay_s = 0.0 if is_wanted else restarts.next_delay_s(self._clock.now())
             if delay_s is None:
                 _logger.critical("%d restarts in %.0f s: %s", restarts.max_restarts, restarts.window_s, BROKEN)
                 return
@@ -442,5 +501,7 @@ class EngineClient(RequestClient):
                 await self._open()
             except CloisterError as error:
                 _logger.error("the engine did not start again: %s", error.message)
+                self._stop_accepting()
+                is_wanted = False
                 continue
             self._hand_over()

@@ -6,7 +6,6 @@ signals are handled by the front, which decides when to drain.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import logging
@@ -26,31 +25,39 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
 from cloister.types.logs import describe, set_up_logging
-from cloister.types.processes import name_process
+from cloister.types.processes import end_with_parent, name_process
 
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for this long is considered dead."""
-_PR_SET_PDEATHSIG: Final = 1
 
 _logger = logging.getLogger(__name__)
 
 CoreFactory = Callable[[EngineConfig], EngineCore]
+Send = Callable[[EngineMessage], None]
 
 
 def main(fd: int) -> int:
     """Builds and runs the engine that the front requests; returns the exit status."""
-    _tie_to_parent()
+    ignore_terminal()
+    end_with_parent()  # covers what _listen cannot: a thread that never releases the interpreter lock
     name_process("engine")
     faulthandler.enable()  # prints code locations, no values
-    sock = socket.socket(fileno=fd)
+    return serve(socket.socket(fileno=fd), build)
+
+
+def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineCore | None]) -> int:
+    """Runs an engine as the front at the other end of `sock` requests it; returns the exit status.
+
+    Args:
+        make_core: returns the engine for the front's boot message; None if there is none, after it sent the front why.
+    """
     sock.set_inheritable(False)
     sock.settimeout(SEND_TIMEOUT_S)
     frame, listeners = channel.receive_boot(sock)
     if frame is None:
         return 0
     boot = channel.decode_boot(frame)
-    set_up_logging(boot.log_format)
-    sys.path.extend(path for path in boot.import_path if path not in sys.path)
+    set_up(boot)
     input_queue = InputQueue()
     threading.Thread(target=_listen, args=(sock, input_queue), name="cloister-channel", daemon=True).start()
 
@@ -61,7 +68,7 @@ def main(fd: int) -> int:
             message = listener.deliver(message)
         sock.sendall(channel.frame(message))
 
-    core = _build(boot, send)
+    core = make_core(boot, send)
     if core is None:
         return 1
     core.input_queue = input_queue
@@ -75,6 +82,12 @@ def main(fd: int) -> int:
         _logger.critical("the engine ends: %s", describe(error))
         return 1
     return 0
+
+
+def set_up(boot: channel.Boot) -> None:
+    """Has this process log and import as the front does."""
+    set_up_logging(boot.log_format)
+    sys.path.extend(path for path in boot.import_path if path not in sys.path)
 
 
 def find_entry(entry: str) -> CoreFactory:
@@ -91,7 +104,8 @@ def find_entry(entry: str) -> CoreFactory:
     return factory
 
 
-def _build(boot: channel.Boot, send: Callable[[EngineMessage], None]) -> EngineCore | None:
+def build(boot: channel.Boot, send: Send) -> EngineCore | None:
+    """Returns an engine; None if it cannot be built, after `send` was told why."""
     try:
         return find_entry(boot.entry)(boot.config)
     except CloisterError as error:
@@ -102,12 +116,10 @@ def _build(boot: channel.Boot, send: Callable[[EngineMessage], None]) -> EngineC
     return None
 
 
-def _tie_to_parent() -> None:
+def ignore_terminal() -> None:
+    """Leaves the signals of a terminal to the front."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # covers what _listen cannot: a thread that never releases the interpreter lock
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(sock: socket.socket, input_queue: InputQueue) -> None:

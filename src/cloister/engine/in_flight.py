@@ -145,10 +145,10 @@ class InFlightRequest:
             _notify(self._observer.observe, event)
 
     def submission(self, now: float) -> Submit:
-        """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
+        """Returns the message that hands the request to another engine: what it was, and what it had in one that was lost. It
+        has arrived."""
         stats = self.stats
-        if stats.arrival_s is None:
-            return Submit(self.request, self.seed)
+        assert stats.arrival_s is not None
         resumption = Resumption(
             token_ids=self.token_ids,
             ended=tuple(index for index in range(len(self.token_ids)) if index not in self.open),
@@ -275,8 +275,7 @@ class InFlightRequests:
         if found is None:
             return False
         now = self._clock.now()
-        if found.stats.arrival_s is None:
-            self._happen(found, Arrived(request_id, found.submitted_s, len(found.request.token_ids)))
+        self._arrive(found)
         for ended in found.ends(reason, error, now):
             self._happen(found, ended)
             self._pass_on(found, end_output(ended))
@@ -284,22 +283,21 @@ class InFlightRequests:
 
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
-        self.last_step = None
-        self._of_others.clear()
+        self.lose_engine()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
     def keep_resumable(self, error: str) -> int:
         """Ends the requests of an engine that has ended, with `error` as the reply, but for those that another engine can
         resume: something waits for their output, and not too many engines were lost with them. Returns how many it keeps."""
-        self.last_step = None
-        self._of_others.clear()
+        self.lose_engine()
         now = self._clock.now()
         for request_id, found in list(self._by_id.items()):
             if found.sink is None or found.num_resumes >= MAX_RESUMES:
                 self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
             else:
                 found.num_resumes += 1
+                self._arrive(found)
                 self._happen(found, Lost(request_id, now))
         return len(self._by_id)
 
@@ -315,7 +313,14 @@ class InFlightRequests:
     def submissions(self) -> list[Submit]:
         """Returns the messages that hand all requests in flight to another engine, in the order of their arrival."""
         now = self._clock.now()
+        for found in self._by_id.values():
+            self._arrive(found)
         return [found.submission(now) for found in self._by_id.values()]
+
+    def lose_engine(self) -> None:
+        """Forgets the load of an engine that has ended."""
+        self.last_step = None
+        self._of_others.clear()
 
     def deliver(self, message: Outputs) -> None:
         """Dispatches the outputs and events of a step; drops ends of sequences that have already ended."""
@@ -339,6 +344,12 @@ class InFlightRequests:
             return False
         found.note(event)
         return True
+
+    def _arrive(self, found: InFlightRequest) -> None:
+        """Reports the arrival of a request that no engine has reported."""
+        if found.stats.arrival_s is None:
+            request = found.request
+            self._happen(found, Arrived(request.request_id, found.submitted_s, len(request.token_ids)))
 
     def _happen(self, found: InFlightRequest, event: Event) -> None:
         found.note(event)

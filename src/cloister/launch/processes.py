@@ -2,51 +2,75 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from cloister.launch.backend import chosen_backend
 from cloister.trust import hardening
 from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
     from cloister.engine import EngineClient, RequestClient
-    from cloister.engine.transports import ProcessHandle
+    from cloister.engine.child_process import ProcessHandle
+    from cloister.engine.fork_server import ForkServer
     from cloister.types.request import ModelInfo
 
 
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 
+_logger = logging.getLogger(__name__)
+
 
 def make_engine(
     config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
 ) -> RequestClient:
     """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines."""
+    fork_server = _make_fork_server(config, front)
     if front.replicas > 1:
-        return _make_replicas(config, front)
-    return _make_client(config, front, keep_listener)
+        return _make_replicas(config, front, fork_server)
+    return _make_client(config, front, fork_server, keep_listener)
+
+
+def _make_fork_server(config: EngineConfig, front: ServerConfig) -> ForkServer | None:
+    """Returns what starts engines as forks of a template; None where each is a program of its own."""
+    if not front.fork_server or sys.platform != "linux":
+        return None
+    if chosen_backend(config) != "native":
+        _logger.info("each engine starts by itself, not as a fork: torch computes this model")
+        return None
+    from cloister.engine.fork_server import ForkServer
+
+    return ForkServer(keeps_template=front.idle_keeps == "weights")
 
 
 def _make_client(
-    config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
+    config: EngineConfig,
+    front: ServerConfig,
+    fork_server: ForkServer | None,
+    keep_listener: Callable[[socket.socket], None] | None = None,
 ) -> EngineClient:
-    from cloister.engine import EngineClient, ProcessTransport
+    from cloister.engine import EngineClient, ProcessTransport, Supervision
 
     is_sealed = hardening.sealed() is not None
     transport = ProcessTransport(
         SEALED_ENGINE_ENTRY if is_sealed else ENGINE_ENTRY,
+        supervision=Supervision(idle_timeout_s=front.idle_timeout_s),
         log_format=front.log_format,
         spawn=_start_sealed_engine if is_sealed else None,
+        fork_server=fork_server,
         keep_listener=keep_listener,
     )
     return EngineClient(transport, config)
 
 
-def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
+def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkServer | None) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ROUTERS, ReplicaSet
     from cloister.cluster.routers import Router, RouterContext
@@ -59,7 +83,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
         return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    return ReplicaSet([_make_client(each, front) for _ in range(front.replicas)], make_router)
+    return ReplicaSet([_make_client(each, front, fork_server) for _ in range(front.replicas)], make_router)
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

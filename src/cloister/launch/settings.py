@@ -137,6 +137,12 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
 
 def _check_replicas(server: ServerConfig) -> None:
     """Refuses settings of replicas that cannot be combined, or have no effect."""
+    if server.idle_keeps is not None and server.idle_timeout_s is None:
+        raise ConfigError(
+            "idle_keeps says what stays when engines end; set idle_timeout_s, or leave it out", param="idle_keeps"
+        )
+    if server.idle_keeps == "weights" and server.fork_server is False:
+        raise ConfigError("the template of the fork server keeps the weights; switch fork_server on", param="idle_keeps")
     if server.router is not None and server.replicas == 1:
         raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
     if server.replicas > 1 and server.sealed:

@@ -173,6 +173,20 @@ class ServerConfig:
         " capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if the profile"
         " allows no other.",
     )
+    fork_server: bool | None = setting(
+        None,
+        "Fork engines from a template that has the model in memory: a further replica, or the next engine after a crash,"
+        " takes milliseconds and shares the weights (Linux, native back end); unset, the profile's default.",
+    )
+    idle_timeout_s: float | None = setting(
+        None, "End engines that had no request for this long; the next request starts them again; unset, they stay.", low=0.001
+    )
+    idle_keeps: str | None = setting(
+        None,
+        "What stays in memory while no engine runs: `weights` in the template, for a start in milliseconds, or `nothing`;"
+        " unset, nothing.",
+        choices=("nothing", "weights"),
+    )
     served_model_name: str | None = setting(None, "Model names for clients, comma-separated; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are required.")
     oidc: str | None = setting(
