@@ -80,7 +80,9 @@ class Fleet:
         """Has an engine answer a request."""
         self._num_asked += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
-        request = Request(f"r{self._num_asked}", list(range(NUM_PROMPT)), sampling, timeout_s=TIMEOUT_S)
+        request = Request(
+            request_id=f"r{self._num_asked}", token_ids=list(range(NUM_PROMPT)), sampling=sampling, timeout_s=TIMEOUT_S
+        )
         async for _ in client.generate(request):
             pass
 

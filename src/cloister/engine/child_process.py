@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from typing import Final, Protocol
 
 ENGINE: Final = "cloister.engine.engine_process"
 TEMPLATE: Final = "cloister.engine.template"
 _EXIT_POLL_S: Final = 0.01
+_LAST_WAIT_S: Final = 1.0
 
 
 class ProcessHandle(Protocol):
@@ -68,8 +70,15 @@ class Fork:
 
 
 async def end(process: ProcessHandle) -> int:
-    """Kills a process if it still runs; returns its exit status."""
+    """Kills a process if it still runs; returns its exit status. A caller that is cancelled waits for it too, for a second at
+    most: otherwise it would stay a zombie."""
     process.kill()
-    while (status := process.poll()) is None:  # SIGKILL ends any process, but the kernel may take a while
-        await asyncio.sleep(_EXIT_POLL_S)
+    try:
+        while (status := process.poll()) is None:  # SIGKILL ends any process, but the kernel may take a while
+            await asyncio.sleep(_EXIT_POLL_S)
+    except asyncio.CancelledError:
+        give_up_s = time.monotonic() + _LAST_WAIT_S
+        while process.poll() is None and time.monotonic() < give_up_s:
+            time.sleep(_EXIT_POLL_S)
+        raise
     return status

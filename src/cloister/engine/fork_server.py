@@ -53,9 +53,13 @@ class ForkServer:
     Args:
         keeps_template: whether the template stays when no engine runs, so that the next one starts in milliseconds.
         start_timeout_s: timeout for loading the model.
+
+    Attributes:
+        num_users: transports that may start engines; the template ends with the last one.
     """
 
     def __init__(self, *, keeps_template: bool = False, start_timeout_s: float = 600.0) -> None:
+        self.num_users = 0
         self._keeps_template = keeps_template
         self._start_timeout_s = start_timeout_s
         self._template: _Template | None = None
@@ -89,12 +93,11 @@ class ForkServer:
                     return engine
             return spawn_program(far)
 
-    async def rest(self, *, is_final: bool = False) -> None:
-        """Ends the template if no engine runs, and it is not to stay or this is the end."""
+    async def rest(self) -> None:
+        """Ends the template if it has no user, or no engine runs and it is not to stay."""
         async with self._lock:
-            self._keeps_template = self._keeps_template and not is_final
             self._count_crashes()
-            if not self._engines and not self._keeps_template:
+            if not self.num_users or not (self._engines or self._keeps_template):
                 await self._end_template()
 
     async def _check(self, boot: channel.Boot) -> None:

@@ -136,6 +136,9 @@ class ProcessTransport(_ChannelTransport):
         self._fork_server = fork_server
         self._keep_listener = keep_listener
         self._process: ProcessHandle | None = None
+        self._has_left = False
+        if fork_server is not None:
+            fork_server.num_users += 1
 
     @property
     def pid(self) -> int | None:
@@ -218,8 +221,12 @@ class ProcessTransport(_ChannelTransport):
         return f"the process ended with status {await child_process.end(process)}"
 
     async def rest(self, *, is_final: bool = False) -> None:
-        if self._fork_server is not None:
-            await self._fork_server.rest(is_final=is_final)
+        if self._fork_server is None:
+            return
+        if is_final and not self._has_left:
+            self._has_left = True
+            self._fork_server.num_users -= 1
+        await self._fork_server.rest()
 
 
 class ThreadTransport:

@@ -172,7 +172,7 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     try:
         found = path.stat()
-        return _read_header(path, found.st_size, found.st_mtime_ns, found.st_ino)
+        return _read_header(path, (found.st_size, found.st_mtime_ns, found.st_ino))
     except FileNotFoundError:
         raise ModelError(f"there is no file {path}; check the path") from None
     except (OSError, ValueError, struct.error):
@@ -180,8 +180,13 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 @lru_cache(maxsize=1)  # a start asks three times: for the model, its tokenizer and its pooling
-def _read_header(path: Path, size: int, mtime_ns: int, inode: int) -> GGUFFile:
-    """Reads a header; `mtime_ns` and `inode` say which version of the file it is."""
+def _read_header(path: Path, version: tuple[int, int, int]) -> GGUFFile:
+    """Reads a header.
+
+    Args:
+        version: size, time and inode of the file.
+    """
+    size = version[0]
     with path.open("rb") as file, mmap.mmap(file.fileno(), min(size, _MAX_HEADER_BYTES), access=mmap.ACCESS_READ) as header:
         return _Reader(header, path).read_file(size)
 
