@@ -180,9 +180,8 @@ def measure(bench: Bench, options: argparse.Namespace, name: str) -> None:
     with tempfile.TemporaryDirectory() as cache:
         settings = {"model": model, "quant": quant or "none", "weights_cache": cache, "num_threads": options.num_threads}
         config = resolve_settings(settings).engine.config
-        flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items() if value is not None]
-        model_flag = ["--model", model]
-        flags = [*model_flag, *(flag for flag in flags if not flag.startswith("--model="))]
+        given = [(f"--{key.replace('_', '-')}", str(value)) for key, value in settings.items() if value is not None]
+        flags = [part for flag in given for part in flag]
         empty_s = []
         for _ in range(options.runs):
             with tempfile.TemporaryDirectory() as nothing:
