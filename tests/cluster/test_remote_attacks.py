@@ -75,10 +75,8 @@ def on_stream(frame: bytes) -> bytes:
 def test_random_bytes_get_no_further_than_the_handshake(seed: int) -> None:
     draw = random.Random(seed)
     data = draw.randbytes(draw.choice((1, 5, 300, 70_000)))
-    if seed % 2:  # as a TLS record of a handshake
-        data = b"\x16\x03\x01" + len(data[:1000]).to_bytes(2, "big") + data[:1000]
-    else:
-        data = b"\xff" + data
+    record = b"\x16\x03\x01" + len(data[:1000]).to_bytes(2, "big") + data[:1000]  # as of a handshake
+    data = record if seed % 2 else b"\xff" + data
 
     async def main() -> None:
         async with listening() as (host, port):

@@ -13,6 +13,8 @@ from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
+    from cloister.cluster.replica_set import MakeRouter
+    from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.transports import ProcessHandle
     from cloister.types.request import ModelInfo
@@ -25,7 +27,10 @@ SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 def make_engine(
     config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
 ) -> RequestClient:
-    """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines."""
+    """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines, here or
+    where Ray puts them."""
+    if front.on == "ray":
+        return _make_placed_replicas(config, front)
     if front.replicas > 1:
         return _make_replicas(config, front)
     return _make_client(config, front, keep_listener)
@@ -48,8 +53,40 @@ def _make_client(
 
 def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
-    from cloister.cluster import ROUTERS, ReplicaSet
-    from cloister.cluster.routers import Router, RouterContext
+    from cloister.cluster import ReplicaSet
+
+    each = replace(config, memory_share=config.memory_share / front.replicas)
+    return ReplicaSet([_make_client(each, front) for _ in range(front.replicas)], _router_maker(config, front))
+
+
+def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
+    """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
+    from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
+    from cloister.cluster.remote.identity import Identity
+    from cloister.cluster.remote.transport import RemoteTransport
+    from cloister.engine import EngineClient
+
+    identity = Identity.make()
+    placer = RayPlacer(
+        RaySettings(
+            num_replicas=front.replicas,
+            address=front.ray_address,
+            temp_dir="",
+            num_cpus=config.num_threads,
+            num_gpus=1 if config.device == "cuda" else 0,
+            front=identity.certificate,
+        )
+    )
+    clients = [
+        EngineClient(RemoteTransport(placer.placement(index), identity, ENGINE_ENTRY, log_format=front.log_format), config)
+        for index in range(front.replicas)
+    ]
+    return PlacedReplicas(clients, _router_maker(config, front), placer)
+
+
+def _router_maker(config: EngineConfig, front: ServerConfig) -> MakeRouter:
+    from cloister.cluster import ROUTERS
+    from cloister.cluster.routers import RouterContext
     from cloister.kv import PrefixKeys
 
     assert front.router is not None  # settings are resolved
@@ -58,8 +95,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     def make_router(model: ModelInfo) -> Router:
         return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
 
-    each = replace(config, memory_share=config.memory_share / front.replicas)
-    return ReplicaSet([_make_client(each, front) for _ in range(front.replicas)], make_router)
+    return make_router
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

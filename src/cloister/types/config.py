@@ -173,6 +173,14 @@ class ServerConfig:
         " capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if the profile"
         " allows no other.",
     )
+    on: str = setting(
+        "local",
+        "Where replicas run: as processes of this machine, or on the machines of a Ray cluster (extra `ray`).",
+        choices=("local", "ray"),
+    )
+    ray_address: str | None = setting(
+        None, "Ray cluster to join, HOST:PORT or auto; unset, `on` ray starts a Ray of this machine alone, on loopback."
+    )
     served_model_name: str | None = setting(None, "Model names for clients, comma-separated; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are required.")
     oidc: str | None = setting(
