@@ -8,11 +8,13 @@
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ARG ISA=all
+# Extras of the package, such as ray (deploy/compose.cluster.yaml, deploy/kubernetes/raycluster.yaml).
+ARG EXTRAS=
 WORKDIR /build
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY src ./src
 RUN python -m venv /opt/cloister \
- && /opt/cloister/bin/pip install --no-cache-dir --config-settings=cmake.define.CLOISTER_ISA="$ISA" . \
+ && /opt/cloister/bin/pip install --no-cache-dir --config-settings=cmake.define.CLOISTER_ISA="$ISA" ".${EXTRAS:+[$EXTRAS]}" \
  && /opt/cloister/bin/python -c "from cloister.backends.native import _native"
 
 FROM python:3.11-slim
