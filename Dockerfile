@@ -21,6 +21,7 @@ FROM python:3.11-slim
 COPY --from=build /opt/cloister /opt/cloister
 RUN useradd --system --create-home --uid 10001 cloister \
  && install --directory --owner cloister --group cloister /home/cloister/.cache
+ENV PATH=/opt/cloister/bin:$PATH
 USER cloister
 EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \

@@ -56,7 +56,7 @@ class LocalRay:
         from ray.cluster_utils import Cluster
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        self._folder = tempfile.mkdtemp(prefix="cl-ray-")
+        self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
         common = {"num_cpus": NUM_CPUS, "object_store_memory": 80 * 2**20}
         self._cluster = Cluster()
         head = self._cluster.add_node(

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster_demo import ask_all, make_bodies, run, serving
+from benchmarks.cluster_demo import ask_all, make_bodies, serving
 from tests.serving import descendants
 
-pytest.importorskip("ray", reason="needs the extra ray")
-pytestmark = pytest.mark.slow  # Ray takes some ten seconds to start, and as long to notice that a node is dead
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,  # Ray takes some ten seconds to start, and longer to notice that a node is dead
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
+]
 
 
 def listening_elsewhere() -> set[str]:
@@ -33,18 +39,21 @@ def listening_elsewhere() -> set[str]:
     return found
 
 
+def left_over() -> set[Path]:
+    return set(Path("/tmp").glob("cl-ray-*"))
+
+
 def test_every_answer_is_that_of_one_engine_alone_though_a_raylet_is_killed() -> None:
-    outcome = asyncio.run(run(num_raylets=3, num_replicas=4, num_requests=64, num_at_once=16, max_tokens=100))
-    assert outcome.num_killed > 0
-    assert outcome.num_identical == len(outcome.answers), [answer.error for answer in outcome.answers]
-    assert outcome.recovered_s is not None
-    assert descendants(os.getpid()) == []
+    before = left_over()
+    demo = [sys.executable, "-m", "benchmarks.cluster_demo", "--requests", "64", "--max-tokens", "100"]
+    ended = subprocess.run(demo, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "64 answered, 64 as one engine alone, 0 lost" in ended.stdout
+    assert left_over() == before
 
 
-def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:
+    before = left_over()
     secret = "my doctor is called Okonkwo"
 
     async def main() -> None:
@@ -54,7 +63,7 @@ def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_le
             await ask_all(server.url, bodies, 4, answers)
             assert all(answer.error is None for answer in answers)
             assert listening_elsewhere() == set()
-            (folder,) = tmp_path.glob("cl-ray-*")
+            (folder,) = left_over() - before
             assert folder.stat().st_mode & 0o777 == 0o700
             logs = [path for path in folder.rglob("*") if path.is_file()]
             assert len(logs) > 5
@@ -62,4 +71,4 @@ def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_le
 
     asyncio.run(main())
     assert descendants(os.getpid()) == []
-    assert list(tmp_path.glob("cl-ray-*")) == []
+    assert left_over() == before

@@ -175,7 +175,7 @@ class RayPlacer:
                 return
             await self._end_driver()
             if self._temp_dir is None and self._settings.address is None:
-                self._temp_dir = tempfile.mkdtemp(prefix="cl-ray-")  # of mode 0700
+                self._temp_dir = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")  # 0700; paths of Ray's sockets must be short
             reader, writer = await self._start_driver()
             try:
                 async with asyncio.timeout(CONNECT_S):
