@@ -59,8 +59,15 @@ class LocalRay:
         self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
         common = {"num_cpus": NUM_CPUS, "object_store_memory": 80 * 2**20}
         self._cluster = Cluster()
+        try:
+            self._start(num_raylets, common)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, num_raylets: int, common: dict[str, int]) -> None:
         head = self._cluster.add_node(
-            node_ip_address="127.0.0.1", include_dashboard=False, temp_dir=self._folder, no_monitor=True, **common
+            node_ip_address="127.0.0.1", include_dashboard=False, temp_dir=f"{self._folder}/r", no_monitor=True, **common
         )
         self.raylets = [head, *(self._cluster.add_node(node_ip_address="127.0.0.1", **common) for _ in range(num_raylets - 1))]
         self.address: str = self._cluster.address

@@ -234,7 +234,9 @@ class RayPlacer:
                 process_group=0,
             )
         reader, writer = await asyncio.open_unix_connection(sock=near)
-        settings = msgspec.structs.replace(self._settings, temp_dir=self._temp_dir or "")
+        # below the folder: Ray opens the one that it gets to everybody
+        temp_dir = "" if self._temp_dir is None else f"{self._temp_dir}/r"
+        settings = msgspec.structs.replace(self._settings, temp_dir=temp_dir)
         writer.write(msgspec.json.encode(settings) + b"\n")
         return reader, writer
 
