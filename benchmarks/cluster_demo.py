@@ -52,11 +52,11 @@ class LocalRay:
     """
 
     def __init__(self, num_raylets: int) -> None:
-        os.environ.update(VARIABLES, RAY_AUTH_TOKEN=secrets.token_hex(32))
+        self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
+        os.environ.update(VARIABLES, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=self._folder)  # before Ray is imported
         from ray.cluster_utils import Cluster
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
         common = {"num_cpus": NUM_CPUS, "object_store_memory": 80 * 2**20}
         self._cluster = Cluster()
         try:
@@ -66,9 +66,7 @@ class LocalRay:
             raise
 
     def _start(self, num_raylets: int, common: dict[str, int]) -> None:
-        head = self._cluster.add_node(
-            node_ip_address="127.0.0.1", include_dashboard=False, temp_dir=f"{self._folder}/r", no_monitor=True, **common
-        )
+        head = self._cluster.add_node(node_ip_address="127.0.0.1", include_dashboard=False, no_monitor=True, **common)
         self.raylets = [head, *(self._cluster.add_node(node_ip_address="127.0.0.1", **common) for _ in range(num_raylets - 1))]
         self.address: str = self._cluster.address
 
