@@ -34,6 +34,7 @@ NUM_CPUS = 2
 """Logical CPUs of a raylet: replicas that it takes."""
 TIMEOUT_S = 300.0
 START_S = 240.0
+CLEAN_UP_S = 20.0
 PROMPTS = ("The king", "What does VACUUM do?", "Once upon a time", "A list of three fruits:", "To make bread, first", "The sea")
 VARIABLES = {
     "RAY_AUTH_MODE": "token",
@@ -87,7 +88,10 @@ class LocalRay:
             if b"/ray/" in _command(pid) or _command(pid).startswith(b"ray::"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        give_up_s = time.monotonic() + CLEAN_UP_S
+        while os.path.exists(self._folder) and time.monotonic() < give_up_s:  # what ends may still write there
+            shutil.rmtree(self._folder, ignore_errors=True)
+            time.sleep(0.1)
 
 
 def _command(pid: int) -> bytes:
