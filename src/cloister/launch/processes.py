@@ -56,7 +56,9 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     from cloister.cluster import ReplicaSet
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    return ReplicaSet([_make_client(each, front) for _ in range(front.replicas)], _router_maker(config, front))
+    clients = [_make_client(each, front) for _ in range(front.replicas)]
+    router = _router_maker(config, front)
+    return ReplicaSet(clients, router, avoids_slow=front.slow_replicas == "avoid", verify_replay=front.verify_replay)
 
 
 def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
@@ -81,7 +83,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         EngineClient(RemoteTransport(placer.placement(index), identity, ENGINE_ENTRY, log_format=front.log_format), config)
         for index in range(front.replicas)
     ]
-    return PlacedReplicas(clients, _router_maker(config, front), placer)
+    return PlacedReplicas(clients, _router_maker(config, front), placer, avoids_slow=front.slow_replicas == "avoid")
 
 
 def _router_maker(config: EngineConfig, front: ServerConfig) -> MakeRouter:

@@ -323,8 +323,10 @@ class RayPlacement:
 class PlacedReplicas(ReplicaSet):
     """Replicas that Ray places: it is there before them, and ends after them."""
 
-    def __init__(self, replicas: list[EngineClient], make_router: MakeRouter, placer: RayPlacer) -> None:
-        super().__init__(replicas, make_router)
+    def __init__(
+        self, replicas: list[EngineClient], make_router: MakeRouter, placer: RayPlacer, *, avoids_slow: bool = False
+    ) -> None:
+        super().__init__(replicas, make_router, avoids_slow=avoids_slow)
         self._placer = placer
 
     async def start(self) -> None:
