@@ -214,10 +214,7 @@ class AlwaysDrafts:
         self.num_drafted += sample.num_drafted
         self.num_accepted += len(sample.accepted)
 
-    def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
-        pass
-
-    def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
+    def learn_step(self, *_: object) -> None:
         pass
 
 

@@ -140,8 +140,6 @@ class Erratic:
         self.num_drafted += sample.num_drafted
         self.num_accepted += len(sample.accepted)
 
-    def learn_cost(self, num_drafted, draft_s) -> None:
-        self.cost |= num_drafted
-
-    def learn_step(self, size, num_drafted, elapsed_s) -> None:
+    def learn_step(self, size, num_drafted, elapsed_s, asked, draft_s) -> None:
+        self.cost |= asked
         assert num_drafted <= size.num_tokens

@@ -156,9 +156,8 @@ class Machine:
                     self.speculation.learn(
                         sequence, choice._replace(num_drafts=min(choice.num_drafts, sequence.max_drafts)), sample
                     )
-            if asked:
-                self.speculation.learn_cost({n: (len(s), sum(s)) for n, s in asked.items()}, draft_s)
-            self.speculation.learn_step(size, num_drafted, elapsed_s)
+            calls = {name: (len(sizes), sum(sizes)) for name, sizes in asked.items()}
+            self.speculation.learn_step(size, num_drafted, elapsed_s, calls, draft_s)
         for place, (sequence, sample) in enumerate(zip(self.running, samples, strict=True)):
             self.tokens += len(sample.token_ids)
             sequence.token_ids += sample.token_ids

@@ -237,7 +237,7 @@ def test_what_is_decided_costs_little():
         made = machine("tiny", batch, {"one": Drafting(FAIR, SEARCH_S)})
         made.run(100)
         spent_s = [0.0]
-        for name in ("choose", "learn", "learn_cost", "learn_step"):
+        for name in ("choose", "learn", "learn_step"):
             setattr(made.speculation, name, timed(getattr(made.speculation, name), spent_s))
         made.run(300)
         assert spent_s[0] / 300 < most_s

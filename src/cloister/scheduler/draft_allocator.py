@@ -94,7 +94,6 @@ class DraftAllocator:
         step, without planned drafts that were not made."""
         samples = {sample.seq_id: sample for sample in result.samples}
         size = step.budget.size
-        asked: dict[str, tuple[int, int]] = {}
         for place, (sequence, planned_end, _) in enumerate(step.parts):
             choice = step.choices.get(sequence.seq_id)
             if choice is None or not choice.num_drafts:
@@ -102,24 +101,26 @@ class DraftAllocator:
             start = planned_end - 1 - choice.num_drafts
             sample = samples.get(sequence.seq_id) or Sample(sequence.seq_id, [])
             size = size.minus(start, 1 + choice.num_drafts).plus(start, 1 + sample.num_drafted)
-            num_asked, num_drafts = asked.get(choice.drafter, (0, 0))
-            asked[choice.drafter] = (num_asked + 1, num_drafts + choice.num_drafts)
             end = start + 1 + len(sample.accepted)
             step.parts[place] = (sequence, end, 0)
             if sequence.status is Status.RUNNING:
                 sequence.num_planned = end
                 table_of(sequence).shrink(end)
                 self._speculation.learn(sequence, choice, sample)
-        if step.only_decodes:  # drafters process prompts too, in a time that is not reported
-            self._speculation.learn_cost(asked, result.draft_s)
         return size
 
     def learn(self, step: Step, size: StepSize, result: StepResult, elapsed_s: float) -> None:
-        """Adds the measured time of a step.
+        """Adds the measured times of a step; drafters process prompts too, in a time that is not reported.
 
         Args:
             size: its size, without planned drafts that were not made.
             elapsed_s: its time without drafting.
         """
-        if step.only_decodes:
-            self._speculation.learn_step(size, sum(sample.num_drafted for sample in result.samples), elapsed_s)
+        if not step.only_decodes:
+            return
+        asked: dict[str, tuple[int, int]] = {}
+        for choice in step.choices.values():
+            num_sequences, num_drafts = asked.get(choice.drafter, (0, 0))
+            asked[choice.drafter] = (num_sequences + 1, num_drafts + choice.num_drafts)
+        num_drafted = sum([sample.num_drafted for sample in result.samples])
+        self._speculation.learn_step(size, num_drafted, elapsed_s, asked, result.draft_s)

@@ -116,7 +116,6 @@ class AdaptiveSpeculation:
         self._plain_times = StepTimes()
         self._times = StepTimes(self._plain_times)
         self._cost: StepCost | None = None
-        self._is_first_call = False
         # The decision in force
         self._num_steps = 0
         self._last_decision = self._next_decision = 0
@@ -355,20 +354,21 @@ class AdaptiveSpeculation:
         users = max(1, self._num_users.get(choice.drafter, 1))
         return sequence_s + each_s * choice.num_drafts + (call_s + in_row_s * choice.num_drafts) / users
 
-    def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
-        """Records the time of drafting (`Speculation.learn_cost`)."""
-        for name, (num_sequences, num_drafts) in num_drafted.items():
-            times = self._draft_times.get(name)
-            if times is not None:
-                self._is_first_call |= not times.is_known
-                times.learn(num_sequences, num_drafts, draft_s.get(name, 0.0), FIRST_DRAFT * self._plain_s)
-
-    def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
-        """Records the time of a step (`Speculation.learn_step`)."""
-        if self._cost is not None and not self._is_first_call:  # reading weights and memory
+    def learn_step(
+        self,
+        size: StepSize,
+        num_drafted: int,
+        elapsed_s: float,
+        asked: Mapping[str, tuple[int, int]],
+        draft_s: Mapping[str, float],
+    ) -> None:
+        """Records the times of a step (`Speculation.learn_step`)."""
+        is_first_call = not all(self._draft_times[name].is_known for name in asked)
+        for name, (num_sequences, num_drafts) in asked.items():
+            self._draft_times[name].learn(num_sequences, num_drafts, draft_s.get(name, 0.0), FIRST_DRAFT * self._plain_s)
+        if self._cost is not None and not is_first_call:  # which reads weights and memory
             times = self._times if num_drafted else self._plain_times
             times.learn(size, elapsed_s, self._cost)
-        self._is_first_call = False
         if not num_drafted:
             self._num_since_plain = 0
 

@@ -67,21 +67,21 @@ class Speculation(Protocol):
         """Records the outcome of a decision."""
         ...
 
-    def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
-        """Records the time of drafting.
-
-        Args:
-            num_drafted: drafter -> (number of sequences, number of requested drafts).
-            draft_s: drafter -> seconds.
-        """
-        ...
-
-    def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
-        """Records the time of a step that only decoded.
+    def learn_step(
+        self,
+        size: StepSize,
+        num_drafted: int,
+        elapsed_s: float,
+        asked: Mapping[str, tuple[int, int]],
+        draft_s: Mapping[str, float],
+    ) -> None:
+        """Records the times of a step that only decoded.
 
         Args:
             size: its size, including verified drafts.
             num_drafted: number of verified drafts.
             elapsed_s: its time without drafting.
+            asked: drafter -> (number of sequences, number of requested drafts).
+            draft_s: drafter -> seconds.
         """
         ...

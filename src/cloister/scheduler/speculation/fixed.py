@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
@@ -37,8 +37,5 @@ class FixedSpeculation:
     def learn(self, sequence: SequenceRecord, choice: DraftDecision, sample: Sample) -> None:
         """Nothing to learn."""
 
-    def learn_cost(self, num_drafted: Mapping[str, tuple[int, int]], draft_s: Mapping[str, float]) -> None:
-        """Nothing to learn."""
-
-    def learn_step(self, size: StepSize, num_drafted: int, elapsed_s: float) -> None:
+    def learn_step(self, *_: object) -> None:
         """Nothing to learn."""
