@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from _pytest.mark import ParameterSet
 
 from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import FloatArray
@@ -41,6 +42,24 @@ NARROW = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32)
 WINDOWED = make_spec(hidden=96, intermediate=100, heads=(3, 1), head_dim=24, window=50, qk_norm=True)
 MANY_HEADS = make_spec(hidden=100, intermediate=50, heads=(6, 6), head_dim=10)
 SPECS = {"narrow": NARROW, "windowed": WINDOWED, "many heads": MANY_HEADS}
+
+
+def in_turns(cases: Iterable[object], *, best: bool = True) -> list[ParameterSet]:
+    """Each case with an instruction set: the best one, and two others that take turns; with the rest it is slow.
+
+    So every case and every instruction set is in `make test`, and `make test-slow` has the whole matrix.
+
+    Args:
+        cases: values of one parameter, or tuples of several; the instruction set comes behind them.
+        best: whether the best instruction set is among them.
+    """
+    found, others = [], KERNELS[1:]
+    for place, case in enumerate(cases):
+        chosen = {KERNELS[0], *(others[(place + ahead) % len(others)] for ahead in (0, len(others) // 2) if others)}
+        values = case if isinstance(case, tuple) else (case,)
+        names = KERNELS if best else others
+        found += [pytest.param(*values, name, marks=() if name in chosen else pytest.mark.slow) for name in names]
+    return found
 
 
 def build_native(spec: DecoderSpec, weights: object, *, dtype: str = "float32", **options: object) -> Driver:

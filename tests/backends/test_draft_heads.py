@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.executor.drafters.guessing import NumpyGuesser, ProgramGuesser, guess_hidden, make_guesser
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.memory_search import CAN_SEARCH, Needle
-from tests.native import KERNELS, build_native
+from tests.native import build_native, in_turns
 
 SPEC = make_spec(hidden=100, intermediate=172, heads=(4, 2), head_dim=24)
 NUM_HEADS, INNER = 4, 76
@@ -47,10 +48,8 @@ def hidden_states(num_rows: int) -> np.ndarray:
     return np.random.default_rng(9).standard_normal((num_rows, 100), np.float32)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_in_the_program_guess_what_heads_in_numpy_guess(kernels: str, dtype: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype", "kernels"), in_turns(product(HEADS, ["float32", "bfloat16"])))
+def test_heads_in_the_program_guess_what_heads_in_numpy_guess(name: str, dtype: str, kernels: str) -> None:
     program = draft_program(build_native(SPEC, RandomWeights(SPEC), dtype=dtype, kernels=kernels, num_threads=2))
     loaded = program.load_heads(HEADS[name])
     for num_rows in (1, 3, 17, 40):

@@ -8,14 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cloister.backends.native import _native
 from cloister.backends.native.backend import NativeBackend
 from cloister.backends.native.limits import MOST_DELTA_DIM
 from cloister.backends.spec import GatedDeltaNetSpec
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ConfigError
 from tests.driving import RandomWeights, build
-from tests.native import DELTA_NET, DELTA_NETS
+from tests.native import DELTA_NET, DELTA_NETS, in_turns
 
 PLAIN = GatedDeltaNetSpec(2, 4, 24, 20, kernel_size=4)
 VARIANTS: Mapping[str, GatedDeltaNetSpec] = {
@@ -32,8 +31,7 @@ VARIANTS: Mapping[str, GatedDeltaNetSpec] = {
 TOKENS = np.random.default_rng(3).integers(0, DELTA_NETS.vocab_size, 40).tolist()
 
 
-@pytest.mark.parametrize("kernels", _native.kernel_names())
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(VARIANTS))
 def test_logits_are_those_of_torch_and_have_the_same_bits_in_any_chunks(name: str, kernels: str) -> None:
     spec = replace(DELTA_NETS, layers=(replace(DELTA_NET, state=VARIANTS[name]), *DELTA_NETS.layers[1:]))
     weights = RandomWeights(spec)

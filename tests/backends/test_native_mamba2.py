@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cloister.backends.native import _native
 from cloister.backends.spec import DecoderSpec, LayerSpec, Mamba2Spec
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import RandomWeights, build
-from tests.native import CONVOLUTION, DELTA_NET, MAMBA, MAMBA_LAYERS, OF_ONE_PART, SIDE_BY_SIDE
+from tests.native import CONVOLUTION, DELTA_NET, MAMBA, MAMBA_LAYERS, OF_ONE_PART, SIDE_BY_SIDE, in_turns
 
 PLAIN = Mamba2Spec(num_heads=6, head_dim=20, num_groups=2, d_state=24, kernel_size=4)
 VARIANTS: Mapping[str, Mamba2Spec] = {
@@ -38,8 +37,7 @@ VARIANTS: Mapping[str, Mamba2Spec] = {
 TOKENS = np.random.default_rng(3).integers(0, MAMBA_LAYERS.vocab_size, 40).tolist()
 
 
-@pytest.mark.parametrize("kernels", _native.kernel_names())
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(VARIANTS))
 def test_logits_are_those_of_torch_in_steps_of_any_size(name: str, kernels: str) -> None:
     layers = (replace(MAMBA, state=VARIANTS[name]), *MAMBA_LAYERS.layers[1:])
     check_logits(replace(MAMBA_LAYERS, layers=layers), kernels)
@@ -76,8 +74,7 @@ LAYERS: Mapping[str, DecoderSpec] = {
 }
 
 
-@pytest.mark.parametrize("kernels", _native.kernel_names())
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(LAYERS))
 def test_layers_of_other_parts_give_the_logits_of_torch(name: str, kernels: str) -> None:
     check_logits(LAYERS[name], kernels)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from cloister.backends.base import LOGITS, KVLayout, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.backend import NativeBackend
+from cloister.backends.native.memory import Arena
 from cloister.backends.native.model import pack_model
 from cloister.backends.native.packing import PackedKind, Packer
 from cloister.backends.native.store import array_bytes
@@ -108,6 +110,29 @@ def test_weights_take_what_was_named_whatever_becomes_of_them(case: str, dtype: 
     named = backend.need(spec, weights, block_size=16, max_batched_tokens=16).weights_bytes
     packed = pack_model(spec, weights, Packer(_native.Pool(1), PackedKind.F32 if dtype == "float32" else PackedKind.BF16))
     assert named == array_bytes(packed)
+
+
+@pytest.mark.parametrize("case", ["numbers", "NVFP4"])
+def test_packed_matrices_lie_side_by_side_so_that_huge_pages_hold_them(case: str) -> None:
+    """Each by itself, an expert's matrices of 3 MiB would lie in small pages for the most part."""
+    spec = SPEC if case == "numbers" else WIDE
+    packed = pack_model(spec, CASES[case], Packer(_native.Pool(1), PackedKind.BF16, Arena()))
+    places = sorted((part.ctypes.data, part.nbytes) for matrix in packed.matrices.values() for part in matrix.parts.values())
+    assert len(places) > 8
+    for (start, num_bytes), (following, _) in itertools.pairwise(places):
+        assert 0 <= following - start - num_bytes < 64
+    assert all(start % 64 == 0 for start, _ in places)
+
+
+def test_an_arena_gives_zeros_that_nobody_else_has_however_large() -> None:
+    arena = Arena()
+    taken = [arena.take(num_bytes) for num_bytes in (1, 100, 70 << 20, 64, (64 << 20) - 64, 5)]
+    for number, array in enumerate(taken):
+        assert not array.any()
+        array[:] = number + 1
+    assert all((array == number + 1).all() for number, array in enumerate(taken))
+    numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert arena.keep(numbers).tolist() == list(range(12))
 
 
 SPECS = {

@@ -13,7 +13,7 @@ from cloister.backends.native.program import NativeProgram
 from cloister.backends.spec import DecoderSpec, MoeSpec
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build
-from tests.native import KERNELS, PARTS, GivenWeights, build_native, relative_error
+from tests.native import KERNELS, PARTS, GivenWeights, build_native, in_turns, relative_error
 
 NUM_TOKENS = 270
 
@@ -28,8 +28,7 @@ def oracle(name: str) -> FloatArray:
     return build(spec, RandomWeights(spec)).run("a", tokens_of(spec))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(PARTS))
 def test_float32_differs_from_the_oracle_by_the_order_of_sums_only(name: str, kernels: str) -> None:
     spec = PARTS[name]
     found = build_native(spec, RandomWeights(spec), kernels=kernels).run("a", tokens_of(spec), 150)
@@ -47,13 +46,20 @@ def all_chosen(spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, layers=tuple(layers))
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_bfloat16_stays_near_the_oracle(name: str) -> None:
+@cache
+def oracle_of_all_chosen(name: str) -> FloatArray:
     spec = all_chosen(PARTS[name])
-    exact = build(spec, RandomWeights(spec)).run("a", tokens_of(spec))
-    for kernels in KERNELS:
-        found = build_native(spec, RandomWeights(spec), kernels=kernels, dtype="bfloat16").run("a", tokens_of(spec))
-        assert 1e-4 < relative_error(found, exact) < (0.02 if "post norms" in name else 0.01)  # measured 0.0102, 0.0054
+    if spec == PARTS[name]:
+        return oracle(name)
+    return build(spec, RandomWeights(spec)).run("a", tokens_of(spec))
+
+
+@pytest.mark.parametrize(("name", "kernels"), in_turns(PARTS))
+def test_bfloat16_stays_near_the_oracle(name: str, kernels: str) -> None:
+    spec = all_chosen(PARTS[name])
+    found = build_native(spec, RandomWeights(spec), kernels=kernels, dtype="bfloat16").run("a", tokens_of(spec))
+    bound = 0.02 if "post norms" in name else 0.01  # measured 0.0102, 0.0054
+    assert 1e-4 < relative_error(found, oracle_of_all_chosen(name)) < bound
 
 
 def make(spec: DecoderSpec, dtype: str, kernels: str, block_size: int, num_threads: int) -> Driver:

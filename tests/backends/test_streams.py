@@ -32,7 +32,7 @@ from tests.adapter_factory import MergedWeights, random_adapter
 from tests.backends.test_native_batch_invariance import FEWEST, FORMS, differing
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, GivenWeights, RandomWeights, build
-from tests.native import KERNELS, LATENT, MIXTURE, ODD, STREAMS, changed, relative_error
+from tests.native import KERNELS, LATENT, MIXTURE, ODD, STREAMS, changed, in_turns, relative_error
 from tests.token_trees import KV_FORMS, keep_path, path_to, plan_trees, run_path
 
 FEW: dict[str, Any] = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
@@ -53,9 +53,8 @@ def test_company_chunks_blocks_threads_and_hits_change_no_bit(dtype: str, arrang
     assert differing_arrangements(check, TOKENS, vocab=320, **arrangements) == []
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_nor_do_they_on_native_kernels(kernels: str, form: str) -> None:
+@pytest.mark.parametrize(("form", "kernels"), in_turns(FORMS))
+def test_nor_do_they_on_native_kernels(form: str, kernels: str) -> None:
     arrangements = FEWEST if kernels == "scalar" else FEW
     assert differing(STREAMS, form, kernels, 270 if kernels == "scalar" else 301, **arrangements) == []
 
@@ -146,8 +145,7 @@ TABLES: dict[str, Callable[[npt.NDArray[np.float32]], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(TABLES))
 def test_inputs_of_layers_are_read_from_a_table_as_it_is_stored(name: str, kernels: str) -> None:
     assert STREAMS.streams is not None
     spec = replace(STREAMS, streams=replace(STREAMS.streams, input_size=24))

@@ -19,6 +19,8 @@ if HAS_TRITON:
 
 pytestmark = needs_triton
 NARROW = make_spec(hidden=48, intermediate=40, heads=(4, 2), head_dim=16, vocab=96)
+ONE_LAYER = replace(NARROW, layers=NARROW.layers[:1])
+"""Half of the time in the interpreter, where it is not about layers."""
 WINDOWED = make_spec(hidden=48, intermediate=40, heads=(3, 1), head_dim=24, window=50, qk_norm=True, vocab=96)
 
 
@@ -50,16 +52,16 @@ def test_hidden_states_are_the_oracles() -> None:
 
 
 def test_bfloat16_differs_from_the_oracle_only_as_rounding_does() -> None:
-    weights, tokens = RandomWeights(NARROW), tokens_of(NARROW, 40)
-    exact = build(NARROW, weights).run("a", tokens)
-    oracle = build(NARROW, weights, dtype="bfloat16").run("a", tokens)
-    ours = open_driver(NARROW, weights, dtype=torch.bfloat16).run("a", tokens)
+    weights, tokens = RandomWeights(ONE_LAYER), tokens_of(ONE_LAYER, 40)
+    exact = build(ONE_LAYER, weights).run("a", tokens)
+    oracle = build(ONE_LAYER, weights, dtype="bfloat16").run("a", tokens)
+    ours = open_driver(ONE_LAYER, weights, dtype=torch.bfloat16).run("a", tokens)
     assert np.abs(ours - exact).mean() < 1.5 * np.abs(oracle - exact).mean()
 
 
 @pytest.mark.parametrize("family", [{"tied_embeddings": True}, {"norm_eps": 0.3}], ids=str)
 def test_what_a_spec_says_is_obeyed(family: dict[str, Any]) -> None:
-    spec = replace(NARROW, **family)
+    spec = replace(ONE_LAYER, **family)
     weights, tokens = RandomWeights(spec), tokens_of(spec, 20)
     assert np.abs(open_driver(spec, weights).run("a", tokens) - build(spec, weights).run("a", tokens)).max() < 2e-4
 
@@ -86,7 +88,7 @@ class Prefilled:
 
 @pytest.fixture(scope="module")
 def prefilled() -> Prefilled:
-    spec = replace(NARROW, layers=NARROW.layers[:1])
+    spec = ONE_LAYER
     weights, tokens = RandomWeights(spec), tokens_of(spec, 260)
     driver = open_driver(spec, weights, dtype=torch.bfloat16)
     return Prefilled(spec, weights, tokens, driver, driver.run("a", tokens))
@@ -103,7 +105,7 @@ def test_company_chunks_and_hits_change_no_bit(prefilled: Prefilled) -> None:
 
 
 def test_a_greedy_step_returns_the_largest_logit_of_each_row() -> None:
-    driver = open_driver(NARROW, RandomWeights(NARROW))
+    driver = open_driver(ONE_LAYER, RandomWeights(ONE_LAYER))
     logits = driver.run("a", tokens_of(NARROW, 9))
     best = driver.program.step(driver.plan({"b": tokens_of(NARROW, 9)}, logit_rows=[8, 2]), GREEDY).tokens
     assert best.tolist() == logits[[8, 2]].argmax(1).tolist()

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cloister.cli", "cluster", "fuzz", *args], capture_output=True, text=True, timeout=300
-    )
+from cloister.cli import main
+
+Captured = pytest.CaptureFixture[str]
 
 
-def test_seeds_are_run_counted_and_kept_to(tmp_path: Path) -> None:
-    done = run("--seeds", "0..20", "--output", str(tmp_path / "found"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("20 seeds, ")
-    assert "every promise was kept" in done.stdout
+def run(capsys: Captured, *args: str) -> tuple[object, str, str]:
+    """Returns exit status, standard output and standard error."""
+    with pytest.raises(SystemExit) as caught:
+        main(["cluster", "fuzz", *args])
+    return caught.value.code or 0, *capsys.readouterr()
+
+
+def test_seeds_are_run_counted_and_kept_to(tmp_path: Path, capsys: Captured) -> None:
+    status, out, err = run(capsys, "--seeds", "0..20", "--output", str(tmp_path / "found"))
+    assert status == 0, err
+    assert out.startswith("20 seeds, ")
+    assert "every promise was kept" in out
     assert not (tmp_path / "found").exists()
 
 
-def test_a_scenario_is_run_from_its_file_and_wrong_arguments_are_one_line(tmp_path: Path) -> None:
+def test_a_scenario_is_run_from_its_file_and_wrong_arguments_are_one_line(tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "one.json"
     path.write_text(
         json.dumps({"seed": 1, "jobs": [{"at_s": 0.1, "prompt": "hello"}], "faults": [{"at_s": 0.15, "kind": "crash"}]})
     )
-    done = run("--scenario", str(path))
-    assert (done.returncode, done.stdout) == (0, f"{path} kept every promise\n")
+    assert run(capsys, "--scenario", str(path))[:2] == (0, f"{path} kept every promise\n")
     for args in (["--seeds", "7"], ["--seeds", "9..9"], ["--scenario", str(tmp_path / "none.json")]):
-        done = run(*args)
-        assert done.returncode != 0
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
+        status, _, err = run(capsys, *args)
+        assert status != 0
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1

@@ -79,7 +79,7 @@ class Engines:
         if self.clients[index].closed is not None:
             self.replicas[index] = self.new_engine()
             asyncio.run(self.clients[index]._open())
-            self.clients[index]._hand_over()
+            self.clients[index]._send_due()
 
 
 class Accounting(RuleBasedStateMachine):

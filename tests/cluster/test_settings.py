@@ -32,9 +32,20 @@ def test_a_strict_profile_allows_only_a_draw(profile: str, router: str) -> None:
     assert resolve_settings({"replicas": 2, "profile": profile, "router": "capacity_random"}).server.config.replicas == 2
 
 
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile: str) -> None:
+    assert resolve_settings({"replicas": 2, "profile": profile}).server.config.slow_replicas == "report"
+    with pytest.raises(PolicyError, match="set `slow_replicas` to report"):
+        resolve_settings({"replicas": 2, "profile": profile, "slow_replicas": "avoid"})
+    assert resolve_settings({"replicas": 2}).server.config.slow_replicas == "avoid"
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
+        ({"slow_replicas": "avoid"}, "set replicas to 2 or more"),
+        ({"verify_replay": 0.1}, "set replicas to 2 or more"),
+        ({"verify_replay": 0.1, "replicas": 2, "numerics": "fast", "device": "cuda"}, "numerics exact"),
         ({"router": "least_load"}, "set replicas to 2 or more"),
         ({"replicas": 2, "sealed": True}, "start more nodes"),
         ({"replicas": 2, "router": "lpm"}, "unknown router 'lpm'; choose one of"),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,6 +156,29 @@ def build_hanging(config: EngineConfig) -> EngineCore:
     """A replica that hangs for good when the trigger arrives."""
     return make_replica(
         Path(config.model), wrap=lambda r: SteppedRunner(r, before=lambda plan: _on_trigger(plan, lambda: time.sleep(600)))
+    ).core
+
+
+def build_poisoned(config: EngineConfig) -> EngineCore:
+    """A replica that dies as soon as it computes the trigger."""
+    return make_replica(
+        Path(config.model), wrap=lambda r: SteppedRunner(r, step_s=0.01, before=lambda plan: _on_trigger(plan, _die))
+    ).core
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build_hanging_elsewhere(config: EngineConfig) -> EngineCore:
+    """A replica that hangs for good at another place."""
+
+    def hang_here() -> None:
+        while True:
+            time.sleep(600)
+
+    return make_replica(
+        Path(config.model), wrap=lambda r: SteppedRunner(r, before=lambda plan: _on_trigger(plan, hang_here))
     ).core
 
 

@@ -107,7 +107,7 @@ class Accounting(RuleBasedStateMachine):
         """Another engine takes over what the one that dies had."""
         self.client._requests.keep_resumable("the engine died")
         self.start_engine()
-        for message in self.client._requests.submissions():
+        for message in self.client._requests.take_due():
             self.pass_on(message)
 
     @invariant()

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.engine.in_flight import MAX_RESUMES
+from cloister.engine.in_flight import POISONED
+from cloister.engine.suspects import NUM_SAFE_LOSSES
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Arrived, Ended, Event, Lost, Progressed, Scheduled
 from cloister.types.request import BeamSearch, FinishReason, PoolingParams, Request, SequenceOutput
@@ -38,7 +39,7 @@ class Server:
     def lose_engine(self) -> None:
         self.client._requests.keep_resumable("the engine died")
         self.start_engine()
-        self.transport.sent = list(self.client._requests.submissions())  # what the engine had not read is lost with it
+        self.transport.sent = list(self.client._requests.take_due())  # what the engine had not read is lost with it
 
     def step(self) -> None:
         for message in self.transport.sent:
@@ -96,7 +97,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
-@given(losses=st.sets(st.integers(0, 24), min_size=1, max_size=MAX_RESUMES), size=st.integers(1, 60))
+@given(losses=st.sets(st.integers(0, 24), min_size=1, max_size=NUM_SAFE_LOSSES), size=st.integers(1, 60))
 def test_an_answer_is_the_same_whenever_its_engine_is_lost(model_path: Path, kind: str, losses: set[int], size: int) -> None:
     sampling = {"max_tokens": 20, **KINDS[kind]}
     prompt = [number * 7 % 250 for number in range(size)]
@@ -168,7 +169,7 @@ def test_listeners_see_one_request_that_waited_in_between(model_path: Path) -> N
 def test_a_request_that_kills_every_engine_ends_with_an_error(model_path: Path) -> None:
     server = Server(model_path)
     server.client.submit(make_request(max_tokens=100), server.outputs.append)
-    for _ in range(MAX_RESUMES):
+    for _ in range(NUM_SAFE_LOSSES):
         server.step()
         server.lose_engine()
         assert len(server.client._requests) == 1
@@ -176,7 +177,7 @@ def test_a_request_that_kills_every_engine_ends_with_an_error(model_path: Path) 
     server.lose_engine()
     assert len(server.client._requests) == 0
     assert server.outputs[-1].finish_reason is FinishReason.ERROR
-    assert server.outputs[-1].error == "the engine died"
+    assert server.outputs[-1].error == POISONED
 
 
 def test_a_request_that_nobody_waits_for_is_not_resumed(model_path: Path) -> None:

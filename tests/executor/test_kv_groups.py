@@ -128,7 +128,8 @@ class Served:
 @pytest.mark.parametrize(
     ("backend", "options", "name"),
     [
-        *((*kind.values, "mixed") for kind in BACKENDS_AND_KINDS),
+        pytest.param("torch", {}, "mixed", marks=pytest.mark.slow),  # which "sharing" has among its layers
+        *((*kind.values, "mixed") for kind in BACKENDS_AND_KINDS[1:]),
         *(("torch", {}, name) for name in SPECS if name != "mixed"),
         *(("native", {"dtype": "float32"}, name) for name in SPECS if name != "mixed"),
     ],
@@ -145,7 +146,11 @@ def test_answers_are_those_of_a_cache_that_keeps_everything(backend, options, na
 
 @pytest.mark.parametrize(
     ("backend", "options", "name"),
-    [(*kind.values, name) for kind in (BACKENDS_AND_KINDS[0], BACKENDS_AND_KINDS[-1]) for name in ("mixed", "sharing")],
+    [
+        pytest.param("torch", {}, "mixed", marks=pytest.mark.slow),
+        ("torch", {}, "sharing"),
+        *((*BACKENDS_AND_KINDS[-1].values, name) for name in ("mixed", "sharing")),
+    ],
 )
 def test_answers_are_the_same_with_drafts(backend, options, name):
     expected = Served(name, backend, options, grouped=False, num_blocks=600).serve(wishes())

@@ -3,6 +3,7 @@ block of transformers; checkpoints and configs that do not go together end in an
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +17,13 @@ import pytest
 from cloister.backends import BACKENDS
 from cloister.backends.availability import why_no_kernels
 from cloister.backends.base import ForwardBatch, KVLayout, Program, Wants
+from cloister.backends.tensors import dequantized
 from cloister.models import load
+from cloister.models.safetensors import write_tensors
 from cloister.types.errors import ModelError
 from tests.driving import build
 from tests.model_factory import make_model
-from tests.mtp_layers import add_layer, change_tensors, reference_predictions
+from tests.mtp_layers import add_layer, change_tensors, load_tensors, reference_predictions
 
 BACKEND_NAMES = ["torch", *([] if why_no_kernels() else ["native"])]
 FAMILIES = ["llama", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
@@ -126,6 +129,25 @@ def refuse(path: Path, pattern: str) -> None:
     assert model.mtp is not None
     with pytest.raises(ModelError, match=pattern):
         model.mtp.open()
+
+
+def test_the_experts_of_a_layer_may_be_stacked_as_those_of_the_hub(tmp_path: Path) -> None:
+    path, added = make_path(tmp_path, "qwen3_5_moe_text")
+    found = load_tensors(path)
+    before = "mtp.layers.0.mlp.experts"
+    parts = {
+        part: np.stack([found.pop(f"{before}.{expert}.{part}_proj.weight") for expert in range(6)])
+        for part in ("gate", "up", "down")
+    }
+    found[f"{before}.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+    found[f"{before}.down_proj"] = parts["down"]
+    write_tensors(path / "model.safetensors", found)
+    stacked = load(path).mtp
+    assert stacked is not None
+    weights = stacked.open()[1]
+    for expert, part in itertools.product(range(6), parts):
+        matrix = added[f"{before}.{expert}.{part}_proj.weight"]
+        assert np.array_equal(dequantized(weights.read(f"layers.0.experts.{expert}.{part}.weight")), matrix)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])

@@ -113,10 +113,10 @@ class MessageStream:
 
 
 def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
-    """Like `receive_blocking`, for the first frame, which may carry the descriptor of a listener."""
+    """Like `receive_blocking`, for the first frame, which carries descriptors: a pipe for stacks, and perhaps a listener."""
     while True:
         try:
-            head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, 1)
+            head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, 2)
         except TimeoutError:
             continue
         if len(head) < HEAD_BYTES:

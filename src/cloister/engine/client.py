@@ -8,7 +8,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,8 +16,9 @@ from typing import Final
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import Supervision, Watchdog
-from cloister.engine.transports import Transport
+from cloister.engine.transports import StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
@@ -206,8 +207,10 @@ class EngineClient(RequestClient):
     Attributes:
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
-        rescue: called with each request of an engine that has ended, if it can be resumed; returns whether another client has
-            adopted it. The others wait for this client's next engine. None if there is no other client.
+        diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
+        rescue: called with each request of an engine that has ended, if it can be resumed and need not be tried alone; returns
+            whether another client has adopted it. The others wait for this client's next engine. None if there is no other
+            client.
     """
 
     adapters: AdapterCalls
@@ -215,6 +218,8 @@ class EngineClient(RequestClient):
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
         self.rescue: Callable[[InFlightRequest], bool] | None = None
+        self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
+        self._stacks = StackClusters()
         self.adapters = AdapterCalls(self._call)
         self._transport = transport
         self._config = config
@@ -253,12 +258,17 @@ class EngineClient(RequestClient):
         """Requests that have not ended."""
         return len(self._requests)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether requests wait and the engine makes no step."""
+        return self._is_open and self._watchdog.is_stalled
+
     def snapshot(self, index: int = 0) -> ReplicaSnapshot:
         """Returns the load of its engine, as the replica of this index."""
         step = self._requests.last_step
         return ReplicaSnapshot(
             index=index,
-            is_accepting=self.closed is None and self._requests.has_room(),
+            is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
@@ -293,7 +303,8 @@ class EngineClient(RequestClient):
             self._requests.check(request)
             # drawn here, so that another engine can continue the answer with the same noise
             seed = secrets.randbits(63) if request.sampling.seed is None else None
-            self._send(Submit(request, seed))
+            if not self._requests.holds_back:
+                self._send(Submit(request, seed))
         except Exception:
             if observer is not None:
                 observer.refuse()
@@ -304,16 +315,18 @@ class EngineClient(RequestClient):
     def abandon(self, request_id: str) -> None:
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
+        self._send_due()
 
     def give_up(self, request_id: str) -> None:
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
+        self._send_due()
 
     def adopt(self, found: InFlightRequest) -> None:
         """Takes over a request whose engine was lost, with what it had there."""
         self._requests.adopt(found)
         self._num_routed += 1
-        self._send(found.submission(self._clock.now()))
+        self._send_due()
 
     # Messages
 
@@ -321,12 +334,20 @@ class EngineClient(RequestClient):
         """Handles a message of the engine."""
         self._watchdog.note(message.events)
         self._requests.deliver(message)
+        if self._requests.holds_back:
+            self._send_due()
         if message.replies:
             self.adapters.deliver(message.replies)
 
     def _send(self, message: FrontMessage) -> None:
         if self._is_open:
             self._transport.send(message)
+
+    def _send_due(self) -> None:
+        """Hands over requests that were held, if the engine can have them now."""
+        if self._is_open:
+            for message in self._requests.take_due():
+                self._transport.send(message)
 
     def _call(self, message: FrontMessage) -> None:
         if self.closed is not None:
@@ -375,6 +396,8 @@ class EngineClient(RequestClient):
                 await self._close_engine()
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
+                if self.rescue is not None:
+                    self._requests.release(self.rescue, confined=True)
                 self._requests.end_all(self._fault)
 
     async def _serve(self) -> None:
@@ -392,9 +415,25 @@ class EngineClient(RequestClient):
             is_waited_for = self._requests.is_waited_for and not self.adapters.is_loading
             self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
             if self._watchdog.is_hung and self._supervision.restarts is not None:
-                _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
-                self._transport.kill()
+                await self._report_hang()
+                self.replace_engine()
                 return
+
+    async def _report_hang(self) -> None:
+        _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
+        stack = await self.collect_stack()
+        if self.diagnose is not None:
+            await self.diagnose(stack)
+        else:
+            _logger.error("the engine: %s", self._stacks.add(stack, 0))
+
+    async def collect_stack(self) -> StackTrace:
+        """Returns where the engine's step is at present; empty if that cannot be known."""
+        return read_step_stack(await self._transport.collect_stacks()) if isinstance(self._transport, StackSource) else ()
+
+    def replace_engine(self) -> None:
+        """Kills the engine; another one is started, and continues what this one had."""
+        self._transport.kill()
 
     async def _close_engine(self) -> None:
         """Cleans up after an engine that has ended."""
@@ -424,11 +463,6 @@ class EngineClient(RequestClient):
         self.adapters.fail_all(reply)
         return num_kept - num_rescued, num_rescued, num_requests - num_kept
 
-    def _hand_over(self) -> None:
-        """Hands the requests that were kept to a new engine."""
-        for message in self._requests.submissions():
-            self._send(message)
-
     async def _replace(self) -> None:
         """Restarts the engine, or gives up permanently."""
         restarts = self._supervision.restarts
@@ -443,4 +477,4 @@ class EngineClient(RequestClient):
             except CloisterError as error:
                 _logger.error("the engine did not start again: %s", error.message)
                 continue
-            self._hand_over()
+            self._send_due()

@@ -21,6 +21,7 @@ from typing import Final
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
 from cloister.engine.core import EngineCore
+from cloister.engine.supervision import STACKS_SIGNAL
 from cloister.engine.worker_channels import WorkerChannels
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
@@ -45,9 +46,11 @@ def main(fd: int) -> int:
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     sock.settimeout(SEND_TIMEOUT_S)
-    frame, listeners = channel.receive_boot(sock)
+    frame, descriptors = channel.receive_boot(sock)
     if frame is None:
         return 0
+    stacks_fd, *listeners = descriptors
+    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
     boot = channel.decode_boot(frame)
     set_up_logging(boot.log_format)
     sys.path.extend(path for path in boot.import_path if path not in sys.path)

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from cloister.engine.suspects import Standing, Suspect, choose_due, judge
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import (
+    ABORTED,
     Arrived,
     Ended,
     Event,
@@ -34,8 +36,9 @@ from cloister.types.request import FinishReason, Request, SequenceOutput
 
 _NUM_COMPLETIONS: Final = 64
 _MAX_RETRY_S: Final = 60.0
-MAX_RESUMES: Final = 2
-"""How often a request is resumed: one that kills its engine must not do so for ever."""
+POISONED: Final = (
+    "the engine died whenever it computed this request, at last with no other one beside it; it is not tried again: change it"
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -100,13 +103,16 @@ class InFlightRequest:
         open: indexes of the sequences that have not ended.
         seed: seed of its sampling noise, if the request has none.
         token_ids: its output so far, by index, from which another engine can resume it.
-        num_resumes: how often its engine was lost.
+        suspect: what it has to do with the deaths of its engines.
+        arrived_s, first_token_s: when this side heard of it, by its own clock, which the engine need not share.
     """
 
     __slots__ = (
         "_observer",
+        "_progressed_s",
+        "arrived_s",
+        "first_token_s",
         "num_outputs",
-        "num_resumes",
         "open",
         "request",
         "seed",
@@ -114,6 +120,7 @@ class InFlightRequest:
         "sink",
         "stats",
         "submitted_s",
+        "suspect",
         "token_ids",
     )
 
@@ -123,7 +130,10 @@ class InFlightRequest:
         self.request = request
         self.seed = seed
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
-        self.num_resumes = 0
+        self.suspect = Suspect(prepares=request.sampling.grammar is not None or bool(request.images))
+        self.arrived_s: float | None = None
+        self.first_token_s: float | None = None
+        self._progressed_s: float | None = None
         self.sink: Sink | None = sink
         self.submitted_s = now
         self.stats = EngineStats(len(request.token_ids)) if observer is None else observer.stats
@@ -132,28 +142,36 @@ class InFlightRequest:
         self.num_outputs = dict.fromkeys(self.open, 0)
         self._observer = observer
 
-    def note(self, event: Event) -> None:
-        """Records what an `Ended` event needs, in case this side has to create it."""
-        if isinstance(event, Progressed):
+    def note(self, event: Event, clock: Clock) -> None:
+        """Records what an `Ended` event needs, in case this side has to create it, and what the engine does with it."""
+        if isinstance(event, Progressed):  # once for each token: few calls
             self.seq_ids[event.index] = event.seq_id
             self.num_outputs[event.index] += event.num_tokens
-            if self.stats.first_token_s is None:
-                self.stats.first_token_s = event.now_s
+            if self.first_token_s is None:
+                self.first_token_s, self.stats.first_token_s = clock.now(), event.now_s
+            if event.now_s != self._progressed_s:  # its sequences progress in the same step
+                self._progressed_s = event.now_s
+                if self.suspect.standing is not Standing.CLEARED or self.suspect.num_idle_losses:
+                    self.suspect.note_step()
             return
+        if isinstance(event, Arrived):
+            self.arrived_s = clock.now()
+        elif isinstance(event, Scheduled | Preempted | Lost):
+            self.suspect.has_slot = isinstance(event, Scheduled)
         self.stats.follow(event)
         if self._observer is not None:
             _notify(self._observer.observe, event)
 
     def submission(self, now: float) -> Submit:
         """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
-        stats = self.stats
-        if stats.arrival_s is None:
+        if self.arrived_s is None:
             return Submit(self.request, self.seed)
+        stats = self.stats
         resumption = Resumption(
             token_ids=self.token_ids,
             ended=tuple(index for index in range(len(self.token_ids)) if index not in self.open),
-            waited_s=now - stats.arrival_s,
-            first_token_after_s=None if stats.first_token_s is None else stats.first_token_s - stats.arrival_s,
+            waited_s=now - self.arrived_s,
+            first_token_after_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             was_scheduled=stats.scheduled_s is not None,
             num_cached_tokens=stats.num_cached_tokens,
         )
@@ -172,8 +190,8 @@ class InFlightRequest:
                 num_prompt_tokens=len(self.request.token_ids),
                 num_output_tokens=self.num_outputs[index],
                 num_cached_tokens=self.stats.num_cached_tokens,
-                arrival_s=self.submitted_s if self.stats.arrival_s is None else self.stats.arrival_s,
-                first_token_s=self.stats.first_token_s,
+                arrival_s=self.submitted_s if self.arrived_s is None else self.arrived_s,
+                first_token_s=self.first_token_s,
                 last=len(self.open) == 1,
                 error=error,
             )
@@ -188,6 +206,7 @@ class InFlightRequests:
 
     Attributes:
         last_step: the engine's last step; None before the first one of an engine.
+        holds_back: requests wait because one that may kill the engine is tried alone (`engine.suspects`).
     """
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
@@ -195,6 +214,8 @@ class InFlightRequests:
         self._max_waiting = max_waiting
         self._max_num_seqs = max_num_seqs
         self._by_id: dict[str, InFlightRequest] = {}
+        self._held: dict[str, InFlightRequest] = {}
+        self.holds_back = False
         self._of_others: set[str] = set()
         self._listeners: list[EventListener] = []
         self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
@@ -258,15 +279,21 @@ class InFlightRequests:
             )
 
     def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None, *, seed: int | None = None) -> None:
-        """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events."""
-        self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
+        """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events. If `holds_back`,
+        `take_due` returns its message later; else the caller has sent it."""
+        found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
+        if self.holds_back:
+            self._held[request.request_id] = found
 
     def leave(self, request_id: str) -> bool:
-        """Removes the waiter of a request. Returns True if it had one and has not ended."""
+        """Removes the waiter of a request; one that was held ends. Returns True if it had one and its engine has it."""
         found = self._by_id.get(request_id)
         if found is None or found.sink is None:
             return False
         found.sink = None
+        if request_id in self._held:
+            self.end(request_id, FinishReason.ABORT, ABORTED)
+            return False
         return True
 
     def end(self, request_id: str, reason: FinishReason, error: str) -> bool:
@@ -275,7 +302,7 @@ class InFlightRequests:
         if found is None:
             return False
         now = self._clock.now()
-        if found.stats.arrival_s is None:
+        if found.arrived_s is None:
             self._happen(found, Arrived(request_id, found.submitted_s, len(found.request.token_ids)))
         for ended in found.ends(reason, error, now):
             self._happen(found, ended)
@@ -285,37 +312,61 @@ class InFlightRequests:
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
         self.last_step = None
+        self.holds_back = False
         self._of_others.clear()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
     def keep_resumable(self, error: str) -> int:
-        """Ends the requests of an engine that has ended, with `error` as the reply, but for those that another engine can
-        resume: something waits for their output, and not too many engines were lost with them. Returns how many it keeps."""
+        """Holds the requests of an engine that has ended for another one. Ends those that nothing waits for, with `error` as
+        the reply, and one that is found to kill its engines. Returns how many it keeps."""
         self.last_step = None
+        sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
+        culprit = None if self._of_others else judge([found.suspect for found in sent])
         self._of_others.clear()
         now = self._clock.now()
-        for request_id, found in list(self._by_id.items()):
-            if found.sink is None or found.num_resumes >= MAX_RESUMES:
-                self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
+        for found in sent:
+            request_id = found.request.request_id
+            if found.sink is None:
+                self.end(request_id, FinishReason.ABORT, error)
+            elif found.suspect is culprit:
+                _logger.error("a request killed its engine again and again, the last time alone; it ends with an error")
+                self.end(request_id, FinishReason.ERROR, POISONED)
             else:
-                found.num_resumes += 1
                 self._happen(found, Lost(request_id, now))
+        self._held = dict(self._by_id)
+        self.holds_back = self._has_confined()
         return len(self._by_id)
 
-    def release(self, adopts: Callable[[InFlightRequest], bool]) -> int:
-        """Passes every request to `adopts`, and forgets those that it takes over. Returns how many remain."""
-        self._by_id = {request_id: found for request_id, found in self._by_id.items() if not adopts(found)}
+    def release(self, adopts: Callable[[InFlightRequest], bool], *, confined: bool = False) -> int:
+        """Passes every held request to `adopts`, confined ones only if `confined`, and forgets those that it takes over.
+        Returns how many remain."""
+        for request_id, found in list(self._held.items()):
+            if (confined or found.suspect.standing is not Standing.CONFINED) and adopts(found):
+                del self._by_id[request_id], self._held[request_id]
         return len(self._by_id)
 
     def adopt(self, found: InFlightRequest) -> None:
-        """Adds a request that another client's engine had."""
-        self._by_id[found.request.request_id] = found
+        """Adds a request that another client's engine had; `take_due` returns its message."""
+        self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
+        self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED
 
-    def submissions(self) -> list[Submit]:
-        """Returns the messages that hand all requests in flight to another engine, in the order of their arrival."""
+    def take_due(self) -> list[Submit]:
+        """Returns the messages that hand requests that were held to the engine, in the order of their arrival; those that it
+        must not have yet are held on."""
+        if not (self._held or self.holds_back):
+            return []
         now = self._clock.now()
-        return [found.submission(now) for found in self._by_id.values()]
+        self.holds_back = self._has_confined()
+        sent = [found.suspect for request_id, found in self._by_id.items() if request_id not in self._held]
+        due = set(map(id, choose_due([found.suspect for found in self._held.values()], sent)))
+        taken = [found for found in self._held.values() if id(found.suspect) in due]
+        for found in taken:
+            del self._held[found.request.request_id]
+        return [found.submission(now) for found in taken]
+
+    def _has_confined(self) -> bool:
+        return any(found.suspect.standing is Standing.CONFINED for found in self._by_id.values())
 
     def deliver(self, message: Outputs) -> None:
         """Dispatches the outputs and events of a step; drops ends of sequences that have already ended."""
@@ -337,11 +388,11 @@ class InFlightRequests:
             return False
         if isinstance(event, Ended) and event.index not in found.open:
             return False
-        found.note(event)
+        found.note(event, self._clock)
         return True
 
     def _happen(self, found: InFlightRequest, event: Event) -> None:
-        found.note(event)
+        found.note(event, self._clock)
         self._tell(event)
 
     def _note_other(self, event: Event) -> None:
@@ -363,6 +414,7 @@ class InFlightRequests:
             found.open.discard(output.index)
         if not found.open:
             del self._by_id[output.request_id]
+            self._held.pop(output.request_id, None)
             self._completions_s.append(self._clock.now())
 
     def _estimate_retry_s(self) -> float:

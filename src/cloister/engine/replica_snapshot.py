@@ -18,6 +18,9 @@ class ReplicaSnapshot:
         num_used_blocks, num_total_blocks: KV blocks after its last step; 0 before the first one.
         num_routed: requests that it was given so far.
         capacity: its speed relative to the others.
+        slowness: its steps take so many times as long as those of the others (`cluster.health`); 1 while unknown.
+        is_slow: it gets no requests because of that.
+        num_mismatches: how often it computed other tokens than another replica (`cluster.replay`).
     """
 
     index: int
@@ -29,3 +32,6 @@ class ReplicaSnapshot:
     num_total_blocks: int = 0
     num_routed: int = 0
     capacity: float = 1.0
+    slowness: float = 1.0
+    is_slow: bool = False
+    num_mismatches: int = 0

@@ -5,6 +5,7 @@ Pure: all functions take `now`.
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ MAX_TICK_S: Final = 1.0
 """Limit on the time that one watchdog check counts, so that a stall of the front itself does not replace the engine."""
 NUM_STEPS: Final = 20
 """An engine may make no progress for this many of its own steps, however short the timeout."""
+STACKS_SIGNAL: Final = signal.SIGUSR2
+"""An engine process writes the stacks of its threads to its front. A sealed node ignores this signal."""
 _STEP_DECAY: Final = 0.99
 
 

@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
 
 from cloister.engine import channel
 from cloister.engine.channel import MessageStream
-from cloister.engine.supervision import Supervision
+from cloister.engine.supervision import STACKS_SIGNAL, Supervision
 from cloister.engine.worker_channels import open_listener
 from cloister.types import errors
 from cloister.types.config import EngineConfig
@@ -36,6 +36,8 @@ LOST: Final = "the engine stopped while it held this request; send it again"
 LOST_THREAD: Final = "the engine stopped while it held this request, and in a thread it cannot be restarted; load it again"
 _BUFFER_BYTES: Final = 2**20
 _EXIT_POLL_S: Final = 0.01
+_STACKS_TIMEOUT_S: Final = 1.0
+_STACKS_PAUSE_S: Final = 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -83,6 +85,16 @@ class Transport(Protocol):
 
     async def close(self) -> str | None:
         """Cleans up after an engine that has ended; returns how it ended, if known."""
+        ...
+
+
+@runtime_checkable
+class StackSource(Protocol):
+    """A transport whose engine can be asked where it is."""
+
+    async def collect_stacks(self) -> str:
+        """Returns the stacks of the engine's threads as `faulthandler` writes them (`engine.stacks`); empty if it does not
+        react within a second."""
         ...
 
 
@@ -157,6 +169,7 @@ class ProcessTransport(_ChannelTransport):
         self._spawn = spawn
         self._keep_listener = keep_listener
         self._process: ProcessHandle | None = None
+        self._stacks_fd: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -197,11 +210,16 @@ class ProcessTransport(_ChannelTransport):
             with far:
                 process = spawn(far)
             on_failure.callback(process.kill)
-            socket.send_fds(near, [boot], [] if listener is None else [listener.fileno()])
+            stacks_fd, far_stacks_fd = os.pipe()
+            on_failure.callback(os.close, stacks_fd)
+            unused.callback(os.close, far_stacks_fd)
+            for fd in (stacks_fd, far_stacks_fd):
+                os.set_blocking(fd, False)  # an engine that hangs must not wait in its signal handler too
+            socket.send_fds(near, [boot], [far_stacks_fd, *([] if listener is None else [listener.fileno()])])
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
             self._messages = await MessageStream.open(near)
-            self._process = process
+            self._process, self._stacks_fd = process, stacks_fd
             on_failure.pop_all()
 
     async def _await_ready(self) -> Ready:
@@ -222,10 +240,29 @@ class ProcessTransport(_ChannelTransport):
         if self._process is not None:
             self._process.kill()
 
+    async def collect_stacks(self) -> str:
+        """Has the engine write the stacks of its threads, and returns them (`StackSource`)."""
+        process, fd = self._process, self._stacks_fd
+        if process is None or fd is None or process.poll() is not None:
+            return ""
+        _read_available(fd)
+        os.kill(process.pid, STACKS_SIGNAL)
+        text, give_up_s = b"", time.monotonic() + _STACKS_TIMEOUT_S
+        while time.monotonic() < give_up_s and self._stacks_fd == fd:
+            await asyncio.sleep(_STACKS_PAUSE_S)
+            more = _read_available(fd) if self._stacks_fd == fd else b""
+            if text and not more:
+                break
+            text += more
+        return text.decode(errors="replace")
+
     async def close(self) -> str | None:
         """Kills the process if it has not exited, and waits for it; it holds no state that must be saved."""
         process, messages = self._process, self._messages
         self._process = self._messages = None
+        if self._stacks_fd is not None:
+            os.close(self._stacks_fd)
+            self._stacks_fd = None
         if process is None or messages is None:
             return None
         status = process.poll()
@@ -236,6 +273,15 @@ class ProcessTransport(_ChannelTransport):
             await asyncio.sleep(_EXIT_POLL_S)
             status = process.poll()
         return f"the process ended with status {status}"
+
+
+def _read_available(fd: int) -> bytes:
+    """Reads what is in a pipe, without waiting."""
+    pieces: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        while piece := os.read(fd, _BUFFER_BYTES):
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _as_error(message: str, code: str) -> CloisterError:

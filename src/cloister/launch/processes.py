@@ -59,7 +59,8 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
         return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    return ReplicaSet([_make_client(each, front) for _ in range(front.replicas)], make_router)
+    clients = [_make_client(each, front) for _ in range(front.replicas)]
+    return ReplicaSet(clients, make_router, avoids_slow=front.slow_replicas == "avoid", verify_replay=front.verify_replay)
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

@@ -116,7 +116,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     server = resolve(ServerConfig, layers)
     engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config.replicas)
     _check_quant(engine.config.quant)
-    _check_replicas(server.config)
+    _check_replicas(server.config, engine.config.numerics)
     if listens and server.config.sealed:
         engine = _resolve_sealed(engine)
     policy, engine = apply_profile(
@@ -135,10 +135,16 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     return Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
 
 
-def _check_replicas(server: ServerConfig) -> None:
+def _check_replicas(server: ServerConfig, numerics: str) -> None:
     """Refuses settings of replicas that cannot be combined, or have no effect."""
     if server.router is not None and server.replicas == 1:
         raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
+    if server.slow_replicas is not None and server.replicas == 1:
+        raise ConfigError("slow_replicas compares replicas; set replicas to 2 or more, or leave it out", param="slow_replicas")
+    if server.verify_replay and server.replicas == 1:
+        raise ConfigError("verify_replay compares replicas; set replicas to 2 or more, or leave it out", param="verify_replay")
+    if server.verify_replay and numerics != "exact":
+        raise ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
     if server.replicas > 1 and server.sealed:
         raise ConfigError("a sealed node has one engine; leave replicas out, and start more nodes", param="replicas")
 
@@ -162,6 +168,18 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
     entry = Entry.of(ROUTERS, name)
     policy.check_entry(entry.kind, entry.name, entry.threat)
     policy.check({"load-routing": Use(name != DRAWN, f"setting `router` {name}")})
+    if server.config.slow_replicas is None:
+        may_avoid = policy.allows("slow-replicas")
+        what, why = (
+            ("avoid", "default") if may_avoid else ("report", "the profile lets no measured time decide where requests go")
+        )
+        server = server.explain(slow_replicas=(what, why))
+    policy.check(
+        {
+            "slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid"),
+            "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),
+        }
+    )
     return server
 
 

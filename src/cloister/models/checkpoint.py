@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from cloister.models.decoder import list_tensors
 from cloister.models.family import Family
 from cloister.models.location import Digests
 from cloister.models.quantized import Scheme, Stored
-from cloister.models.quantized.mxfp4 import MXFP4Scheme, StackedMatrices
+from cloister.models.quantized.base import StackedMatrices, StackPlace, StackScheme
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.models.sources import Mapped, Source, StoredWeights, TensorSlice, find_place, module_of, num_heads_of
 from cloister.models.text_part import keep_text_part
@@ -47,8 +48,8 @@ def take_tensors(family: Family, spec: DecoderSpec, found: dict[str, TensorEntry
     stored: dict[str, Stored | StackedMatrices] = {}
     entries: dict[str, Stored] = {}
     for name in shapes:
-        place = find_place(source_of(family, name), name, shapes, _num_heads(spec, name))
-        whole = stored_name(family, name)
+        source = _choose_source(source_of(family, name), name, found, stored)
+        place, whole = find_place(source, name, shapes, _num_heads(spec, name)), source.name_of(name)
         if place.source.either_way and (held := found.get(whole) or stored.get(whole)) is not None:
             place = place.fitted_to(held.shape)
         if whole not in stored:
@@ -59,12 +60,20 @@ def take_tensors(family: Family, spec: DecoderSpec, found: dict[str, TensorEntry
     return StoredWeights(entries)
 
 
+def _choose_source(source: Source, name: str, found: Mapping[str, TensorEntry], taken: Mapping[str, object]) -> Source:
+    """Returns where a checkpoint has a tensor that lies in a stack in some, and alone in others."""
+    if source.instead is None:
+        return source
+    stack, alone = (source, source.instead) if source.stacked else (source.instead, source)
+    whole = stack.name_of(name)
+    return replace(stack if whole in found or whole in taken else alone, instead=None)
+
+
 def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored | StackedMatrices:
     """Takes one tensor, or the parts of one, out of what the files hold."""
     shape = place.stored_shape
-    if isinstance(scheme, MXFP4Scheme) and len(shape) == 3:
-        num_out, num_in = reversed(shape[1:]) if place.source.transposed else shape[1:]
-        stack = scheme.take_stack(stored, (shape[0], num_out, num_in), found)
+    if isinstance(scheme, StackScheme) and place.expert is not None and len(shape) == 3:
+        stack = scheme.take_stack(_place_stack(stored, place), found)
         if stack is not None:
             return stack
     if scheme is not None and len(shape) == 2:
@@ -82,6 +91,13 @@ def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme
     if entry.shape != shape:
         raise ModelError(f"tensor {stored!r} has the shape {entry.shape}, config.json asks for {shape}")
     return entry
+
+
+def _place_stack(stored: str, place: TensorSlice) -> StackPlace:
+    num_experts, *matrix = place.stored_shape
+    num_out, num_in = reversed(matrix) if place.source.transposed else matrix
+    layouts = (True, False) if place.source.either_way and place.source.transposed else (place.source.transposed,)
+    return StackPlace(stored, (num_experts, num_out, num_in), layouts)
 
 
 def _cut(stored: Stored | StackedMatrices, place: TensorSlice) -> Stored:
@@ -109,10 +125,7 @@ def source_of(family: Family, name: str) -> Source:
 
 def stored_name(family: Family, name: str) -> str:
     """Returns the name in a family's checkpoint of what holds the tensor of a canonical name."""
-    numbers = [part for part in name.split(".") if part.isdigit()]
-    source = source_of(family, name)
-    found = source.name.format(*numbers)
-    return found if source.is_tensor else f"{found}.{name.rpartition('.')[2]}"
+    return source_of(family, name).name_of(name)
 
 
 def _num_heads(spec: DecoderSpec, name: str) -> int:

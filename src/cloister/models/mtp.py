@@ -94,11 +94,12 @@ class MtpLayers:
     def _sources(self) -> dict[str, Source]:
         """Returns where each module of the first layer lies; what is left to fill in is the number of an expert."""
         form, prefix = self.family.mtp, self._prefix(0)
-        layer = {
-            module: replace(source, name=source.name.replace(_LAYER, prefix, 1).replace("{}", "{1}"))
-            for module, source in self.family.tensors.items()
-            if _LAYER in source.name
-        }
+
+        def move(source: Source) -> Source:
+            instead = None if source.instead is None else move(source.instead)
+            return replace(source, name=source.name.replace(_LAYER, prefix, 1).replace("{}", "{1}"), instead=instead)
+
+        layer = {module: move(source) for module, source in self.family.tensors.items() if _LAYER in source.name}
         return layer | {module: replace(source, name=source.name.format(prefix)) for module, source in form.tensors.items()}
 
 

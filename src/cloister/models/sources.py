@@ -36,6 +36,7 @@ class Source:
             are transposed, and transformers 5 writes them otherwise).
         skip: rows before the first that counts (OPT's positions).
         added: what to add to every number (Gemma stores the weights of norms less one).
+        instead: where other checkpoints have it: alone if `stacked`, else in a stack, as exporters differ.
     """
 
     name: str
@@ -49,6 +50,12 @@ class Source:
     stacked: bool = False
     is_tensor: bool = False
     either_way: bool = False
+    instead: Source | None = None
+
+    def name_of(self, name: str) -> str:
+        """Returns what a checkpoint calls the tensor that holds the one of a canonical name."""
+        found = self.name.format(*(part for part in name.split(".") if part.isdigit()))
+        return found if self.is_tensor else f"{found}.{name.rpartition('.')[2]}"
 
     @property
     def is_plain(self) -> bool:
@@ -194,6 +201,7 @@ TRAINING_OF_EXPERTS = frozenset(("output_router_logits", "router_aux_loss_coef",
 """Fields that only training reads."""
 
 _MOST_EXPERTS = 65536
+
 
 QWEN_EXPERTS: Mapping[str, Source] = {
     "router": Source("model.layers.{}.mlp.gate"),

@@ -89,6 +89,10 @@ def _feature(
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
+_STEERED_BY_TIMES = refuse(
+    "a replica is drawn by capacity alone; only one that is dead or hung is left out, which no request decides for another"
+)
+_WITHIN_THE_NODE = mitigate("only replicas of the same node compute it again, drawn at random, in a scope of its own")
 _FROM_CREDENTIAL = refuse("the class comes from the credential only")
 _DRAFTS_DIE = "a drafter's state of a request is overwritten when the request ends"
 _LENGTHS_SHOW = refuse(
@@ -254,6 +258,46 @@ _FEATURES: Final = (
         paranoid=_STEERED,
         on_by_default=(Profile.OPEN, Profile.TEAM),
         instead="set `router` to capacity_random, or leave it out",
+    ),
+    _feature(
+        "slow-replicas",
+        row="router",
+        setting="slow_replicas avoid",
+        title="Avoiding slow replicas",
+        does="gives a replica whose steps take twice as long as those of the others no requests",
+        endangers="whoever can slow replicas down decides where others' requests run",
+        part="slow",
+        open=allow(ONE_USER),
+        team=mitigate("replicas run on one machine; at most half of them are avoided, and times are compared for equal sizes"),
+        private=_STEERED_BY_TIMES,
+        paranoid=_STEERED_BY_TIMES,
+        on_by_default=(Profile.OPEN, Profile.TEAM),
+        residue="four coefficients of step time and the last 32 ratios of each replica",
+        where=("router",),
+        attack="slows replicas down until requests reach the one that is watched",
+        mitigations=("counts and times of steps only, never content or tenants", "at most half of the replicas are avoided"),
+        instead="set `slow_replicas` to report, or leave it out",
+    ),
+    _feature(
+        "verify-replay",
+        row="duplication",
+        setting="verify_replay",
+        title="Computing requests again",
+        does="has another replica compute a sample of the finished requests again, to find one that computes wrongly",
+        endangers="for as long as that takes, a request is in the memory of two engines",
+        part="replay",
+        open=allow(ONE_USER),
+        team=_WITHIN_THE_NODE,
+        private=_WITHIN_THE_NODE,
+        paranoid=refuse("a request is computed once, and its state ends with its answer"),
+        residue="a second copy of a request until it has been computed again",
+        where=("device memory", "host memory"),
+        attack="reads the request in another replica",
+        mitigations=(
+            "replicas of the same node only, drawn at random",
+            "in a scope of its own, whose blocks are overwritten when it ends",
+        ),
+        instead="leave the setting `verify_replay` out",
     ),
     _feature(
         "client-priority",

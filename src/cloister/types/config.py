@@ -173,6 +173,19 @@ class ServerConfig:
         " capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if the profile"
         " allows no other.",
     )
+    slow_replicas: str | None = setting(
+        None,
+        "What happens with a replica whose steps take twice as long as those of the others: avoid (it gets no requests until it"
+        " is well) or report; unset, avoid if the profile allows it.",
+        choices=("avoid", "report"),
+    )
+    verify_replay: float = setting(
+        0.0,
+        "Share of finished greedy or seeded requests that another replica computes again; if tokens differ, a third one"
+        " decides, and the odd one gets no requests any more.",
+        low=0.0,
+        high=1.0,
+    )
     served_model_name: str | None = setting(None, "Model names for clients, comma-separated; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are required.")
     oidc: str | None = setting(

@@ -6,6 +6,7 @@ from cloister.backends.availability import load_torch
 from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Program, Weights
 from cloister.backends.native import _native
 from cloister.backends.native.limits import check_computable
+from cloister.backends.native.memory import Arena
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
 from cloister.backends.native.packing import LAYOUT, PackedKind, Packer, buffer_bytes
 from cloister.backends.native.program import KV_KINDS, NativeProgram, kv_block_bytes
@@ -138,7 +139,7 @@ class NativeBackend:
         return load_tower(vision, weights, num_threads=self._pool.num_threads, dtype=dtype)
 
     def _pack(self, spec: DecoderSpec, weights: Weights, identity: str | None) -> PackedModel:
-        packer = Packer(self._pool, self._dense)
+        packer = Packer(self._pool, self._dense, Arena())
         if self._store is None or identity is None:
             return pack_model(spec, weights, packer)
         identity = f"{identity} {self._dense.name}{describe_orders(spec)}"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.native import _native
-from cloister.backends.native.memory import ByteArray, reserve
+from cloister.backends.native.memory import Arena, ByteArray, reserve
 from cloister.backends.spec import (
     AnyAttentionSpec,
     DecoderSpec,
@@ -120,10 +120,11 @@ class Packer:
 
     Args:
         dense: kind of matrices that come as numbers, F32 or BF16.
+        arena: where all of them lie, if they are kept equally long.
     """
 
-    def __init__(self, pool: _native.Pool, dense: PackedKind) -> None:
-        self._pool, self._dense = pool, dense
+    def __init__(self, pool: _native.Pool, dense: PackedKind, arena: Arena | None = None) -> None:
+        self._pool, self._dense, self._arena = pool, dense, arena
 
     def join(self, tensors: Sequence[Tensor], biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
         """Packs matrices of the same inputs one below the other."""
@@ -133,7 +134,7 @@ class Packer:
 
     def join_exactly(self, tensors: Sequence[npt.NDArray[Any]], biases: Sequence[npt.NDArray[Any] | None]) -> PackedMatrix:
         """`join` in float32, whatever the others are."""
-        return Packer(self._pool, PackedKind.F32).join(tensors, biases)
+        return Packer(self._pool, PackedKind.F32, self._arena).join(tensors, biases)
 
     def stack_heads(self, heads: npt.NDArray[np.float32]) -> PackedMatrix:
         """Packs matrices [num_heads, outputs, inputs] one below the other, each from a whole panel on."""
@@ -153,18 +154,19 @@ class Packer:
         tensors = _alike([_supported(tensor) for tensor in tensors])
         kind = self._dense if isinstance(tensors[0], np.ndarray) else _kind_of(tensors[0])
         outputs, inputs = int(max(place[-1] for place in places)) + 1, tensors[0].shape[1]
-        parts: dict[str, npt.NDArray[Any]] = {"codes": reserve(_native.packed_bytes(int(kind), outputs, inputs))}
+        take = reserve if self._arena is None else self._arena.take
+        parts: dict[str, npt.NDArray[Any]] = {"codes": take(_native.packed_bytes(int(kind), outputs, inputs))}
         for tensor, place in zip(tensors, places, strict=True):
             self._pack_codes(kind, tensor, place, parts["codes"])
         panels = -(-outputs // PANEL)
         for name, columns in _metadata(tensors).items():
-            parts[name] = _by_panel(columns, places, panels)
+            parts[name] = self._keep(_by_panel(columns, places, panels))
         if any(bias is not None for bias in biases):
             shifts = [
                 np.zeros((t.shape[0], 1), np.float32) if bias is None else np.asarray(bias, np.float32)[:, None]
                 for t, bias in zip(tensors, biases, strict=True)
             ]
-            parts["bias"] = _by_panel(shifts, places, panels)
+            parts["bias"] = self._keep(_by_panel(shifts, places, panels))
         grouped = kind is PackedKind.QOQ or "scales" in parts
         group = tensors[0].group_size if grouped and not isinstance(tensors[0], np.ndarray) else 0
         rounding = rounding_of(tensors[0]) or InputRounding()
@@ -179,6 +181,9 @@ class Packer:
             _is_e2m1(tensors[0]),
             parts,
         )
+
+    def _keep(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return array if self._arena is None else self._arena.keep(array)
 
     def _pack_codes(self, kind: PackedKind, tensor: Tensor, places: IntArray, codes: ByteArray) -> None:
         data = tensor if isinstance(tensor, np.ndarray) else tensor.codes

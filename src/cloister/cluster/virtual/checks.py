@@ -8,13 +8,17 @@ from typing import Final, Protocol
 
 from cloister.cluster.virtual.scenario import Job, Scenario
 from cloister.engine.client import GRACE_S
-from cloister.engine.in_flight import MAX_RESUMES
-from cloister.types.events import Arrived, Ended, Event
+from cloister.engine.suspects import NUM_SAFE_LOSSES
+from cloister.types.events import Arrived, Ended, Event, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
 RECOVERY_S: Final = 70.0
 """Virtual time in which a lost engine is noticed and replaced; one that hangs before its first step takes longest."""
+MOST_DEATHS: Final = 5
+"""Engines that a request may kill before it is found: three, and one more if it kills late or beside cleared ones."""
 _SLACK_S: Final = 1.0
+_TINY_S: Final = 1e-6
+_RUN_S: Final = 600.0
 _GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
 
 
@@ -100,21 +104,35 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
         return [f"{where} was rejected, which one engine alone does not"]
     if end is FinishReason.ABORT:
         return [f"{where} was aborted, though its client waited"]
-    if end is FinishReason.ERROR and not may_fail(run.scenario):
-        return [f"{where} failed, though its engines were lost at most {MAX_RESUMES} times"]
+    if end is FinishReason.ERROR and answer.job.kills_after is None and not may_fail(run.scenario):
+        return [f"{where} failed, though its engines were lost at most {NUM_SAFE_LOSSES} times"]
     return []
 
 
 def may_fail(scenario: Scenario) -> bool:
-    """Whether a request may end with an error: steps fail, or engines can be lost more often than a request is resumed."""
+    """Whether a request that kills no engine may end with an error: steps fail, or so many engines can be lost that one is lost
+    with it alone after two others."""
     kinds = Counter(fault.kind for fault in scenario.faults)
     num_losses = kinds["crash"] + kinds["hang"] + kinds["slow"] + kinds["cut"] + kinds["clock_jump"] + kinds["network"]
-    return kinds["fail_step"] > 0 or num_losses > MAX_RESUMES
+    num_killers = sum(job.kills_after is not None for job in scenario.jobs)
+    return kinds["fail_step"] > 0 or num_losses > (0 if num_killers else NUM_SAFE_LOSSES)
 
 
 def longest_trouble_s(scenario: Scenario) -> float:
     """Returns a time within which a cluster has overcome all faults of a scenario and answered everything."""
-    return 10.0 + sum(RECOVERY_S + (0.0 if fault.kind == "hang" else fault.lasts_s) for fault in scenario.faults)
+    num_killers = sum(job.kills_after is not None for job in scenario.jobs)
+    lasting_s = sum(RECOVERY_S + (0.0 if fault.kind == "hang" else fault.lasts_s) for fault in scenario.faults)
+    return 10.0 + RECOVERY_S * num_killers + lasting_s
+
+
+def most_starts(scenario: Scenario) -> int | None:
+    """Returns how many engines may be started, if none of the faults makes an engine seem to be lost."""
+    kinds = Counter(fault.kind for fault in scenario.faults)
+    if kinds.keys() - {"crash", "fail_step", "refuse_start"}:
+        return None
+    num_killers = sum(job.kills_after is not None for job in scenario.jobs)
+    num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))
+    return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + MOST_DEATHS * num_killers
 
 
 def check_events(run: RunRecord) -> list[str]:
@@ -127,6 +145,9 @@ def check_events(run: RunRecord) -> list[str]:
             arrived[event.request_id] += 1
         elif isinstance(event, Ended):
             ended[event.request_id].append(event)
+    known = {answer.request.request_id for answer in run.answers}
+    unknown = {event.request_id for event in run.events if not isinstance(event, Stepped)} - known
+    wrong += ["an event is of a request that no client sent"] if unknown else []
     for answer in run.answers:
         name = answer.request.request_id
         if answer.refusal is not None or answer.is_cut:
@@ -135,11 +156,18 @@ def check_events(run: RunRecord) -> list[str]:
             wrong.append(f"{name} arrived {arrived[name]} times")
         if sorted(event.index for event in ended[name]) != list(range(answer.job.n)):
             wrong.append(f"the events have {len(ended[name])} ends of {name}, which has {answer.job.n} sequences")
+        wrong += [f"{name} has times that no one clock shows" for event in ended[name] if not _has_one_clock(event)]
         if [event.last for event in ended[name]].count(True) != 1:
             wrong.append(f"{name} has {[event.last for event in ended[name]].count(True)} last ends")
         if not run.scenario.faults:
             wrong += _check_sharing(answer, ended[name], run)
     return wrong
+
+
+def _has_one_clock(event: Ended) -> bool:
+    """Whether the times of an end are in order, and no further apart than a run lasts: they are of one clock."""
+    first_s = event.arrival_s if event.first_token_s is None else event.first_token_s
+    return -_TINY_S < first_s - event.arrival_s < _RUN_S and -_TINY_S < event.now_s - first_s < _RUN_S
 
 
 def _check_sharing(answer: JobAnswer, ended: list[Ended], run: RunRecord) -> list[str]:

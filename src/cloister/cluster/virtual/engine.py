@@ -65,15 +65,20 @@ class EngineShape:
     start_s: float = 0.5
 
 
-class EngineClock:
-    """The clock of an engine: that of the event loop, and what the steps since then have taken."""
+class EngineDeath(BaseException):
+    """The process of an engine dies of a request, so nothing in it may catch this."""
 
-    def __init__(self, clock: Clock) -> None:
+
+class EngineClock:
+    """The clock of an engine's machine: that of the event loop and an offset, and what the steps since then have taken."""
+
+    def __init__(self, clock: Clock, offset_s: float = 0.0) -> None:
         self.ahead_s = 0.0
         self._clock = clock
+        self._offset_s = offset_s
 
     def now(self) -> float:
-        return self._clock.now() + self.ahead_s
+        return self._clock.now() + self.ahead_s + self._offset_s
 
 
 class TimedRunner:
@@ -82,23 +87,39 @@ class TimedRunner:
     Attributes:
         slowness: steps take so many times as long.
         num_failing: so many of the next steps fail.
+        kills_after: prompts that kill the engine, and in which of their steps.
     """
 
     def __init__(self, runner: ModelRunner, clock: EngineClock, shape: EngineShape) -> None:
         self.slowness = 1.0
         self.num_failing = 0
+        self.kills_after: dict[bytes, int] = {}
+        self._steps_left: dict[int, int] = {}
         self._runner, self._clock, self._shape = runner, clock, shape
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Runs a plan (`engine.core.Runner`). Raises OSError if the step is to fail."""
+        """Runs a plan (`engine.core.Runner`). Raises OSError if the step is to fail, EngineDeath if it kills."""
         elapsed_s = self.slowness * (self._shape.step_s + self._shape.token_s * plan.num_tokens)
         self._clock.ahead_s += elapsed_s
+        if self.kills_after:
+            self._count_down(plan)
         if self.num_failing:
             self.num_failing -= 1
             raise OSError("a step that was to fail")
         result = self._runner.run(plan)
         result.elapsed_s = elapsed_s
         return result
+
+    def _count_down(self, plan: StepPlan) -> None:
+        for new in plan.arrivals:
+            prompt = bytes(token_id for token_id in new.token_ids[: new.num_prompt_tokens] if token_id != EOS)
+            if prompt in self.kills_after:
+                self._steps_left[new.seq_id] = self.kills_after[prompt]
+        for part in plan.sequences:
+            if part.seq_id in self._steps_left:
+                self._steps_left[part.seq_id] -= 1
+                if not self._steps_left[part.seq_id]:
+                    raise EngineDeath
 
 
 @dataclass
@@ -111,8 +132,8 @@ class VirtualEngine:
     clock: EngineClock
 
 
-def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock) -> VirtualEngine:
-    """Returns an engine that computes nothing but which token follows."""
+def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s: float = 0.0) -> VirtualEngine:
+    """Returns an engine that computes nothing but which token follows. Its clock is `offset_s` ahead of `clock`."""
     model = ModelInfo(
         name="history",
         path="",
@@ -121,7 +142,7 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock) -> Virtu
         eos_token_ids=(EOS,),
         fingerprint="history",
     )
-    own = EngineClock(clock)
+    own = EngineClock(clock, offset_s)
     program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=shape.num_blocks, block_size=shape.block_size)
     runner = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=shape.max_model_len, block_size=shape.block_size)
     timed = TimedRunner(runner, own, shape)

@@ -25,6 +25,7 @@ from cloister.types.errors import ConfigError
 CHUNK: Final = 20
 """Seeds that a process runs before it reports."""
 _PLAIN_JOB: Final = Job(at_s=0.0, prompt="")
+_PLAIN_FIELDS: Final = sorted({*Job.__struct_fields__} - {"at_s", "prompt", "max_tokens", "temperature", "seed"})
 
 
 @dataclass(slots=True)
@@ -122,6 +123,10 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         last = scenario.num_replicas - 1
         faults = tuple(replace(fault, replica=min(fault.replica, last - 1)) for fault in scenario.faults)
         yield replace(scenario, num_replicas=last, faults=faults)
+    if scenario.verify_replay:
+        yield replace(scenario, verify_replay=0.0)
+    if any(scenario.clock_offsets_s):
+        yield replace(scenario, clock_offsets_s=())
     for name in ("max_num_seqs", "num_blocks", "max_waiting"):
         if getattr(scenario, name) < getattr(Scenario(seed=0), name):
             yield replace(scenario, **{name: getattr(Scenario(seed=0), name)})
@@ -132,7 +137,7 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
 
 def _simpler_jobs(job: Job) -> Iterator[Job]:
     replace = msgspec.structs.replace
-    for name in ("n", "tenant", "stop", "num_stop_ids", "logprobs", "ignores_eos", "priority", "cancel_after_s", "timeout_s"):
+    for name in _PLAIN_FIELDS:
         if getattr(job, name) != getattr(_PLAIN_JOB, name):
             yield replace(job, **{name: getattr(_PLAIN_JOB, name)})
     if job.temperature:

@@ -194,4 +194,4 @@ class Host:
             self.process.end()
             self.process = None
         if not task.cancelled():
-            task.exception()  # an engine ends after too many steps failed; that is no error of the loop
+            task.exception()  # an engine ends after too many steps failed, or is killed; that is no error of the loop

@@ -23,6 +23,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         temperature: 0, or with `seed`.
         stop: text that ends the answer; empty for none.
         num_stop_ids: so many token ids end the answer too, of 257.
+        kills_after: the engine dies when it computes so many steps of it; None: it harms no engine.
         cancel_after_s: the client leaves after this time; None: it stays.
     """
 
@@ -35,6 +36,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int = 0
     stop: str = ""
     num_stop_ids: int = 0
+    kills_after: int | None = None
     logprobs: bool = False
     ignores_eos: bool = True
     priority: int = 0
@@ -69,6 +71,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         seed: of all that is drawn while it runs, such as which datagram is lost.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
+        verify_replay: share of the answers that another replica computes again.
+        clock_offsets_s: by how much the clocks of the replicas' machines are ahead of the front's.
     """
 
     seed: int
@@ -79,6 +83,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_waiting: int = 16
     stall_timeout_s: float = 2.0
     delay_s: float = 0.001
+    clock_offsets_s: tuple[float, ...] = ()
+    verify_replay: float = 0.0
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
 
@@ -86,6 +92,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
     """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
     draw = random.Random(seed)
+    if draw.random() < 0.01:
+        return _draw_steady(seed, draw, routers)
     num_replicas = draw.choice((1, 2, 2, 3))
     span_s = draw.choice((0.05, 0.5, 2.0))
     return Scenario(
@@ -97,9 +105,29 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         max_waiting=draw.choice((1, 4, 16)),
         stall_timeout_s=draw.choice((0.5, 2.0)),
         delay_s=draw.choice((0.0002, 0.002, 0.03)),
+        clock_offsets_s=tuple(draw.choice((0.0, 0.0, -50.0, 1000.0)) for _ in range(num_replicas)),
+        verify_replay=draw.choice((0.0, 0.0, 0.0, 0.5)),
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
     )
+
+
+def _draw_steady(seed: int, draw: random.Random, routers: tuple[str, ...]) -> Scenario:
+    """Draws a scenario of many requests, in which the speeds of replicas can be compared; one of them may become slow."""
+    num_replicas, slow = draw.choice((2, 3)), draw.random() < 0.7
+    jobs = tuple(
+        Job(
+            at_s=round(draw.random() * 4.0, 4),
+            prompt="".join(draw.choice("abcdef ") for _ in range(draw.choice((1, 20, 100)))),
+            max_tokens=draw.choice((20, 60)),
+        )
+        for _ in range(20)
+    )
+    fault = InjectedFault(
+        at_s=round(1.0 + draw.random() * 2.0, 4), kind="slow", replica=draw.randrange(num_replicas), lasts_s=30.0, amount=4.0
+    )
+    router = draw.choice(routers)
+    return Scenario(seed=seed, num_replicas=num_replicas, router=router, jobs=jobs, faults=(fault,) if slow else ())
 
 
 def _draw_job(draw: random.Random, span_s: float) -> Job:
@@ -116,6 +144,7 @@ def _draw_job(draw: random.Random, span_s: float) -> Job:
         seed=draw.getrandbits(31) if is_drawn else 0,
         stop=draw.choice(("", "", "", "a", "ab")),
         num_stop_ids=draw.choice((0, 20, 60)),
+        kills_after=draw.choice((1, 2, 6)) if draw.random() < 0.1 else None,
         logprobs=draw.random() < 0.2,
         ignores_eos=draw.random() < 0.5,
         priority=draw.choice((0, 0, 1)),

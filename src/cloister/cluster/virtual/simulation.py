@@ -17,15 +17,15 @@ from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
-from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts
+from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import InjectedFault, Job, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
-from cloister.engine.supervision import Supervision
+from cloister.engine.supervision import Restarts, Supervision
 from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
@@ -40,6 +40,8 @@ LONGEST_S: Final = 400.0
 REST_S: Final = 70.0
 """Virtual time in which the cluster comes to rest after the last request."""
 DRAIN_S: Final = 5.0
+NUM_RESTARTS: Final = 20
+"""More than faults and requests that kill can use up, so that no front gives an engine up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,16 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
     return simulation.outcome(simulation.violations)
 
 
+def prompt_of(job: Job) -> bytes:
+    """Returns the tokens of a job's prompt; one that kills engines has another prompt than all that do not."""
+    return job.prompt.encode() if job.kills_after is None else b"\1" + job.prompt.encode()
+
+
 def make_request(job: Job, request_id: str) -> Request:
     """Returns the request of a job."""
     return Request(
         request_id=request_id,
-        token_ids=list(job.prompt.encode()),
+        token_ids=list(prompt_of(job)),
         sampling=SamplingParams(
             n=job.n,
             temperature=job.temperature,
@@ -156,12 +163,21 @@ class _Simulation:
     def _make_host(self, index: int) -> Host:
         return Host(
             index,
-            lambda: make_engine(self.shape, self.tokenizer, self.loop.clock),
+            lambda: self._make_engine(index),
             self.network,
             self.draw,
             start_s=self.shape.start_s,
             times=LinkTimes(),
         )
+
+    def _make_engine(self, index: int) -> VirtualEngine:
+        offsets_s = self.scenario.clock_offsets_s
+        offset_s = offsets_s[index] if index < len(offsets_s) else 0.0
+        engine = make_engine(self.shape, self.tokenizer, self.loop.clock, offset_s)
+        engine.runner.kills_after = {
+            prompt_of(job): job.kills_after for job in self.scenario.jobs if job.kills_after is not None
+        }
+        return engine
 
     async def _start_front(self) -> None:
         config = EngineConfig(
@@ -170,12 +186,17 @@ class _Simulation:
             max_num_seqs=self.shape.max_num_seqs,
             stall_timeout_s=self.scenario.stall_timeout_s,
         )
-        self.transports = [LinkTransport(host, self.draw, Supervision()) for host in self.hosts]
+        self.transports = [
+            LinkTransport(host, self.draw, Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS))) for host in self.hosts
+        ]
         self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
         make_router = ROUTERS.get(self.scenario.router)
         front = ReplicaSet(
             self.clients,
             lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+            verify_replay=self.scenario.verify_replay,
+            draw=self.draw,
+            clock=self.loop.clock,
         )
         front.subscribe(self._observe)
         await front.start()
@@ -250,6 +271,7 @@ class _Simulation:
         """Kills the front with all that it has, and starts another one."""
         if self.front is None:
             return
+        self.front.stop_replays()
         self.front = None
         for number, task in self.open.items():
             self.answers[number].is_cut = True
@@ -276,8 +298,8 @@ class _Simulation:
 
     def _check_rest(self) -> None:
         for index, host in enumerate(self.hosts):
-            if (process := host.process) is None:
-                continue
+            if (process := host.process) is None or self.loop.time() < process.hangs_until_s:
+                continue  # one that hangs while nothing waits for it is noticed with the next request
             scheduler = process.engine.scheduler
             if scheduler.requests:
                 self.violations.append(f"engine {index} still has {sorted(scheduler.requests)}")
@@ -287,6 +309,15 @@ class _Simulation:
         for index, client in enumerate(self.clients):
             if client.num_requests:
                 self.violations.append(f"the client of engine {index} still has {client.num_requests} requests")
+        num_starts, most = sum(host.num_starts for host in self.hosts), most_starts(self.scenario)
+        if most is not None and num_starts > most:
+            self.violations.append(f"engines were started {num_starts} times, where {most} were enough")
+        slowed = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}
+        for replica in self.front.snapshots() if self.front is not None else ():
+            if replica.num_mismatches:
+                self.violations.append(f"replica {replica.index} computed something else than another one")
+            if replica.is_slow and replica.index not in slowed:
+                self.violations.append(f"replica {replica.index} counts as slow, and is not")
         if self.front is not None and self.front.num_places:
             self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
 

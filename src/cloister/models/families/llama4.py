@@ -69,6 +69,7 @@ def _feed(fields: ConfigFields, mlp: MlpSpec, num_layers: int) -> Sequence[MlpSp
 
 _FEED = "model.layers.{}.feed_forward"
 _GATE_UP = Source(f"{_FEED}.experts.gate_up_proj", ("gate", "up"), transposed=True, stacked=True, is_tensor=True)
+_DOWN = Source(f"{_FEED}.experts.down_proj", transposed=True, stacked=True, is_tensor=True)
 
 LLAMA4 = Family(
     name="llama4",
@@ -95,9 +96,9 @@ LLAMA4 = Family(
         "up": Source(f"{_FEED}.up_proj"),
         "down": Source(f"{_FEED}.down_proj"),
         "router": Source(f"{_FEED}.router"),
-        "experts.gate": _GATE_UP,
-        "experts.up": _GATE_UP,
-        "experts.down": Source(f"{_FEED}.experts.down_proj", transposed=True, stacked=True, is_tensor=True),
+        "experts.gate": replace(_GATE_UP, instead=Source(f"{_FEED}.experts.{{}}.gate_proj")),
+        "experts.up": replace(_GATE_UP, instead=Source(f"{_FEED}.experts.{{}}.up_proj")),
+        "experts.down": replace(_DOWN, instead=Source(f"{_FEED}.experts.{{}}.down_proj")),
         "shared.gate": Source(f"{_FEED}.shared_expert.gate_proj"),
         "shared.up": Source(f"{_FEED}.shared_expert.up_proj"),
         "shared.down": Source(f"{_FEED}.shared_expert.down_proj"),

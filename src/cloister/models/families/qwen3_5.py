@@ -46,6 +46,10 @@ _TENSORS: Mapping[str, Source] = {
     **dict.fromkeys(("mixer.q", "mixer.k", "mixer.v"), _QKV),
     **{f"mixer.{name}": Source(f"model.layers.{{}}.linear_attn.in_proj_{name}") for name in "zba"},
 }
+_EXPERTS = "model.layers.{}.mlp.experts"
+_GATE_UP = Source(f"{_EXPERTS}.gate_up_proj", ("gate", "up"), stacked=True, is_tensor=True)
+_STACKS = {"gate": _GATE_UP, "up": _GATE_UP, "down": Source(f"{_EXPERTS}.down_proj", stacked=True, is_tensor=True)}
+"""As files of the hub have them; transformers writes those of the decoder alone one by one."""
 
 QWEN3_5 = replace(
     QWEN3_NEXT,
@@ -69,5 +73,8 @@ QWEN3_5_MOE = replace(
     widening=1,  # no layer is dense, and a config may say no size of one
     ropes=_turn,
     feed_forwards=_feed_mixtures,
-    tensors=_TENSORS,
+    tensors={
+        **_TENSORS,
+        **{f"experts.{name}": replace(_TENSORS[f"experts.{name}"], instead=stack) for name, stack in _STACKS.items()},
+    },
 )

@@ -297,8 +297,8 @@ QWEN3_VL_MOE = replace(
     tensors={
         **QWEN3_VL.tensors,
         "router": Source("model.layers.{}.mlp.gate"),
-        "experts.gate": _GATE_UP,
-        "experts.up": _GATE_UP,
-        "experts.down": _DOWN,
+        "experts.gate": replace(_GATE_UP, instead=Source(f"{_EXPERTS}.{{}}.gate_proj")),
+        "experts.up": replace(_GATE_UP, instead=Source(f"{_EXPERTS}.{{}}.up_proj")),
+        "experts.down": replace(_DOWN, instead=Source(f"{_EXPERTS}.{{}}.down_proj")),
     },
 )  # fmt: skip

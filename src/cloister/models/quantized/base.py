@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,93 @@ class StoredMatrix:
     read: Callable[[], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class StackPlace:
+    """Where the matrices of all experts of a layer lie, in one tensor of a checkpoint.
+
+    Attributes:
+        name: of the tensor, such as "model.layers.0.mlp.experts.down_proj"; parts beside it have names that begin so.
+        shape: [experts, out, in] that config.json asks for.
+        layouts: how the files may hold a matrix: True for [in, out], False for [out, in]; the first that fits counts.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    layouts: tuple[bool, ...]
+
+    def lay(self, num_out: int, num_in: int, transposed: bool) -> tuple[int, int, int]:
+        """Returns the shape of a part that has so many numbers along outputs and inputs."""
+        return (self.shape[0], num_in, num_out) if transposed else (self.shape[0], num_out, num_in)
+
+    def take(self, found: dict[str, TensorEntry], dtypes: tuple[str, ...], num_in: int) -> tuple[TensorEntry, bool]:
+        """Takes the tensor itself, which has `num_in` numbers along inputs, and says whether matrices lie as [in, out]."""
+        shapes: list[tuple[int, ...]] = [self.lay(self.shape[1], num_in, transposed) for transposed in self.layouts]
+        entry = take_part(found, self.name, dtypes, *shapes)
+        return entry, self.layouts[shapes.index(entry.shape)]
+
+    def one_number_each(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of a part with one number for all experts, or for each."""
+        num_experts = self.shape[0]
+        return (), (1,), (num_experts,), (num_experts, 1), (num_experts, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedMatrices:
+    """The matrices of all experts of a layer, each put together when it is read.
+
+    Attributes:
+        shape: [experts, out, in].
+        read: returns some outputs of one expert's matrix.
+    """
+
+    shape: tuple[int, int, int]
+    form: Callable[[], QuantizedTensor | None]
+    read: Callable[[int, slice], Tensor]
+
+    def take(self, expert: int, rows: slice) -> Stored:
+        """Returns some outputs of one expert's matrix."""
+        num_rows = len(range(*rows.indices(self.shape[1])))
+        return StoredMatrix((num_rows, self.shape[2]), self.form, lambda: self.read(expert, rows))
+
+
+@runtime_checkable
+class StackScheme(Scheme, Protocol):
+    """A method that stores the matrices of all experts of a layer together, too."""
+
+    def take_stack(self, place: StackPlace, found: dict[str, TensorEntry]) -> StackedMatrices | None:
+        """Takes a stack's parts out of `found`; None, and nothing taken, where it is not quantised.
+
+        Raises:
+            ModelError: a part is missing, or has another shape or type than it should.
+        """
+        ...
+
+
+def take_part(
+    found: dict[str, TensorEntry], stored: str, dtypes: Mapping[str, object] | tuple[str, ...], *shapes: tuple[int, ...]
+) -> TensorEntry:
+    """Takes one part of a quantised matrix out of `found`.
+
+    Args:
+        dtypes: types that it may have, as safetensors files call them.
+        shapes: shapes that it may have; none given allows any.
+    """
+    if stored not in found:
+        raise ModelError(f"the checkpoint lacks the tensor {stored!r} of a quantised matrix; download it again")
+    entry = found.pop(stored)
+    if entry.dtype not in dtypes:
+        raise ModelError(f"tensor {stored!r} has the type {entry.dtype}; supported are: {', '.join(dtypes)}")
+    if shapes and entry.shape not in shapes:
+        raise ModelError(f"tensor {stored!r} has the shape {entry.shape}, {' or '.join(map(str, shapes))} is expected")
+    return entry
+
+
+def cut_stack(entry: TensorEntry, expert: int, rows: slice, transposed: bool) -> npt.NDArray[Any]:
+    """Returns some outputs of one expert's matrix, of a part of a stack."""
+    matrix = entry.read()[expert]
+    return np.ascontiguousarray((matrix.T if transposed else matrix)[rows])
+
+
 class Parts:
     """The tensors of one module."""
 
@@ -75,21 +162,8 @@ class Parts:
         return entry.dtype if entry is not None else ""
 
     def take(self, name: str, dtypes: Mapping[str, object] | tuple[str, ...], *shapes: tuple[int, ...]) -> TensorEntry:
-        """Takes one part.
-
-        Args:
-            dtypes: types that it may have, as safetensors files call them.
-            shapes: shapes that it may have; none given allows any.
-        """
-        stored = f"{self.module}.{name}"
-        if stored not in self._found:
-            raise ModelError(f"the checkpoint lacks the tensor {stored!r} of a quantised matrix; download it again")
-        entry = self._found.pop(stored)
-        if entry.dtype not in dtypes:
-            raise ModelError(f"tensor {stored!r} has the type {entry.dtype}; supported are: {', '.join(dtypes)}")
-        if shapes and entry.shape not in shapes:
-            raise ModelError(f"tensor {stored!r} has the shape {entry.shape}, {' or '.join(map(str, shapes))} is expected")
-        return entry
+        """Takes one part (`take_part`)."""
+        return take_part(self._found, f"{self.module}.{name}", dtypes, *shapes)
 
     def drop(self, *names: str) -> None:
         """Takes parts that change nothing here, where they exist."""

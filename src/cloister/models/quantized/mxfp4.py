@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import E2M1_CODES, GroupedTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Stored, StoredMatrix
+from cloister.models.quantized.base import StackedMatrices, StackPlace, Stored, cut_stack, take_part
 from cloister.models.safetensors import TensorEntry
 from cloister.types.errors import ModelError
 
@@ -30,61 +30,32 @@ def half_scales(exponents: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 
 
 @dataclass(frozen=True, slots=True)
-class StackedMatrices:
-    """The matrices of all experts of a layer.
-
-    Attributes:
-        shape: [experts, out, in].
-    """
-
-    name: str
-    shape: tuple[int, int, int]
-    blocks: TensorEntry
-    scales: TensorEntry
-
-    def take(self, expert: int, rows: slice) -> Stored:
-        """Returns some outputs of one expert's matrix."""
-        num_rows, num_in = len(range(*rows.indices(self.shape[1]))), self.shape[2]
-        return StoredMatrix((num_rows, num_in), lambda: _form(num_in), lambda: self._read(expert, rows))
-
-    def _read(self, expert: int, rows: slice) -> GroupedTensor:
-        blocks = np.ascontiguousarray(self.blocks.read()[expert, rows])
-        exponents = np.ascontiguousarray(self.scales.read()[expert, rows])
-        if np.any(exponents == _NOT_A_NUMBER):
-            raise ModelError(f"the checkpoint's tensor '{self.name}_scales' has a scale that is no number; download it again")
-        halves = np.stack([blocks & 15, blocks >> 4], axis=-1)
-        return _grouped(E2M1_CODES[halves].reshape(len(blocks), -1), half_scales(exponents))
-
-
-@dataclass(frozen=True, slots=True)
 class MXFP4Scheme:
-    """Protocol `quantized.base.Scheme`; only stacks of matrices are in MXFP4, other matrices are plain."""
+    """Protocol `quantized.base.StackScheme`; only stacks of matrices are in MXFP4, other matrices are plain."""
 
     def take(self, module: str, shape: tuple[int, int], found: dict[str, TensorEntry]) -> Stored | None:
         return None
 
-    def take_stack(self, name: str, shape: tuple[int, int, int], found: dict[str, TensorEntry]) -> StackedMatrices | None:
-        """Takes the parts of a stack out of `found`; None, and nothing taken, where it is plain.
-
-        Args:
-            name: of the tensor in the checkpoint, such as "model.layers.0.mlp.experts.down_proj".
-            shape: [experts, out, in] that config.json asks for.
-
-        Raises:
-            ModelError: a part is missing, or has another shape or type than it should.
-        """
-        if f"{name}_blocks" not in found:
+    def take_stack(self, place: StackPlace, found: dict[str, TensorEntry]) -> StackedMatrices | None:
+        if f"{place.name}_blocks" not in found:
             return None
-        grouped = (*shape[:2], shape[2] // GROUP)
-        entries = []
-        for stored, expected in ((f"{name}_blocks", (*grouped, GROUP // 2)), (f"{name}_scales", grouped)):
-            if stored not in found:
-                raise ModelError(f"the checkpoint lacks the tensor {stored!r} of a quantised matrix; download it again")
-            entry = found.pop(stored)
-            if entry.dtype not in _BYTES or entry.shape != expected or shape[2] % GROUP:
-                raise ModelError(f"tensor {stored!r} must be of type U8 and shape {expected}, and inputs a multiple of {GROUP}")
-            entries.append(entry)
-        return StackedMatrices(name, shape, *entries)
+        num_experts, num_out, num_in = place.shape
+        if num_in % GROUP:
+            raise ModelError(f"{place.name} has {num_in} inputs, which are no whole groups of {GROUP}, as MXFP4 has them")
+        grouped = num_experts, num_out, num_in // GROUP
+        blocks = take_part(found, f"{place.name}_blocks", _BYTES, (*grouped, GROUP // 2))
+        scales = take_part(found, f"{place.name}_scales", _BYTES, grouped)
+
+        def read(expert: int, rows: slice) -> GroupedTensor:
+            packed, exponents = cut_stack(blocks, expert, rows, False), cut_stack(scales, expert, rows, False)
+            if np.any(exponents == _NOT_A_NUMBER):
+                raise ModelError(
+                    f"the checkpoint's tensor '{place.name}_scales' has a scale that is no number; download it again"
+                )
+            halves = np.stack([packed & 15, packed >> 4], axis=-1)
+            return _grouped(E2M1_CODES[halves].reshape(len(packed), -1), half_scales(exponents))
+
+        return StackedMatrices(place.shape, lambda: _form(num_in), read)
 
 
 def read_mxfp4(fields: ConfigFields) -> MXFP4Scheme:

@@ -5,12 +5,16 @@ ModelOpt: `weight [out, in / 2]` uint8, the even input of each pair in the low h
 `weight_scale_2 []`, to multiply by. compressed-tensors: `weight_packed`, `weight_scale` and `weight_global_scale [1]`, to
 divide by; here it is inverted once, in float32, as servers do. A weight is `number * (scale * factor)`, both products rounded
 to float32. No back end rounds inputs to four bits, so `input_scale` changes nothing.
+
+ModelOpt leaves the experts of Llama 4 and gpt-oss in stacks whose matrices lie as [in, out]: `NAME [experts, in / 2, out]`, two
+inputs in a byte as above, `NAME_weight_scale [experts, in / 16, out]`, and a factor `NAME_weight_scale_2` for all or each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +22,8 @@ import numpy.typing as npt
 
 from cloister.backends.tensors import E2M1_CODES, GroupedTensor
 from cloister.models.config import ConfigFields
-from cloister.models.quantized.base import Parts, Stored, StoredMatrix
-from cloister.models.quantized.fp8 import E4M3, take_float8
+from cloister.models.quantized.base import Parts, StackedMatrices, StackPlace, Stored, StoredMatrix, cut_stack, take_part
+from cloister.models.quantized.fp8 import E4M3, take_float8, take_float8_stack
 from cloister.models.safetensors import TensorEntry
 from cloister.types.errors import ModelError
 
@@ -42,7 +46,7 @@ _NOT_OURS = ("input_scale", "k_scale", "v_scale", "output_scale")
 
 @dataclass(frozen=True, slots=True)
 class ModelOptScheme:
-    """Protocol `quantized.base.Scheme`; the type of a module's `weight` shows how it is stored."""
+    """Protocol `quantized.base.StackScheme`; the type of the codes shows how they are stored."""
 
     def take(self, module: str, shape: tuple[int, int], found: dict[str, TensorEntry]) -> Stored | None:
         parts = Parts(module, found)
@@ -50,6 +54,12 @@ class ModelOptScheme:
         if parts.dtype("weight") == "U8":
             return take_nvfp4(parts, shape, "weight", "weight_scale_2")
         return take_float8(parts, shape, None) if parts.dtype("weight") in E4M3 else None
+
+    def take_stack(self, place: StackPlace, found: dict[str, TensorEntry]) -> StackedMatrices | None:
+        dtype = found[place.name].dtype if place.name in found else ""
+        if dtype == "U8":
+            return take_nvfp4_stack(place, found)
+        return take_float8_stack(place, found, None) if dtype in E4M3 else None
 
 
 def read_modelopt(fields: ConfigFields) -> ModelOptScheme:
@@ -89,18 +99,40 @@ def take_nvfp4(parts: Parts, shape: tuple[int, int], packed: str, factor: str, *
     scales = parts.take("weight_scale", E4M3, (num_out, num_in // GROUP))
     tensor_scale = parts.take(factor, ("F32",), (), (1,))
 
-    def assemble() -> GroupedTensor:
-        bytes_of = np.ascontiguousarray(codes.read())
-        halves = np.stack([bytes_of & 15, bytes_of >> 4], axis=-1)
+    def read() -> GroupedTensor:
         found = _read_factor(tensor_scale.read(), f"{parts.module}.{factor}", divides=divides)
-        numbers = decode_e4m3(scales.read().view(np.uint8))
-        if np.isnan(numbers).any():
-            name = f"{parts.module}.weight_scale"
-            raise ModelError(f"the checkpoint's tensor {name!r} has a scale that is no number; download it again")
-        numbers *= np.float32(0.5)
-        return _grouped(E2M1_CODES[halves].reshape(shape), numbers, np.full(num_out, found, np.float32))
+        return _assemble(np.ascontiguousarray(codes.read()), scales.read(), found, f"{parts.module}.weight_scale")
 
-    return StoredMatrix(shape, lambda: _form(num_in), assemble)
+    return StoredMatrix(shape, lambda: _form(num_in), read)
+
+
+def take_nvfp4_stack(place: StackPlace, found: dict[str, TensorEntry]) -> StackedMatrices:
+    """Takes the matrices of all experts."""
+    (num_experts, num_out, num_in), name = place.shape, place.name
+    if num_in % GROUP:
+        raise ModelError(f"{name} has {num_in} inputs, which are no whole groups of {GROUP}, as NVFP4 has them")
+    codes, transposed = place.take(found, ("U8",), num_in // 2)
+    scales = take_part(found, f"{name}_weight_scale", E4M3, place.lay(num_out, num_in // GROUP, transposed))
+    factors = take_part(found, f"{name}_weight_scale_2", ("F32",), *place.one_number_each())
+    found.pop(f"{name}_input_scale", None)
+
+    def read(expert: int, rows: slice) -> GroupedTensor:
+        its_factor = np.broadcast_to(factors.read().reshape(-1), num_experts)[expert : expert + 1]
+        factor = _read_factor(its_factor, f"{name}_weight_scale_2", divides=False)
+        numbers = cut_stack(scales, expert, rows, transposed)
+        return _assemble(cut_stack(codes, expert, rows, transposed), numbers, factor, f"{name}_weight_scale")
+
+    return StackedMatrices(place.shape, lambda: _form(num_in), read)
+
+
+def _assemble(codes: npt.NDArray[np.uint8], scales: npt.NDArray[Any], factor: np.float32, name: str) -> GroupedTensor:
+    """Returns the matrix of codes [out, in / 2], scales [out, in / 16], whose part is called `name`, and a factor."""
+    halves = np.stack([codes & 15, codes >> 4], axis=-1)
+    numbers = decode_e4m3(scales.view(np.uint8))
+    if np.isnan(numbers).any():
+        raise ModelError(f"the checkpoint's tensor {name!r} has a scale that is no number; download it again")
+    numbers *= np.float32(0.5)
+    return _grouped(E2M1_CODES[halves].reshape(len(codes), -1), numbers, np.full(len(codes), factor, np.float32))
 
 
 def decode_e4m3(stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

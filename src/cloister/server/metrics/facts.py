@@ -48,6 +48,12 @@ class EngineGauges:
         requests = GaugeMetricFamily("cloister_replica_requests", "Requests that a replica has.", labels=("replica",))
         waiting = GaugeMetricFamily("cloister_replica_waiting", "Those without a slot.", labels=("replica",))
         usage = GaugeMetricFamily("cloister_replica_kv_cache_usage_perc", "Used part of its KV blocks.", labels=("replica",))
+        slowness = GaugeMetricFamily(
+            "cloister_replica_slowness", "Its step times, relative to those of the others.", labels=("replica",)
+        )
+        mismatches = CounterMetricFamily(
+            "cloister_replica_mismatches", "Answers that another replica computed differently.", labels=("replica",)
+        )
         routed = CounterMetricFamily("cloister_replica_routed", "Requests that a replica was given.", labels=("replica",))
         for replica in replicas:
             label = (str(replica.index),)
@@ -55,8 +61,10 @@ class EngineGauges:
             requests.add_metric(label, replica.num_requests)
             waiting.add_metric(label, replica.num_waiting)
             usage.add_metric(label, replica.num_used_blocks / max(1, replica.num_total_blocks))
+            slowness.add_metric(label, replica.slowness)
+            mismatches.add_metric(label, replica.num_mismatches)
             routed.add_metric(label, replica.num_routed)
-        yield from (up, requests, waiting, usage, routed)
+        yield from (up, requests, waiting, usage, slowness, mismatches, routed)
 
     def _processes(self) -> list[tuple[str, int | None]]:
         return [("front", None), *self._engine.processes]  # an engine in a thread has no own process

@@ -1,0 +1,139 @@
+"""Finds replicas that are slower than the others, and says which of them get requests. Pure: no clock, no I/O.
+
+Each replica has a cost model of its own steps (`scheduler.budget.StepCost`). A step is compared with what the models of the
+others predict for its size, so a replica is not slow because it has more to do. What counts is the median of the last steps:
+a step that another program held up changes nothing. Between SLOW and WELL nothing changes, so no replica comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.scheduler.budget import StepCost, StepSize
+from cloister.types.events import Stepped
+
+SLOW: Final = 2.0
+"""A replica is slow if its steps take so many times as long as those of the others."""
+WELL: Final = 1.3
+"""It is well again below this."""
+NUM_STEPS: Final = 32
+"""Steps whose median counts."""
+MIN_MEASURED: Final = 3
+"""A cost model predicts steps of a size of which it has measured so many: beyond, it would guess."""
+PROBE_S: Final = 10.0
+"""A slow replica gets one request after this time, which shows whether it is well; then after twice that time, and so on."""
+MAX_PROBE_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedChange:
+    """A replica became slow, or well again.
+
+    Attributes:
+        slowness: its steps take so many times as long as those of the others.
+    """
+
+    index: int
+    is_slow: bool
+    slowness: float
+
+
+class _ReplicaSpeed:
+    """The steps of one replica, and what they were compared with."""
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self.slowness = 1.0
+        self.probe_at_s = self.probe_every_s = 0.0
+        self._cost = StepCost()
+        self._sizes: Counter[tuple[int, int]] = Counter()
+        self._ratios: deque[float] = deque(maxlen=NUM_STEPS)
+
+    def predict(self, size: StepSize) -> float | None:
+        """Returns the seconds of a step of this size here; None if no such step was measured."""
+        return self._cost.predict(size) if self._sizes[_bucket(size)] >= MIN_MEASURED else None
+
+    def learn(self, size: StepSize, elapsed_s: float) -> None:
+        self._cost.learn(size, elapsed_s)
+        self._sizes[_bucket(size)] += 1
+
+    def compare(self, ratio: float) -> None:
+        """Adds a step that took `ratio` times as long as the others take."""
+        self._ratios.append(ratio)
+        if len(self._ratios) == NUM_STEPS:
+            self.slowness = median(self._ratios)
+
+
+def _bucket(size: StepSize) -> tuple[int, int]:
+    """Sizes within a factor of two."""
+    return int(size.num_tokens).bit_length(), int(size.num_attended).bit_length()
+
+
+class ReplicaSpeeds:
+    """The speeds of all replicas.
+
+    At most half of them are slow at a time: if most are, something else is wrong than with these replicas.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._speeds = [_ReplicaSpeed() for _ in range(num_replicas)]
+
+    def slowness(self, index: int) -> float:
+        """Returns how many times as long as the others' the steps of a replica take; 1 until enough is known."""
+        return self._speeds[index].slowness
+
+    def is_slow(self, index: int) -> bool:
+        """Whether a replica gets no requests but probes."""
+        return self._speeds[index].is_slow
+
+    def note(self, index: int, step: Stepped, now: float) -> SpeedChange | None:
+        """Takes a step of a replica into account. Returns what has changed with it."""
+        if step.elapsed_s <= 0.0:
+            return None
+        size, own = StepSize(step.num_tokens, step.num_attended), self._speeds[index]
+        predicted = [speed.predict(size) for speed in self._speeds if speed is not own]
+        known = [prediction_s for prediction_s in predicted if prediction_s]
+        own.learn(size, step.elapsed_s)
+        if not known:
+            return None
+        own.compare(step.elapsed_s / median(known))
+        return self._judge(index, own, now)
+
+    def forget(self, index: int) -> None:
+        """Forgets a replica whose engine has ended."""
+        self._speeds[index] = _ReplicaSpeed()
+
+    def choose(self, replicas: Sequence[ReplicaSnapshot], now: float) -> list[ReplicaSnapshot]:
+        """Returns which of the replicas that accept requests a router may choose from for one request.
+
+        A slow one is among them only if its time to show whether it is well has come, and is the only one then, or if all are
+        slow.
+        """
+        slow = [replica for replica in replicas if self._speeds[replica.index].is_slow]
+        if len(slow) == len(replicas):
+            return list(replicas)
+        for replica in slow:
+            speed = self._speeds[replica.index]
+            if now >= speed.probe_at_s and not replica.num_requests:
+                speed.probe_every_s = min(MAX_PROBE_S, 2 * speed.probe_every_s)
+                speed.probe_at_s = now + speed.probe_every_s
+                return [replica]
+        return [replica for replica in replicas if not self._speeds[replica.index].is_slow]
+
+    def _judge(self, index: int, speed: _ReplicaSpeed, now: float) -> SpeedChange | None:
+        if speed.is_slow and speed.slowness <= WELL:
+            speed.is_slow = False
+        elif not speed.is_slow and speed.slowness >= SLOW and self._may_be_slow():
+            speed.is_slow = True
+            speed.probe_every_s, speed.probe_at_s = PROBE_S, now + PROBE_S
+        else:
+            return None
+        return SpeedChange(index, speed.is_slow, speed.slowness)
+
+    def _may_be_slow(self) -> bool:
+        return sum(speed.is_slow for speed in self._speeds) + 1 <= len(self._speeds) // 2

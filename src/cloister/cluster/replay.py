@@ -1,0 +1,183 @@
+"""Computes a sample of the finished requests again in another replica (dual-phase replay of ByteRobust, SOSP 2025).
+
+Replicas of one model give equal tokens whatever else they compute (`--numerics exact`), so one that computes wrongly shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from cloister.engine.client import EngineClient
+from cloister.engine.in_flight import Sink
+from cloister.types.errors import CloisterError
+from cloister.types.events import Ended, Event, Stepped
+from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.scope import Scope, ScopeKind
+
+GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
+
+Answer = tuple[tuple[int, ...], ...]
+"""The tokens of each sequence of a request."""
+
+_logger = logging.getLogger(__name__)
+
+
+def may_replay(request: Request) -> bool:
+    """Whether a request has one possible answer, and is small enough to be kept until it has been computed again."""
+    sampling = request.sampling
+    is_fixed = sampling.temperature == 0.0 or sampling.seed is not None
+    return is_fixed and sampling.beams is None and request.pooling is None and not request.images
+
+
+def find_odd(answers: Mapping[int, Answer]) -> int | None:
+    """Returns the replica whose answer differs from that of all others, which agree; None if there is no such majority."""
+    counts = Counter(answers.values())
+    if len(answers) < 3 or len(counts) != 2:
+        return None
+    return next((index for index, answer in answers.items() if counts[answer] == 1), None)
+
+
+class _Recorder:
+    """Takes an answer on its way to its client."""
+
+    def __init__(self, request: Request, replica: int, sink: Sink) -> None:
+        self.request, self.replica = request, replica
+        self.ends: list[FinishReason] = []
+        self._tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self._sink = sink
+
+    def take(self, output: SequenceOutput) -> None:
+        """Records an output and passes it on."""
+        self._tokens[output.index] += output.token_ids
+        if output.finish_reason is not None:
+            self.ends.append(output.finish_reason)
+        self._sink(output)
+
+    @property
+    def answer(self) -> Answer:
+        return tuple(tuple(tokens) for tokens in self._tokens)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its sequences ended, and none of them early."""
+        return len(self.ends) == len(self._tokens) and all(end in GOOD_ENDS for end in self.ends)
+
+
+class ReplayVerifier:
+    """Chooses requests, computes them again and compares.
+
+    One request at a time, and only where nothing waits. If two replicas differ, a third one computes the request too, and the
+    odd one is drained.
+
+    Args:
+        rate: share of the requests with one possible answer.
+        draw: source of randomness, of requests and replicas.
+
+    Attributes:
+        odd: replicas that computed wrongly, which must get no requests any more.
+        num_mismatches: for each replica, how often another one computed something else and no third one sided with it.
+        num_replays: answers that were computed again.
+    """
+
+    def __init__(self, replicas: Sequence[EngineClient], rate: float, draw: random.Random) -> None:
+        self.odd: set[int] = set()
+        self.num_mismatches = [0] * len(replicas)
+        self.num_replays = 0
+        self._own_ids: set[str] = set()
+        self._replicas, self._rate, self._draw = replicas, rate, draw
+        self._recorders: dict[str, _Recorder] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self, request: Request, replica: int, sink: Sink) -> Sink:
+        """Returns what takes the outputs of a request in place of its sink."""
+        if not may_replay(request) or self._draw.random() >= self._rate:
+            return sink
+        recorder = self._recorders[request.request_id] = _Recorder(request, replica, sink)
+
+        def take(output: SequenceOutput) -> None:
+            recorder.take(output)
+            if recorder.is_whole and self._recorders.pop(request.request_id, None) is not None and self._task is None:
+                self._task = asyncio.get_running_loop().create_task(self._verify(recorder), name="replay of a request")
+
+        return take
+
+    def forget(self, request_id: str) -> None:
+        """Called when a request's client leaves, and when another replica continues it: no single one computed it then."""
+        self._recorders.pop(request_id, None)
+
+    def has_sent(self, request_id: str) -> bool:
+        """Whether a request is one that is computed again."""
+        return request_id in self._own_ids
+
+    def owns(self, event: Event) -> bool:
+        """Whether an event is of a request that is computed again; listeners must not hear of those."""
+        if isinstance(event, Stepped) or not self.has_sent(event.request_id):
+            return False
+        if isinstance(event, Ended) and event.last:
+            self._own_ids.discard(event.request_id)
+        return True
+
+    def stop(self) -> None:
+        """Ends what is computed again at present."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _verify(self, found: _Recorder) -> None:
+        try:
+            answers = {found.replica: found.answer}
+            for index in self._draw_voters(found.replica):
+                again = await self._compute(found.request, index)
+                if again is None or (again == found.answer and len(answers) == 1):
+                    return
+                answers[index] = again
+            if len(answers) > 1:
+                self._judge(answers)
+        finally:
+            self._task = None
+
+    def _draw_voters(self, replica: int) -> list[int]:
+        """Returns up to two other replicas that have nothing better to do."""
+        snapshots = [client.snapshot(index) for index, client in enumerate(self._replicas)]
+        free = [
+            s.index
+            for s in snapshots
+            if s.index != replica and s.index not in self.odd and s.is_accepting and not s.num_waiting
+        ]
+        return self._draw.sample(free, min(2, len(free)))
+
+    async def _compute(self, request: Request, index: int) -> Answer | None:
+        """Computes a request again, without a prefix from the cache. Returns None if it does not come to its end."""
+        request_id = f"replay-{secrets.token_hex(8)}"
+        scope = Scope(ScopeKind.REQUEST, secrets.token_bytes(16))
+        recorder = _Recorder(msgspec.structs.replace(request, request_id=request_id, scope=scope), index, lambda output: None)
+        self._own_ids.add(request_id)
+        try:
+            await self._replicas[index].follow(recorder.request, recorder.take)
+        except CloisterError:
+            self._own_ids.discard(request_id)
+            return None
+        self.num_replays += 1
+        return recorder.answer if recorder.is_whole else None
+
+    def _judge(self, answers: Mapping[int, Answer]) -> None:
+        odd = find_odd(answers)
+        for index in answers if odd is None else (odd,):
+            self.num_mismatches[index] += 1
+        if odd is None:
+            names = " and ".join(str(index) for index in sorted(answers))
+            _logger.error("replicas %s computed different tokens for one request; nothing says which of them is right", names)
+            return
+        self.odd.add(odd)
+        _logger.critical(
+            "replica %d computed other tokens than two others; it gets no requests any more. Check the memory of its machine,"
+            " and restart the server",
+            odd,
+        )

@@ -1,0 +1,123 @@
+"""Slow replicas are found by their steps alone, get no requests, and come back when they are well."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from cloister.cluster.health import MAX_PROBE_S, NUM_STEPS, PROBE_S, ReplicaSpeeds, SpeedChange
+from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.types.events import Stepped
+
+FIXED_S, TOKEN_S, KEY_S = 0.01, 0.0002, 1e-6
+
+
+class Fleet:
+    """Replicas that take steps of random sizes.
+
+    Attributes:
+        factors: the steps of each take so many times as long as they should.
+        sizes: the most tokens of a step of each.
+    """
+
+    def __init__(self, num: int, sizes: tuple[int, ...] = ()) -> None:
+        self.speeds = ReplicaSpeeds(num)
+        self.factors = [1.0] * num
+        self.sizes = sizes or (64,) * num
+        self.draw = random.Random(1)
+        self.changes: list[SpeedChange] = []
+        self.now = 0.0
+
+    def step(self, num_steps: int = NUM_STEPS, indexes: tuple[int, ...] | None = None) -> None:
+        for _ in range(num_steps):
+            for index in range(len(self.factors)) if indexes is None else indexes:
+                num_tokens = self.draw.randint(1, self.sizes[index])
+                num_attended = num_tokens * self.draw.randint(1, 500)
+                noise = self.draw.choice((1.0, 1.0, 1.05, 1.1, 4.0))  # now and then something else has the processor
+                took_s = (FIXED_S + TOKEN_S * num_tokens + KEY_S * num_attended) * noise * self.factors[index]
+                event = Stepped(self.now, took_s, num_tokens, 1, 1, 0, 1, 0, 8, num_attended=float(num_attended))
+                if (change := self.speeds.note(index, event, self.now)) is not None:
+                    self.changes.append(change)
+
+    def choose(self, *busy: int) -> list[int]:
+        snapshots = [ReplicaSnapshot(index, num_requests=int(index in busy)) for index in range(len(self.factors))]
+        return [replica.index for replica in self.speeds.choose(snapshots, self.now)]
+
+
+@pytest.mark.parametrize("num", [2, 3, 5])
+def test_a_slow_replica_is_left_out_and_comes_back_when_it_is_well(num: int) -> None:
+    fleet = Fleet(num)
+    fleet.step(100)
+    assert fleet.choose() == list(range(num))
+    fleet.factors[1] = 3.0
+    fleet.step()
+    assert fleet.choose() == [index for index in range(num) if index != 1]
+    fleet.factors[1] = 1.0
+    fleet.step(2 * NUM_STEPS)
+    assert fleet.choose() == list(range(num))
+    assert [(change.index, change.is_slow) for change in fleet.changes] == [(1, True), (1, False)]
+    assert 2.0 <= fleet.changes[0].slowness < 4.0
+
+
+def test_a_replica_with_more_to_do_is_not_slow() -> None:
+    fleet = Fleet(3, sizes=(4, 64, 2000))
+    fleet.step(300)
+    assert fleet.changes == []
+
+
+def test_between_slow_and_well_nothing_changes() -> None:
+    fleet = Fleet(3)
+    fleet.step(100)
+    fleet.factors[0] = 1.6
+    fleet.step(100)
+    assert fleet.changes == []
+    fleet.factors[0] = 3.0
+    fleet.step(100)
+    fleet.factors[0] = 1.6
+    fleet.step(100)
+    assert [change.is_slow for change in fleet.changes] == [True]
+
+
+def test_at_most_half_are_left_out() -> None:
+    fleet = Fleet(4)
+    fleet.step(100)
+    fleet.factors = [1.0, 9.0, 9.0, 9.0]
+    fleet.step(40)
+    assert sum(fleet.speeds.is_slow(index) for index in range(4)) == 2
+
+
+def test_a_slow_replica_gets_one_request_now_and_then_while_it_has_none() -> None:
+    fleet = Fleet(2)
+    fleet.step(100)
+    fleet.factors[0] = 5.0
+    fleet.step()
+    given_s = []
+    while fleet.now < 4000.0:
+        if fleet.choose() == [0]:
+            given_s.append(fleet.now)
+            assert fleet.choose() == [1]
+        fleet.now += 1.0
+    assert given_s[:4] == [PROBE_S, 3 * PROBE_S, 7 * PROBE_S, 15 * PROBE_S]
+    assert max(b - a for a, b in pairwise(given_s)) == MAX_PROBE_S
+    fleet.now += MAX_PROBE_S
+    assert fleet.choose(0) == [1], "it has one"
+
+
+def test_if_only_slow_replicas_accept_requests_they_get_them() -> None:
+    fleet = Fleet(2)
+    fleet.step(100)
+    fleet.factors[0] = 5.0
+    fleet.step()
+    assert [replica.index for replica in fleet.speeds.choose([ReplicaSnapshot(0)], 0.0)] == [0]
+
+
+def test_a_new_engine_starts_without_a_reputation() -> None:
+    fleet = Fleet(2)
+    fleet.step(100)
+    fleet.factors[0] = 5.0
+    fleet.step()
+    fleet.speeds.forget(0)
+    assert fleet.choose() == [0, 1]
+    assert fleet.speeds.slowness(0) == 1.0
