@@ -121,7 +121,8 @@ class Accounting(RuleBasedStateMachine):
         try:
             self.client.submit(request, self.take)
         except QueueFullError:
-            assert not any(snapshot.is_accepting for snapshot in self.client.snapshots())
+            may_refuse_early = self.router == "conductor" and self.roles
+            assert may_refuse_early or not any(snapshot.is_accepting for snapshot in self.client.snapshots())
         except EngineError:
             assert all(client.closed is not None for client in self.engines.clients)
         else:
@@ -235,7 +236,7 @@ def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:
     engines.client.subscribe(events.append)
     for number in range(6):
         engines.client.submit(make_request([number] * 10, max_tokens=5), lambda output: None)
-    for index in range(NUM_REPLICAS):
+    for index in [*range(NUM_REPLICAS)] * 2:  # its messages arrive with the next step
         engines.step(index)
     last = [event for event in events if isinstance(event, Stepped)][-1]
     assert last.num_running == 6

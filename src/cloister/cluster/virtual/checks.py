@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from cloister.cluster.virtual.scenario import Job, Scenario
 from cloister.engine.client import GRACE_S
 from cloister.engine.suspects import NUM_SAFE_LOSSES
-from cloister.types.events import Arrived, Ended, Event, Stepped
+from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
 RECOVERY_S: Final = 70.0
@@ -177,10 +177,9 @@ def _has_one_clock(event: Ended) -> bool:
 
 def _check_sharing(answer: JobAnswer, ended: list[Ended], run: RunRecord) -> list[str]:
     """Checks that no more of a prompt came from the cache than other requests of its tenant can have left there."""
-    scenario = run.scenario
-    may_move = bool(scenario.operations or scenario.roles or scenario.rebalance)  # then it may come back to its own prompt
+    has_moved = any(isinstance(e, Migrated) and e.request_id == answer.request.request_id for e in run.events)
     mine = [a for a in run.answers if a.job.tenant == answer.job.tenant and a.refusal is None]
-    others = mine if may_move else [a for a in mine if a is not answer]
+    others = mine if has_moved else [a for a in mine if a is not answer]  # it may have come back to its own prompt
     longest = max((_count_common(answer.request.token_ids, other.request.token_ids) for other in others), default=0)
     found = max((event.num_cached_tokens for event in ended), default=0)
     if found <= longest:
