@@ -25,7 +25,7 @@ from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.replica_snapshot import Role
 from cloister.kv import PrefixKeys
 from cloister.types.clock import VirtualClock
-from cloister.types.errors import EngineError, MemoryBudgetError, QueueFullError
+from cloister.types.errors import EngineError, InvalidRequestError, MemoryBudgetError, QueueFullError
 from cloister.types.events import Arrived, Ended, Event, FrontMessage, Outputs, Stepped
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
@@ -277,6 +277,29 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None
                     request.token_ids, 20, VOCAB_SIZE
                 )
             assert [snapshot.num_routed for snapshot in replicas.snapshots()] == [8, 4]
+
+    run(main())
+
+
+def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path) as replicas:
+            requests = [make_request(f"request {number}", max_tokens=20) for number in range(8)]
+            answers = [asyncio.create_task(answer(replicas, request)) for request in requests]
+            await asyncio.sleep(0.3)
+            assert await replicas.drain_replica(1) == 0
+            assert [snapshot.num_requests for snapshot in replicas.snapshots()] == [8, 0]
+            assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, False]
+            with pytest.raises(InvalidRequestError, match="no other replica is left"):
+                await replicas.drain_replica(0)
+            with pytest.raises(InvalidRequestError, match="they are 0 to 1"):
+                await replicas.drain_replica(2)
+            for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
+                whole = greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
+                assert [token_id for o in outputs for token_id in o.token_ids] == whole
+            replicas.return_replica(1)
+            assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, True]
+            assert [snapshot.num_migrated for snapshot in replicas.snapshots()] == [4, 0]
 
     run(main())
 

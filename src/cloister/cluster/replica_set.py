@@ -335,18 +335,19 @@ class ReplicaSet(RequestClient):
         source = self._places.get(request_id)
         if source is None or source == target or not self._snapshot(target).is_accepting:
             return False
-        await self._copy_kv(request_id, source, target)
+        has_copied = await self._copy_kv(request_id, source, target)
         if self._places.get(request_id) != source or not self._snapshot(target).is_accepting:
             return False
-        return self._switch(request_id, source, target)
+        return self._switch(request_id, source, target, loads_kv=not has_copied)
 
-    async def _copy_kv(self, request_id: str, source: int, target: int) -> None:
-        """Has the target load the KV of a running request, until a round would bring less than a block."""
+    async def _copy_kv(self, request_id: str, source: int, target: int) -> bool:
+        """Has the target load the KV of a running request, until a round would bring less than a block. Returns whether it did
+        so: what is left is computed sooner than it is asked for."""
         endpoint = self._replicas[source].kv_endpoint
         for _ in range(MAX_COPY_ROUNDS):
             found = self._replicas[source].find(request_id)
             if endpoint is None or self._replicas[target].kv_endpoint is None or found is None or not found.has_output:
-                return
+                return False
             num_tokens = len(found.token_ids[0])
             self._replicas[source].hold(request_id)
             loaded = self._loads[target, request_id] = asyncio.get_running_loop().create_future()
@@ -355,13 +356,16 @@ class ReplicaSet(RequestClient):
                 async with asyncio.timeout(COPY_TIMEOUT_S):
                     is_complete = (await loaded).complete
             except TimeoutError:
-                return
+                return False
             finally:
                 self._loads.pop((target, request_id), None)
-            if not is_complete or len(found.token_ids[0]) - num_tokens < self._block_size:
-                return
+            if not is_complete:
+                return False
+            if len(found.token_ids[0]) - num_tokens < self._block_size:
+                return True
+        return False
 
-    def _switch(self, request_id: str, source: int, target: int) -> bool:
+    def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
         found = self._replicas[source].release(request_id)
         if found is None:
@@ -370,7 +374,8 @@ class ReplicaSet(RequestClient):
         self._places[request_id] = target
         self._num_migrated[target] += 1
         self._verifier.forget(request_id)
-        self._replicas[target].adopt(found, self._replicas[source].kv_endpoint if found.has_output else None)
+        endpoint = self._replicas[source].kv_endpoint if found.has_output and loads_kv else None
+        self._replicas[target].adopt(found, endpoint)
         return True
 
     def _hand_off(self, index: int) -> None:
