@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from cloister.cluster.health import MAX_PROBE_S, NUM_STEPS, PROBE_S, ReplicaSpeeds, SpeedChange
+from cloister.cluster.health import MAX_PROBE_S, NUM_STEPS, PROBE_S, SLOW_FOR_S, ReplicaSpeeds, SpeedChange
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.events import Stepped
 
 FIXED_S, TOKEN_S, KEY_S = 0.01, 0.0002, 1e-6
+STEP_EVERY_S = 0.25
 
 
 class Fleet:
@@ -28,10 +29,11 @@ class Fleet:
         self.sizes = sizes or (64,) * num
         self.draw = random.Random(1)
         self.changes: list[SpeedChange] = []
-        self.now = 0.0
+        self.now = self.changed_s = 0.0
 
     def step(self, num_steps: int = NUM_STEPS, indexes: tuple[int, ...] | None = None) -> None:
         for _ in range(num_steps):
+            self.now += STEP_EVERY_S
             for index in range(len(self.factors)) if indexes is None else indexes:
                 num_tokens = self.draw.randint(1, self.sizes[index])
                 num_attended = num_tokens * self.draw.randint(1, 500)
@@ -40,6 +42,7 @@ class Fleet:
                 event = Stepped(self.now, took_s, num_tokens, 1, 1, 0, 1, 0, 8, num_attended=float(num_attended))
                 if (change := self.speeds.note(index, event, self.now)) is not None:
                     self.changes.append(change)
+                    self.changed_s = self.now
 
     def choose(self, *busy: int) -> list[int]:
         snapshots = [ReplicaSnapshot(index, num_requests=int(index in busy)) for index in range(len(self.factors))]
@@ -52,7 +55,7 @@ def test_a_slow_replica_is_left_out_and_comes_back_when_it_is_well(num: int) -> 
     fleet.step(100)
     assert fleet.choose() == list(range(num))
     fleet.factors[1] = 3.0
-    fleet.step()
+    fleet.step(2 * NUM_STEPS)
     assert fleet.choose() == [index for index in range(num) if index != 1]
     fleet.factors[1] = 1.0
     fleet.step(2 * NUM_STEPS)
@@ -83,23 +86,50 @@ def test_between_slow_and_well_nothing_changes() -> None:
 def test_at_most_half_are_left_out() -> None:
     fleet = Fleet(4)
     fleet.step(100)
-    fleet.factors = [1.0, 9.0, 9.0, 9.0]
-    fleet.step(40)
-    assert sum(fleet.speeds.is_slow(index) for index in range(4)) == 2
+    for index in (2, 3):
+        fleet.factors[index] = 9.0
+        fleet.step(40)
+    assert [fleet.speeds.is_slow(index) for index in range(4)] == [False, False, True, True]
+    fleet.factors[1] = 9.0
+    for _ in range(100):
+        fleet.step(1)
+        assert sum(fleet.speeds.is_slow(index) for index in range(4)) <= 2
+
+
+def test_a_replica_is_not_slow_at_once() -> None:
+    fleet = Fleet(2)
+    fleet.step(100)
+    fleet.factors[1] = 5.0
+    begun_s = fleet.now
+    fleet.step(2 * NUM_STEPS)
+    assert fleet.changed_s - begun_s >= SLOW_FOR_S + NUM_STEPS / 2 * STEP_EVERY_S
+
+
+@pytest.mark.parametrize("num", [2, 3, 5])
+def test_what_slows_all_replicas_alike_makes_none_slow(num: int) -> None:
+    fleet = Fleet(num)
+    fleet.step(100)
+    fleet.factors = [4.0] * num  # another program takes the cores that they share
+    fleet.step(200)
+    assert fleet.changes == []
+    fleet.factors[1] *= 3.0
+    fleet.step(2 * NUM_STEPS)
+    assert [(change.index, change.is_slow) for change in fleet.changes] == [(1, True)], "one is still found among them"
 
 
 def test_a_slow_replica_gets_one_request_now_and_then_while_it_has_none() -> None:
     fleet = Fleet(2)
     fleet.step(100)
     fleet.factors[0] = 5.0
-    fleet.step()
-    given_s = []
+    fleet.step(2 * NUM_STEPS)
+    given_s = [fleet.changed_s]
+    fleet.now = fleet.changed_s
     while fleet.now < 4000.0:
         if fleet.choose() == [0]:
             given_s.append(fleet.now)
             assert fleet.choose() == [1]
         fleet.now += 1.0
-    assert given_s[:4] == [PROBE_S, 3 * PROBE_S, 7 * PROBE_S, 15 * PROBE_S]
+    assert [b - a for a, b in pairwise(given_s[:5])] == [PROBE_S, 2 * PROBE_S, 4 * PROBE_S, 8 * PROBE_S]
     assert max(b - a for a, b in pairwise(given_s)) == MAX_PROBE_S
     fleet.now += MAX_PROBE_S
     assert fleet.choose(0) == [1], "it has one"
@@ -109,7 +139,7 @@ def test_if_only_slow_replicas_accept_requests_they_get_them() -> None:
     fleet = Fleet(2)
     fleet.step(100)
     fleet.factors[0] = 5.0
-    fleet.step()
+    fleet.step(2 * NUM_STEPS)
     assert [replica.index for replica in fleet.speeds.choose([ReplicaSnapshot(0)], 0.0)] == [0]
 
 
@@ -117,7 +147,7 @@ def test_a_new_engine_starts_without_a_reputation() -> None:
     fleet = Fleet(2)
     fleet.step(100)
     fleet.factors[0] = 5.0
-    fleet.step()
+    fleet.step(2 * NUM_STEPS)
     fleet.speeds.forget(0)
     assert fleet.choose() == [0, 1]
     assert fleet.speeds.slowness(0) == 1.0

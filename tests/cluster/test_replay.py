@@ -7,12 +7,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from cloister.backends.base import Program, Weights
 from cloister.backends.native.backend import NativeBackend
+from cloister.backends.spec import DecoderSpec
+from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.cluster import ReplicaSet
 from cloister.cluster.replay import find_odd, may_replay
 from cloister.engine import EngineClient, EngineCore, ThreadTransport
@@ -28,30 +32,36 @@ from tests.model_factory import make_model
 class FlippedWeights:
     """Weights of which one bit is another one (protocol `backends.base.Weights`)."""
 
-    def __init__(self, weights: object, name: str) -> None:
-        self._weights, self._name = weights, name
+    def __init__(self, weights: Weights, flipped: str) -> None:
+        self._weights, self._flipped = weights, flipped
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._weights, name)
+    def names(self) -> Sequence[str]:
+        return self._weights.names()
 
-    def read(self, name: str) -> object:
-        tensor = self._weights.read(name)  # type: ignore[attr-defined]
-        if name != self._name:
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def form(self, name: str) -> QuantizedTensor | None:
+        return self._weights.form(name)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._weights.read(name)
+        if name != self._flipped:
             return tensor
         values = np.array(tensor, np.float32)
         values.view(np.uint32).reshape(-1)[3] ^= np.uint32(1 << 24)  # a bit of the exponent: four times as much, or a quarter
         return values
 
-    def __iter__(self) -> Iterator[tuple[str, object]]:
-        return ((name, self.read(name)) for name in self._weights.names())  # type: ignore[attr-defined]
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.names())
 
 
 def build(path: Path, *, flips: bool, monkeypatch: pytest.MonkeyPatch) -> EngineCore:
     real = NativeBackend.build
 
-    def build_flipped(self: NativeBackend, spec: object, weights: object, *args: object, **kwargs: object) -> object:
-        name = next(name for name in weights.names() if "norm" in name)  # type: ignore[attr-defined]
-        return real(self, spec, FlippedWeights(weights, name), *args, **kwargs)  # type: ignore[arg-type]
+    def build_flipped(backend: NativeBackend, spec: DecoderSpec, weights: Weights, *args: Any, **options: Any) -> Program:
+        name = next(name for name in weights.names() if "norm" in name)
+        return real(backend, spec, FlippedWeights(weights, name), *args, **options)
 
     config = EngineConfig(
         model=str(path), num_threads=1, kv_memory_mb=8.0, max_model_len=128, weights_cache="", dtype="float32", max_num_seqs=4

@@ -1,8 +1,9 @@
 """Finds replicas that are slower than the others, and says which of them get requests. Pure: no clock, no I/O.
 
 Each replica has a cost model of its own steps (`scheduler.budget.StepCost`). A step is compared with what the models of the
-others predict for its size, so a replica is not slow because it has more to do. What counts is the median of the last steps:
-a step that another program held up changes nothing. Between SLOW and WELL nothing changes, so no replica comes and goes.
+others predict for its size, so a replica is not slow because it has more to do. What slows the others at the same time is taken
+off, since replicas may share cores. What counts is the median of the last steps: one that another program held up changes
+nothing. Between SLOW and WELL nothing changes, so no replica comes and goes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -23,6 +25,8 @@ WELL: Final = 1.3
 """It is well again below this."""
 NUM_STEPS: Final = 32
 """Steps whose median counts."""
+SLOW_FOR_S: Final = 5.0
+"""A replica is slow if it has been so for so long: when the load changes, one replica knows new times before the others do."""
 MIN_MEASURED: Final = 3
 """A cost model predicts steps of a size of which it has measured so many: beyond, it would guess."""
 PROBE_S: Final = 10.0
@@ -48,11 +52,25 @@ class _ReplicaSpeed:
 
     def __init__(self) -> None:
         self.is_slow = False
-        self.slowness = 1.0
+        self.slow_since_s = inf
         self.probe_at_s = self.probe_every_s = 0.0
         self._cost = StepCost()
         self._sizes: Counter[tuple[int, int]] = Counter()
-        self._ratios: deque[float] = deque(maxlen=NUM_STEPS)
+        self._ratios: deque[tuple[float, float]] = deque(maxlen=NUM_STEPS)
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._ratios) == NUM_STEPS
+
+    @property
+    def since_s(self) -> float:
+        """When the oldest step that counts was."""
+        return self._ratios[0][0]
+
+    def ratio(self, since_s: float = -inf) -> float | None:
+        """Returns how many times as long as others predict the steps since then took; None if there were none."""
+        ratios = [ratio for at_s, ratio in self._ratios if at_s >= since_s]
+        return median(ratios) if ratios else None
 
     def predict(self, size: StepSize) -> float | None:
         """Returns the seconds of a step of this size here; None if no such step was measured."""
@@ -62,11 +80,9 @@ class _ReplicaSpeed:
         self._cost.learn(size, elapsed_s)
         self._sizes[_bucket(size)] += 1
 
-    def compare(self, ratio: float) -> None:
-        """Adds a step that took `ratio` times as long as the others take."""
-        self._ratios.append(ratio)
-        if len(self._ratios) == NUM_STEPS:
-            self.slowness = median(self._ratios)
+    def compare(self, ratio: float, now: float) -> None:
+        """Adds a step that took `ratio` times as long as the others predict."""
+        self._ratios.append((now, ratio))
 
 
 def _bucket(size: StepSize) -> tuple[int, int]:
@@ -85,7 +101,7 @@ class ReplicaSpeeds:
 
     def slowness(self, index: int) -> float:
         """Returns how many times as long as the others' the steps of a replica take; 1 until enough is known."""
-        return self._speeds[index].slowness
+        return self._relate(self._speeds[index])
 
     def is_slow(self, index: int) -> bool:
         """Whether a replica gets no requests but probes."""
@@ -101,7 +117,7 @@ class ReplicaSpeeds:
         own.learn(size, step.elapsed_s)
         if not known:
             return None
-        own.compare(step.elapsed_s / median(known))
+        own.compare(step.elapsed_s / median(known), now)
         return self._judge(index, own, now)
 
     def forget(self, index: int) -> None:
@@ -125,15 +141,29 @@ class ReplicaSpeeds:
                 return [replica]
         return [replica for replica in replicas if not self._speeds[replica.index].is_slow]
 
+    def _relate(self, speed: _ReplicaSpeed) -> float:
+        """Returns how many times as long as those of the others the steps of a replica take, less what slows the others too."""
+        own = speed.ratio()
+        if not speed.is_known or own is None:
+            return 1.0
+        others = [other.ratio(speed.since_s) for other in self._speeds if other is not speed]
+        known = [ratio for ratio in others if ratio is not None]
+        return own / max(1.0, median(known)) if known else own
+
     def _judge(self, index: int, speed: _ReplicaSpeed, now: float) -> SpeedChange | None:
-        if speed.is_slow and speed.slowness <= WELL:
+        slowness = self._relate(speed)
+        if slowness < SLOW or speed.is_slow:
+            speed.slow_since_s = inf
+        else:
+            speed.slow_since_s = min(now, speed.slow_since_s)
+        if speed.is_slow and slowness <= WELL:
             speed.is_slow = False
-        elif not speed.is_slow and speed.slowness >= SLOW and self._may_be_slow():
+        elif now >= speed.slow_since_s + SLOW_FOR_S and self._may_be_slow():
             speed.is_slow = True
             speed.probe_every_s, speed.probe_at_s = PROBE_S, now + PROBE_S
         else:
             return None
-        return SpeedChange(index, speed.is_slow, speed.slowness)
+        return SpeedChange(index, speed.is_slow, slowness)
 
     def _may_be_slow(self) -> bool:
         return sum(speed.is_slow for speed in self._speeds) + 1 <= len(self._speeds) // 2

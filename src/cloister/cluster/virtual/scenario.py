@@ -117,11 +117,11 @@ def _draw_steady(seed: int, draw: random.Random, routers: tuple[str, ...]) -> Sc
     num_replicas, slow = draw.choice((2, 3)), draw.random() < 0.7
     jobs = tuple(
         Job(
-            at_s=round(draw.random() * 4.0, 4),
+            at_s=round(draw.random() * 16.0, 4),
             prompt="".join(draw.choice("abcdef ") for _ in range(draw.choice((1, 20, 100)))),
             max_tokens=draw.choice((20, 60)),
         )
-        for _ in range(20)
+        for _ in range(60)
     )
     fault = InjectedFault(
         at_s=round(1.0 + draw.random() * 2.0, 4), kind="slow", replica=draw.randrange(num_replicas), lasts_s=30.0, amount=4.0
