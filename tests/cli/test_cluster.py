@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ def run(capsys: Captured, *args: str) -> tuple[object, str, str]:
     """Returns exit status, standard output and standard error."""
     with pytest.raises(SystemExit) as caught:
         main(["cluster", "fuzz", *args])
+    assert logging.root.manager.disable == logging.NOTSET, "other tests of this process read logs"
     return caught.value.code or 0, *capsys.readouterr()
 
 

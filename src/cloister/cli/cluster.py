@@ -14,7 +14,6 @@ from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.cluster.virtual.fuzz import SeedTally
-    from cloister.cluster.virtual.scenario import Scenario
 
 app = typer.Typer(help="Search for faults that several replicas do not survive.", no_args_is_help=True)
 BROKEN: Final = 1
@@ -39,12 +38,30 @@ def fuzz(
 
     A seed that fails is made small and written as a scenario.
     """
+    logging.disable(logging.CRITICAL)  # engines die by the thousand
+    try:
+        if scenario is not None:
+            _run_scenario(scenario)
+        else:
+            _run_seeds(seeds, processes, output)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _run_scenario(path: Path) -> None:
     from cloister.cluster.virtual import fuzz as fuzzer
 
-    logging.disable(logging.CRITICAL)  # engines die by the thousand
-    if scenario is not None:
-        _report(fuzzer.read_scenario(scenario), str(scenario))
-        return
+    violations = fuzzer.replay(fuzzer.read_scenario(path)).violations
+    for violation in violations:
+        print_line(violation)
+    if violations:
+        leave(f"{path} broke a promise", BROKEN)
+    print_line(f"{path} kept every promise", "green")
+
+
+def _run_seeds(seeds: str, processes: int, output: Path) -> None:
+    from cloister.cluster.virtual import fuzz as fuzzer
+
     tally = _search(range(*_read_seeds(seeds)), processes)
     faults = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.faults.items()))
     print_line(f"{tally.num_seeds} seeds, {tally.num_requests} requests, {tally.num_tokens} tokens; faults: {faults or 'none'}")
@@ -82,14 +99,3 @@ def _search(seeds: range, num_processes: int) -> SeedTally:
             total.add(tally)
             progress.update(task, advance=tally.num_seeds, description=f"seeds, {len(total.failing)} failing")
     return total
-
-
-def _report(scenario: Scenario, name: str) -> None:
-    from cloister.cluster.virtual import fuzz as fuzzer
-
-    violations = fuzzer.replay(scenario).violations
-    for violation in violations:
-        print_line(violation)
-    if violations:
-        leave(f"{name} broke a promise", BROKEN)
-    print_line(f"{name} kept every promise", "green")
