@@ -83,12 +83,13 @@ class Browser:
         """Their texts."""
         return [element.text for element in self.all(css)]
 
-    def click(self, css: str) -> None:
-        self.find(css).click()
+    def click(self, css: str, index: int = 0) -> None:
+        """Clicks the first element that can be seen, or a later one; again if it was drawn anew in between."""
+        self.wait(lambda: [_click(element) for element in self.all(css)[index : index + 1]])
 
     def click_text(self, css: str, text: str) -> None:
         """Clicks the element that says exactly this."""
-        self.wait(lambda: next((e for e in self.all(css) if e.text == text), None)).click()
+        self.wait(lambda: [_click(element) for element in self.all(css) if element.text == text][:1])
 
     def press(self, *keys: str) -> None:
         """Presses keys wherever the focus is."""
@@ -123,6 +124,11 @@ class Browser:
     def _log(self, kind: str) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = self.driver.get_log(kind)  # type: ignore[no-untyped-call]
         return entries
+
+
+def _click(element: WebElement) -> bool:
+    element.click()
+    return True
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def test_conversations_stand_side_by_side_and_one_can_be_forgotten(page):
     ask(page, "What is the Python module json?")
     answer_of(page)
     assert page.texts("#conversations .open") == ["What is the Python module json?", QUESTION]
-    page.all("#conversations .open")[1].click()
+    page.click("#conversations .open", 1)
     assert page.texts(".turn.user .said") == [QUESTION]
     page.click(f"[aria-label='More: {QUESTION}']")
     page.click_text(".menu-row", "Forget")

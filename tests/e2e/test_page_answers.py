@@ -407,7 +407,7 @@ def test_two_conversations_are_answered_at_once(answered_by, browser):
         browser.click("#new-conversation")
         ask(browser, "second")
         assert browser.text(f"{DONE} .prose") == "quick"
-        browser.all("#conversations .open")[1].click()
+        browser.click("#conversations .open", 1)
         assert "slow39" in browser.text(f"{DONE} .prose")
 
 

@@ -127,10 +127,10 @@ def test_a_killed_engine_is_reported_and_replaced_and_its_answers_go_on(
 
 
 def test_a_hung_engine_is_replaced(model_path: Path) -> None:
-    supervision = Supervision(first_step_timeout_s=0.5, look_every_s=0.1)
+    supervision = Supervision(first_step_timeout_s=1.0, look_every_s=0.1)
 
     async def main() -> None:
-        async with serving(model_path, "build_hanging", supervision, stall_timeout_s=0.25) as engine:
+        async with serving(model_path, "build_hanging", supervision, stall_timeout_s=0.5) as engine:
             assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
             first, fine = engine.pid, asyncio.create_task(answer(engine, make_request(max_tokens=200)))
             await asyncio.sleep(0.01)
@@ -166,7 +166,7 @@ def test_a_stopped_engine_is_unhealthy_before_it_is_replaced(model_path: Path) -
 def test_an_engine_that_loads_an_adapter_for_long_is_not_replaced(model_path: Path) -> None:
     async def main() -> None:
         supervision = Supervision(look_every_s=0.05)
-        async with serving(model_path, "build_loading", supervision, stall_timeout_s=0.2) as engine:
+        async with serving(model_path, "build_loading", supervision, stall_timeout_s=0.5) as engine:
             assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
             first = engine.pid
             loading = asyncio.create_task(engine.adapters.load("ann", "somewhere"))
@@ -189,7 +189,7 @@ def test_an_engine_that_answers_no_call_is_replaced_though_adapters_are_asked_fo
 
     async def main() -> None:
         supervision = Supervision(look_every_s=0.05)
-        async with serving(model_path, "build_loading", supervision, stall_timeout_s=0.2) as engine:
+        async with serving(model_path, "build_loading", supervision, stall_timeout_s=1.0) as engine:
             assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
             first = engine.pid
             assert first is not None
