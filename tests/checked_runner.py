@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Literal
 
@@ -56,6 +57,10 @@ class CheckedRunner:
         for block in plan.wipes:
             self.slots[block] = [EMPTY] * self.block_size
             self.states[block] = ()
+        for load in plan.loads:
+            is_wiped = all(slot is EMPTY for slot in self.slots[load.block]) and not self.states[load.block]
+            assert is_wiped, "KV is loaded into a block that was not wiped"
+            self.slots[load.block], self.states[load.block] = pickle.loads(load.content)
         for source, target in plan.copies:
             is_wiped = all(slot is EMPTY for slot in self.slots[target]) and not self.states[target]
             assert is_wiped, "a copy goes to a block that was not wiped"
@@ -64,6 +69,9 @@ class CheckedRunner:
         samples = [sample for part in plan.sequences for sample in self._compute(part, plan)]
         self._check_private(plan)
         return StepResult(plan_id=plan.plan_id, samples=samples, elapsed_s=self.step_s)
+
+    def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        return [pickle.dumps((self.slots[block], self.states[block])) for block in block_ids]
 
     def _compute(self, part, plan: StepPlan) -> list[Sample]:
         tokens, table = self.tokens[part.seq_id], self.tables[part.seq_id]

@@ -15,8 +15,9 @@ from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual import fuzz
+from cloister.cluster.virtual.scenario import Job, Operation, Scenario
 from cloister.engine import EngineClient, in_flight
-from cloister.engine.in_flight import InFlightRequest
+from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.supervision import Watchdog
 from cloister.engine.suspects import Suspect, judge
 from cloister.kv import PrefixKeys
@@ -54,13 +55,14 @@ def test_a_seed_runs_twice_the_same() -> None:
 
 # Bugs that are planted, each in place of a method. What they call is the real one.
 
-judge_speed, take, submission, rescue, root, end = (
+judge_speed, take, submission, rescue, root, end, depart = (
     ReplicaSpeeds._judge,
     Link._take,
     InFlightRequest.submission,
     ReplicaSet._rescue,
     PrefixKeys.root,
     RequestTable.end_request,
+    InFlightRequests.depart,
 )
 
 
@@ -98,6 +100,29 @@ def keep_rescued(replicas: ReplicaSet, lost: int, found: InFlightRequest) -> boo
 
 def adopt_nothing(client: EngineClient, found: InFlightRequest) -> None:
     pass
+
+
+def take_late_words(requests: InFlightRequests, request_id: str, *, is_running: bool) -> InFlightRequest | None:
+    return depart(requests, request_id, is_running=False)
+
+
+def repeat_a_token(requests: InFlightRequests, request_id: str, *, is_running: bool) -> InFlightRequest | None:
+    found = depart(requests, request_id, is_running=is_running)
+    if found is not None:
+        for token_ids in found.token_ids:
+            del token_ids[-1:]
+    return found
+
+
+def stay_in_both_places(client: EngineClient, request_id: str) -> InFlightRequest | None:
+    return client.find(request_id)
+
+
+def forget_the_deadline(found: InFlightRequest, now: float) -> Submit:
+    message = submission(found, now)
+    if message.resumption is None:
+        return message
+    return msgspec.structs.replace(message, resumption=msgspec.structs.replace(message.resumption, waited_s=0.0))
 
 
 def share_between_tenants(keys: PrefixKeys, scope: Scope, adapter: str | None = None) -> bytes:
@@ -149,6 +174,9 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a rescued request stays where it was": (ReplicaSet, "_rescue", keep_rescued),
     "an adopted request is dropped": (EngineClient, "adopt", adopt_nothing),
     "a hung engine is not replaced": (Watchdog, "is_hung", property(lambda watchdog: False)),
+    "what an engine says of a request that left it is taken": (InFlightRequests, "depart", take_late_words),
+    "a token is repeated at a switch": (InFlightRequests, "depart", repeat_a_token),
+    "a request that moved stays where it was too": (EngineClient, "release", stay_in_both_places),
     "tenants share prefixes": (PrefixKeys, "root", share_between_tenants),
     "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
     "the time waited is that between two clocks": (InFlightRequest, "submission", mix_clocks),
@@ -162,7 +190,8 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 FIRST_SEEDS = {
     "repeated frames are taken as new": 50,
     "a resumed request forgets which sequences have ended": 140,
-    "tenants share prefixes": 110,
+    "a hung engine is not replaced": 370,
+    "what an engine says of a request that left it is taken": 120,
     "the time waited is that between two clocks": 50,
     "a request is blamed for a death that had other causes": 80,
     "another replica counts as slow": 330,
@@ -178,12 +207,24 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert any(fuzz.run_seed(seed).violations for seed in range(first, first + MOST_SEEDS))
 
 
+def test_a_migration_keeps_the_deadline_and_a_run_shows_if_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Scenario(
+        seed=0,
+        router="round_robin",
+        jobs=(Job(at_s=0.0, prompt="one long answer", max_tokens=200, timeout_s=1.0),),
+        operations=(Operation(at_s=0.6, kind="migrate", replica=1),),
+    )
+    assert not fuzz.replay(moved).violations
+    monkeypatch.setattr(InFlightRequest, "submission", forget_the_deadline)
+    assert "after its deadline" in fuzz.replay(moved).violations[0]
+
+
 def test_a_failing_scenario_becomes_small_and_fails_again_from_its_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(RequestTable, "end_request", hold_blocks_of_aborted)
-    seed = next(seed for seed in range(MOST_SEEDS) if fuzz.run_seed(seed).violations)
-    found = fuzz.scenario_of(seed)
+    plain = (scenario for seed in range(MOST_SEEDS) if not (scenario := fuzz.scenario_of(seed)).moves_kv)
+    found = next(scenario for scenario in plain if fuzz.replay(scenario).violations)
     small = fuzz.shrink(found, lambda scenario: bool(fuzz.replay(scenario).violations))
     assert len(small.jobs) == 1 < len(found.jobs)
     fuzz.write_scenario(small, tmp_path / "small.json")

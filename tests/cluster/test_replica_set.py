@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cloister.cluster import ROUTERS, ReplicaSet
+from cloister.cluster.replica_set import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport, Supervision
+from cloister.engine.replica_snapshot import Role
 from cloister.kv import PrefixKeys
 from cloister.types.clock import VirtualClock
-from cloister.types.errors import EngineError, MemoryBudgetError, QueueFullError
-from cloister.types.events import Arrived, Ended, Event, FrontMessage, Stepped
+from cloister.types.errors import EngineError, InvalidRequestError, MemoryBudgetError, QueueFullError
+from cloister.types.events import Arrived, Ended, Event, FrontMessage, Outputs, Stepped
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, Replica, make_config, make_replica, make_request
@@ -45,13 +47,14 @@ def make_router(name: str, model: ModelInfo) -> Router:
 class Engines:
     """Clients of engines in this process, which take steps, are lost and come back when they are told to."""
 
-    def __init__(self, path: Path, router: str) -> None:
+    def __init__(self, path: Path, router: str, roles: tuple[Role, ...] = ()) -> None:
         self.path = path
         self.clock = VirtualClock(10.0)
+        self.on_the_way: list[list[Outputs]] = [[] for _ in range(NUM_REPLICAS)]
         self.replicas: list[Replica] = [self.new_engine() for _ in range(NUM_REPLICAS)]
         self.clients = [self.connect(index) for index in range(NUM_REPLICAS)]
-        self.client = ReplicaSet(self.clients, partial(make_router, router))
-        self.client._router = make_router(router, self.clients[0].model)
+        self.client = ReplicaSet(self.clients, partial(make_router, router), ClusterConfig(roles), BLOCK_SIZE)
+        self.client.connect_routers()
 
     def new_engine(self) -> Replica:
         return make_replica(self.path, clock=self.clock, max_num_seqs=4, num_blocks=10)
@@ -67,11 +70,18 @@ class Engines:
         self.replicas[index].core.input_queue.put(message)
 
     def step(self, index: int) -> None:
-        if self.clients[index].closed is None and (brought := self.replicas[index].core.step()) is not None:
-            self.clients[index].receive(brought)
+        """Takes a step, whose messages arrive with the next one."""
+        if self.clients[index].closed is not None:
+            return
+        early, self.on_the_way[index] = self.on_the_way[index], []
+        for message in early:
+            self.clients[index].receive(message)
+        if (brought := self.replicas[index].core.step(self.on_the_way[index].append)) is not None:
+            self.on_the_way[index].append(brought)
 
     def lose(self, index: int) -> None:
         if self.clients[index].closed is None:
+            self.on_the_way[index].clear()
             self.clients[index]._stop_accepting()
             self.clients[index]._let_go()
 
@@ -87,10 +97,11 @@ class Accounting(RuleBasedStateMachine):
 
     path: Path
     router: str
+    roles: tuple[Role, ...]
 
     def __init__(self) -> None:
         super().__init__()
-        self.engines = Engines(self.path, self.router)
+        self.engines = Engines(self.path, self.router, self.roles)
         self.client = self.engines.client
         self.events: list[Event] = []
         self.client.subscribe(self.events.append)
@@ -110,7 +121,8 @@ class Accounting(RuleBasedStateMachine):
         try:
             self.client.submit(request, self.take)
         except QueueFullError:
-            assert not any(snapshot.is_accepting for snapshot in self.client.snapshots())
+            may_refuse_early = self.router == "conductor" and self.roles
+            assert may_refuse_early or not any(snapshot.is_accepting for snapshot in self.client.snapshots())
         except EngineError:
             assert all(client.closed is not None for client in self.engines.clients)
         else:
@@ -136,6 +148,13 @@ class Accounting(RuleBasedStateMachine):
     @rule(index=st.integers(0, NUM_REPLICAS - 1))
     def restart(self, index: int) -> None:
         self.engines.restart(index)
+
+    @precondition(lambda self: self.client._places)
+    @rule(data=st.data(), index=st.integers(0, NUM_REPLICAS - 1))
+    def migrate(self, data: st.DataObject, index: int) -> None:
+        request_id = data.draw(st.sampled_from(list(self.client._places)))
+        with pytest.raises(StopIteration):  # it waits for nothing: these engines cannot load KV
+            self.client.migrate(request_id, index).send(None)
 
     @invariant()
     def no_block_is_lost(self) -> None:
@@ -172,14 +191,20 @@ class Accounting(RuleBasedStateMachine):
                 assert said == (whole if reason is FinishReason.LENGTH else whole[: len(said)])
 
 
-@pytest.mark.parametrize("router", ROUTERS.names())
-def test_every_request_ends_once_with_the_tokens_of_one_engine_alone(model_path: Path, router: str) -> None:
+@pytest.mark.parametrize(
+    ("router", "roles"),
+    [(router, ()) for router in ROUTERS.names()]
+    + [("round_robin", ("prefill", "decode", "mixed")), ("conductor", ("prefill", "decode", "decode"))],
+)
+def test_every_request_ends_once_with_the_tokens_of_one_engine_alone(
+    model_path: Path, router: str, roles: tuple[Role, ...]
+) -> None:
     class Machine(Accounting):
         path = model_path
 
-    Machine.router = router
+    Machine.router, Machine.roles = router, roles
     case = Machine.TestCase
-    case.settings = settings(max_examples=12, stateful_step_count=50, deadline=None)
+    case.settings = settings(max_examples=6, stateful_step_count=50, deadline=None)
     case().runTest()
 
 
@@ -211,7 +236,7 @@ def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:
     engines.client.subscribe(events.append)
     for number in range(6):
         engines.client.submit(make_request([number] * 10, max_tokens=5), lambda output: None)
-    for index in range(NUM_REPLICAS):
+    for index in [*range(NUM_REPLICAS)] * 2:  # its messages arrive with the next step
         engines.step(index)
     last = [event for event in events if isinstance(event, Stepped)][-1]
     assert last.num_running == 6
@@ -252,6 +277,29 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None
                     request.token_ids, 20, VOCAB_SIZE
                 )
             assert [snapshot.num_routed for snapshot in replicas.snapshots()] == [8, 4]
+
+    run(main())
+
+
+def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path) as replicas:
+            requests = [make_request(f"request {number}", max_tokens=20) for number in range(8)]
+            answers = [asyncio.create_task(answer(replicas, request)) for request in requests]
+            await asyncio.sleep(0.3)
+            assert await replicas.drain_replica(1) == 0
+            assert [snapshot.num_requests for snapshot in replicas.snapshots()] == [8, 0]
+            assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, False]
+            with pytest.raises(InvalidRequestError, match="no other replica is left"):
+                await replicas.drain_replica(0)
+            with pytest.raises(InvalidRequestError, match="they are 0 to 1"):
+                await replicas.drain_replica(2)
+            for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
+                whole = greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
+                assert [token_id for o in outputs for token_id in o.token_ids] == whole
+            replicas.return_replica(1)
+            assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, True]
+            assert [snapshot.num_migrated for snapshot in replicas.snapshots()] == [4, 0]
 
     run(main())
 

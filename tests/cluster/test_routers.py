@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from cloister.cluster import ROUTERS, ReplicaSnapshot
 from cloister.cluster.routers import Router, RouterContext
 from cloister.kv import PrefixKeys
-from cloister.types.errors import ConfigError
+from cloister.types.errors import ConfigError, QueueFullError
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
 
@@ -135,12 +136,82 @@ def test_no_more_keys_are_kept_than_a_replica_has_blocks() -> None:
     small = [ReplicaSnapshot(0, num_total_blocks=10)]
     for number in range(100):
         router.pick(ask([number] * 100), small)
-    [cached] = router._cached.values()  # type: ignore[attr-defined]
+    [cached] = router._prompts._cached.values()  # type: ignore[attr-defined]
     assert len(cached._keys) == 10
     assert router.pick(ask([0] * 100), [*small, ReplicaSnapshot(1)]) == 0
     assert cached.match([]) == 0
 
 
+COST = (0.01, 0.001, 0.0, 0.0)
+
+
+def conduct(max_ttft_s: float | None = None, seed: int = 0) -> Router:
+    return ROUTERS.get("conductor")(RouterContext(PrefixKeys("fp", BLOCK_SIZE), random.Random(seed), max_ttft_s))
+
+
+def test_a_prompt_goes_where_its_first_token_comes_soonest() -> None:
+    router = conduct()
+    assert router.pick(ask([1] * 160), [ReplicaSnapshot(0, cost=COST)]) == 0  # now cached there
+    near = [ReplicaSnapshot(0, cost=COST, num_pending_tokens=100), ReplicaSnapshot(1, cost=COST)]
+    assert router.pick(ask([1] * 160), near) == 0  # 100 tokens of others, and 16 of this one
+    far = [ReplicaSnapshot(0, cost=COST, num_pending_tokens=400), ReplicaSnapshot(1, cost=COST)]
+    assert router.pick(ask([1] * 160), far) == 1
+
+
+def test_a_hit_of_a_busy_replica_is_copied_if_that_is_sooner_than_computing_it() -> None:
+    for transfer_token_s, source in ((1e-4, 0), (1e-2, None), (0.0, None)):
+        router = conduct()
+        router.pick(ask([1] * 160), [ReplicaSnapshot(0, cost=COST)])
+        router.take_source()
+        replicas = [
+            ReplicaSnapshot(0, cost=COST, num_pending_tokens=400),
+            ReplicaSnapshot(1, cost=COST, transfer_token_s=transfer_token_s),
+        ]
+        assert router.pick(ask([1] * 160), replicas) == 1
+        assert router.take_source() == source
+        assert router.take_source() is None
+
+
+def test_a_request_that_would_wait_too_long_is_refused_and_told_when_to_come_back() -> None:
+    replicas = [ReplicaSnapshot(0, cost=COST, num_pending_tokens=8_000)]
+    with pytest.raises(QueueFullError, match=r"first token would come in 8\.1 s, after 2\.0 s") as refusal:
+        conduct(max_ttft_s=2.0).admit(ask([1] * 100), replicas)
+    assert refusal.value.retry_after_s == pytest.approx(6.12)
+    conduct(max_ttft_s=9.0).admit(ask([1] * 100), replicas)
+
+
+def test_a_prompt_is_not_computed_if_no_decoder_will_have_room_for_its_answer() -> None:
+    prefill = ReplicaSnapshot(0, role="prefill", num_pending_tokens=1_000)
+    for num_used, is_refused in ((40, True), (10, False)):
+        decode = ReplicaSnapshot(1, role="decode", num_used_blocks=num_used, num_total_blocks=100)
+        with pytest.raises(QueueFullError) if is_refused else nullcontext():
+            conduct().admit(ask([1] * 100), [prefill, decode])
+
+
+def test_answers_go_to_the_decoder_with_the_shortest_steps_and_room() -> None:
+    full = ReplicaSnapshot(0, role="decode", cost=COST, num_used_blocks=99, num_total_blocks=100)
+    busy, idle_one = (ReplicaSnapshot(i, role="decode", cost=COST, num_requests=n) for i, n in ((1, 8), (2, 2)))
+    assert conduct().pick_decoder(ask([1] * 100), [full, busy, idle_one]) == 2
+    assert conduct().pick_decoder(ask([1] * 100), [full, busy]) == 1
+
+
+@pytest.mark.parametrize("name", ["least_load", "conductor"])
+def test_many_routers_that_see_the_same_do_not_all_choose_the_same_replica(name: str) -> None:
+    counts = Counter(make(name, seed).pick(ask([1] * 40), idle(4)) for seed in range(200))
+    assert min(counts[index] for index in range(4)) > 25
+
+
+def test_what_a_restarted_replica_had_cached_attracts_nothing() -> None:
+    router = conduct()
+    router.pick(ask([1] * 160), [ReplicaSnapshot(0, cost=COST)])
+    router.forget(0)
+    assert router.count_cached(ask([1] * 160), 0) == 0
+    assert {router.pick(ask([number] * 160), [ReplicaSnapshot(i, cost=COST) for i in range(2)]) for number in range(20)} == {
+        0,
+        1,
+    }
+
+
 def test_an_unknown_router_is_an_error_that_lists_them() -> None:
-    with pytest.raises(ConfigError, match="capacity_random, least_load, prefix_aware, round_robin"):
+    with pytest.raises(ConfigError, match="capacity_random, conductor, least_load, prefix_aware, round_robin"):
         ROUTERS.get("lpm")

@@ -50,11 +50,44 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicas": 2, "sealed": True}, "start more nodes"),
         ({"replicas": 2, "router": "lpm"}, "unknown router 'lpm'; choose one of"),
         ({"replicas": 0}, "replicas"),
+        ({"rebalance": True}, "set replicas to 2 or more"),
+        ({"prefill": 1, "decode": 1}, "set replicas to 2 or more"),
+        ({"replicas": 2, "prefill": 2, "kv_transfer": "unix"}, "no replica is left to decode"),
+        ({"replicas": 2, "prefill": 1, "decode": 1}, "set kv_transfer to unix"),
+        ({"replicas": 2, "max_ttft_s": 1.0}, "set router to conductor"),
+        ({"kv_transfer": "unix"}, "set replicas to 2 or more"),
+        ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: unix, tcp"),
+        ({"replicas": 2, "kv_transfer": "tcp:somewhere"}, "write tcp://HOST:PORT"),
+        ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve_settings(flags)
+
+
+@pytest.mark.parametrize("where", ["unix", "tcp://127.0.0.1:0"])
+def test_kv_moves_between_replicas_of_one_machine_in_all_but_strict_profiles(where: str) -> None:
+    for profile in ("open", "team"):
+        settings = resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
+        assert settings.engine.config.kv_transfer == where
+    for profile in ("private", "paranoid"):
+        with pytest.raises(PolicyError, match="encrypted between attested peers"):
+            resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
+
+
+def test_kv_that_is_not_encrypted_leaves_the_machine_in_open_only() -> None:
+    flags = {"replicas": 2, "kv_transfer": "tcp://192.0.2.1:9000"}
+    assert resolve_settings({**flags, "profile": "open"}).engine.config.kv_transfer == flags["kv_transfer"]
+    with pytest.raises(PolicyError, match="kv-transfer-network"):
+        resolve_settings({**flags, "profile": "team"})
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -> None:
+    for flags in ({"rebalance": True}, {"prefill": 1, "decode": 1, "kv_transfer": "unix"}):
+        with pytest.raises(PolicyError):
+            resolve_settings({"replicas": 2, "profile": profile, **flags})
 
 
 def test_several_models_have_no_replicas(tmp_path: Path) -> None:

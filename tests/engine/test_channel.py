@@ -9,14 +9,34 @@ import msgspec
 import pytest
 
 from cloister.engine import channel
-from cloister.types.events import Abort, FrontMessage, Ready, Shutdown, Submit
+from cloister.types.events import (
+    Abort,
+    FrontMessage,
+    HoldKV,
+    KVLoaded,
+    KVSource,
+    Outputs,
+    PrefetchKV,
+    PrefillDone,
+    Ready,
+    Shutdown,
+    Submit,
+)
 from cloister.types.request import ModelInfo, SamplingParams
 from tests.engine.replica import make_request
 
 
 def test_every_message_of_the_front_survives_the_way() -> None:
     request = make_request(stop=("a", "b"), logit_bias={3: -1.5}, seed=7)
-    messages: list[FrontMessage] = [Submit(request), Abort("x"), Shutdown(1.5)]
+    source = KVSource("unix:abc")
+    messages: list[FrontMessage] = [
+        Submit(request),
+        Submit(request, kv_source=source, hold_kv_s=2.5, prefill_only=True),
+        HoldKV("x", 1.5),
+        PrefetchKV(request, [1, 2, 3], source),
+        Abort("x"),
+        Shutdown(1.5),
+    ]
     near, far = socket.socketpair()
     with near, far:
         near.sendall(b"".join(channel.frame(message) for message in messages))
@@ -25,6 +45,11 @@ def test_every_message_of_the_front_survives_the_way() -> None:
         while (frame := channel.receive_blocking(far)) is not None:
             received.append(channel.decode_front(frame))
     assert received == messages
+
+
+def test_events_of_kv_on_the_move_survive_the_way() -> None:
+    message = Outputs([], [KVLoaded("x", 1.0, 32, 4096, 0.25, complete=False), PrefillDone("x", 2.0, (3,), 16)])
+    assert channel.decode_engine(channel.encode(message)) == message
 
 
 def test_a_frame_cut_short_is_the_end() -> None:

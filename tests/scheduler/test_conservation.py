@@ -1,18 +1,22 @@
 """Blocks are conserved and every request ends exactly once, whatever comes in whatever order."""
 
+import pickle
 from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from cloister.kv import BlockGroup, BlockPool, PrefixKeys
+from cloister.kv import NO_BLOCK, BlockGroup, BlockPool, KVObject, KVQuery, PrefixKeys
+from cloister.kv.objects import KVHeader
+from cloister.kv.table import first_seen
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.types.events import Arrived, Ended
+from cloister.scheduler.kv_loads import PREFETCH_HOLD_S
+from cloister.types.events import Arrived, Ended, KVLoaded
 from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
-from tests.checked_runner import STATE, CheckedRunner
+from tests.checked_runner import EMPTY, STATE, CheckedRunner
 from tests.tree_history import Erratic
 
 SCOPES = [Scope(kind, b"salt") for kind in (ScopeKind.TENANT, ScopeKind.LOCAL, ScopeKind.REQUEST)]
@@ -30,10 +34,27 @@ def _group(num_blocks, window, block_size, max_tokens):
     return BlockGroup(min(num_blocks, 2 * max_held), window, max_held)
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, go, stop, fail and time out around a scheduler with up to two plans in flight."""
+def _contents(tokens, query, entry, num_entries, windows, block_size):
+    """What another engine sends of one entry, if it has so many of them."""
+    start, end = entry * block_size, (entry + 1) * block_size
+    kv = pickle.dumps(([(position, tokens[position]) for position in range(start, end)], ()))
+    contents = []
+    for window in windows:
+        if window == STATE:
+            state = pickle.dumps(([EMPTY] * block_size, tuple(tokens[:end])))
+            contents.append(state if entry == num_entries - 1 else b"")
+        elif window is None:
+            contents.append(kv if entry >= query.num_known else b"")
+        else:
+            contents.append(kv if entry >= first_seen(num_entries * block_size, window) // block_size else b"")
+    return tuple(contents)
 
-    requests = Bundle("requests")
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go, stop, fail and time out around a scheduler with up to two plans in flight, and KV from and to other
+    engines."""
+
+    known = Bundle("known")
 
     @initialize(
         policy=st.sampled_from(["fcfs", "static", "priority", "fair", "lpm"]),
@@ -41,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.integers(1, 6),
         max_tokens=st.integers(1, 40),
-        prefix_cache=st.booleans(),
+        prefix_cache=st.sampled_from([True, True, True, False]),
         public=st.sampled_from([(), (PUBLIC,)]),
         cache_scopes=st.integers(0, 3),
         most_drafts=st.sampled_from([0, 1, 7]),
@@ -64,6 +85,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         keys = PrefixKeys("model", block_size, public)
         self.num_public = len(keys.public) if prefix_cache else 0
         self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None)
+        self.windows = windows
+        self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
         self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
         self.now = 0.0
         self.flights = []
@@ -78,9 +101,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(event, Ended):
                 self.ended[event.request_id, event.index] += 1
                 self.last[event.request_id] += event.last
+            if isinstance(event, KVLoaded):
+                self.loading[event.request_id] -= 1
 
     @rule(
-        target=requests,
+        target=known,
         length=st.integers(1, 40),
         max_tokens=st.integers(0, 20),
         n=st.integers(1, 3),
@@ -88,8 +113,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         scope=st.sampled_from(SCOPES),
         timeout_s=st.sampled_from([0.5, 5.0, 1e6]),
         is_pooled=st.booleans(),
+        loads_kv=st.booleans(),
+        hold_kv_s=st.sampled_from([0.0, 0.0, 3.0]),
     )
-    def come(self, length, max_tokens, n, kind, scope, timeout_s, is_pooled):
+    def come(self, length, max_tokens, n, kind, scope, timeout_s, is_pooled, loads_kv, hold_kv_s):
         name = f"r{self.count}"
         if is_pooled:
             max_tokens, n = 0, 1
@@ -105,10 +132,87 @@ class SchedulerMachine(RuleBasedStateMachine):
             timeout_s=timeout_s,
             pooling=PoolingParams() if is_pooled else None,
         )
-        self.scheduler.add(request, self.now)
+        self.tokens[name], self.requests[name] = request.token_ids, request
+        self.scheduler.add(request, self.now, loads_kv=loads_kv, hold_kv_s=hold_kv_s)
+        self.loading[name] += loads_kv and name in self.scheduler.requests
+        self.note(self.scheduler.take_events())
         return name
 
-    @rule(name=requests)
+    @rule(length=st.integers(1, 40), kind=st.integers(0, 2), scope=st.sampled_from(SCOPES))
+    def prefetch(self, length, kind, scope):
+        name = f"p{len(self.tokens)}"
+        self.tokens[name] = [(kind + i // 7) % 3 for i in range(length)]
+        request = Request(request_id=name, token_ids=self.tokens[name], sampling=SamplingParams(max_tokens=1), scope=scope)
+        self.scheduler.kv_loads.prefetch(request, request.token_ids, self.now)
+        self.loading[name] += 1
+
+    @rule(
+        num_entries=st.sampled_from([1, 2, 40]),
+        most=st.sampled_from([1, 5, 40]),
+        skips=st.sampled_from([False] * 7 + [True]),
+        place=st.integers(0, 2),
+    )
+    def arrive(self, num_entries, most, skips, place):
+        """Some entries come of what was asked for, also when it is too late for them, or one is lost on the way."""
+        loads = self.scheduler.kv_loads
+        if not loads.queries:
+            return
+        query = loads.queries[place % len(loads.queries)]
+        most = min(len(query.keys), most)
+        start = self.sent.get(query.request_id, 0) + skips
+        entries = range(start, min(most, start + num_entries))
+        tokens, size = self.tokens[query.request_id], self.pool.block_size
+        for entry in entries:
+            contents = _contents(tokens, query, entry, most, self.windows, size)
+            if any(contents):
+                header = KVHeader(b"", query.root, query.keys[entry], entry, tuple(map(len, contents)))
+                loads.arrive(query.request_id, [KVObject(header, contents, b"")])
+        self.sent[query.request_id] = entries.stop
+
+    @rule(is_complete=st.booleans())
+    def end_transfer(self, is_complete):
+        if self.scheduler.kv_loads.queries:
+            query = self.scheduler.kv_loads.queries.pop(0)
+            self.scheduler.kv_loads.finish(query.request_id, self.now, is_complete=is_complete)
+
+    @rule(name=known, seconds=st.sampled_from([0.5, 3.0]))
+    def hold(self, name, seconds):
+        self.scheduler.hold(name, seconds, self.now)
+
+    @rule(name=known, num_known=st.integers(0, 3))
+    def another_engine_asks(self, name, num_known):
+        if not self.scheduler.config.prefix_cache:
+            return
+        request = self.requests[name]
+        keys, root, _ = self.scheduler._requests.chain_of(request, request.token_ids)
+        query = KVQuery(name, root, keys, min(num_known, len(keys)))
+        self.exports[self.scheduler.kv_exports.open(query, self.now)] = request.token_ids
+
+    @rule(num_entries=st.integers(1, 4))
+    def another_engine_copies(self, num_entries):
+        for number, tokens in list(self.exports.items())[:1]:
+            for found in self.scheduler.kv_exports.take(number, num_entries) or ():
+                self.check_copy(found, tokens)
+
+    def check_copy(self, found, tokens):
+        size = self.pool.block_size
+        for window, block in zip(self.windows, found.blocks, strict=True):
+            if block == NO_BLOCK:
+                continue
+            slots, state = pickle.loads(self.runner.export_blocks([block])[0])
+            if window == STATE:
+                assert state == tuple(tokens[: (found.entry + 1) * size])
+            else:
+                assert slots == [(found.entry * size + i, tokens[found.entry * size + i]) for i in range(size)]
+
+    @rule(is_complete=st.booleans())
+    def another_engine_is_done(self, is_complete):
+        if self.exports:
+            number = next(iter(self.exports))
+            del self.exports[number]
+            self.scheduler.kv_exports.close(number, is_complete=is_complete)
+
+    @rule(name=known)
     def leave(self, name):
         self.scheduler.abort(name, self.now)
 
@@ -160,13 +264,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(20_000):
-            if not self.flights and (plan := self.scheduler.plan(self.now)) is not None:
-                self.flights.append(plan)
-            if not self.flights:
-                break
-            self.note(self.scheduler.commit(self.runner.run(self.flights.pop(0)), {}, self.now))
-        self.note(self.scheduler.take_events())
+        for number in self.exports:
+            self.scheduler.kv_exports.close(number, is_complete=False)
+        self.run_out()
+        self.now += PREFETCH_HOLD_S
+        self.run_out()
+        self.now += PREFETCH_HOLD_S  # what was loaded when the transfers ended
+        self.run_out()
+        assert not len(self.scheduler.kv_loads)
+        assert not len(self.scheduler.leases or ()), "a lease outlived its time"
+        ended = {name for name, num_last in self.last.items() if num_last}
+        assert all(num == 0 or (num == 1 and name in ended) for name, num in self.loading.items()), "a load has no end"
         assert self.last == dict.fromkeys(self.expected, 1)
         assert self.ended == {(name, i): 1 for name, n in self.expected.items() for i in range(n)}
         assert self.arrived == Counter(self.expected.keys())
@@ -179,6 +287,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_waiting == self.scheduler.num_running == 0
         self.pool.check()
 
+    def run_out(self):
+        for _ in range(20_000):
+            if not self.flights and (plan := self.scheduler.plan(self.now)) is not None:
+                self.flights.append(plan)
+            if not self.flights:
+                break
+            self.note(self.scheduler.commit(self.runner.run(self.flights.pop(0)), {}, self.now))
+        self.note(self.scheduler.take_events())
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

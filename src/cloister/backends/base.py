@@ -233,6 +233,7 @@ class Capability(Flag):
             sequence after the other, and `Wants.logits` one row of scores of classes, [num_labels], for each. No tokens are
             chosen.
         IMAGES: encodes images (`Program.encode_image`), and takes their embeddings (`ForwardBatch.embeddings`).
+        KV_TRANSFER: gives and takes the contents of whole blocks (`Program.export_blocks`, `Program.import_blocks`).
     """
 
     GREEDY = auto()
@@ -248,6 +249,7 @@ class Capability(Flag):
     ENCODER = auto()
     IMAGES = auto()
     EVERY_HIDDEN = auto()
+    KV_TRANSFER = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -358,6 +360,22 @@ class Program(ABC):
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
 
+    def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Returns the contents of each block: its bytes in every layer that has it, layer after layer (KV_TRANSFER).
+
+        A program with the same weights, numbers and layout continues from them with the same bits, whatever the numbers of
+        its blocks.
+        """
+        raise self._lacks(Capability.KV_TRANSFER)
+
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Overwrites each block with the contents of another one of its group (KV_TRANSFER).
+
+        Raises:
+            ValueError: contents are longer or shorter than their block; nothing was written.
+        """
+        raise self._lacks(Capability.KV_TRANSFER)
+
     def wipe_buffers(self) -> None:  # noqa: B027 - a program whose buffers die with a step has nothing to do
         """Overwrites what steps left outside of the KV cache with zeros; costs nothing if no step was since the last time."""
 
@@ -439,6 +457,12 @@ class Program(ABC):
 
     def _lacks(self, capability: Capability) -> EngineError:
         return EngineError(f"{type(self).__name__} lacks the capability {capability.name}; ask its `capabilities` first")
+
+
+def check_contents(block_ids: Sequence[int], sizes: Sequence[int], contents: Sequence[bytes]) -> None:
+    """Raises ValueError unless there are contents for each block, as many bytes as it has."""
+    if len(contents) != len(block_ids) or any(len(each) != size for each, size in zip(contents, sizes, strict=False)):
+        raise ValueError(f"blocks of {list(sizes)} bytes cannot hold contents of {[len(each) for each in contents]}")
 
 
 class ImageEncoder(Protocol):

@@ -4,28 +4,41 @@ continues the answer."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 import msgspec
 
 from cloister.cluster.health import ReplicaSpeeds
+from cloister.cluster.migration import LoadLeveller
 from cloister.cluster.replay import ReplayVerifier
+from cloister.cluster.roles import Placement, RoleFlips, RoleRouter
 from cloister.cluster.routers import Router
-from cloister.engine.client import EngineClient, Health, RequestClient
+from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
-from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot, Role
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
+from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
-from cloister.types.errors import CloisterError, EngineError
-from cloister.types.events import Ended, Event, Stepped
+from cloister.types.errors import CloisterError, EngineError, InvalidRequestError, QueueFullError
+from cloister.types.events import Ended, Event, KVLoaded, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
 
 DIFFERENT_MODELS: Final = "the replicas do not serve the same model and formats; start them with the same settings"
+ALL_DRAINED: Final = "every replica is being drained; send the request again later"
+DEFAULT_BLOCK_SIZE: Final = 16
+DRAIN_EVERY_S: Final = 0.05
+REBALANCE_EVERY_S: Final = 0.5
+MAX_COPY_ROUNDS: Final = 4
+COPY_TIMEOUT_S: Final = 5.0
+"""Longest wait for a round of KV; what did not arrive is computed."""
+TRANSFER_WEIGHT: Final = 0.1
+"""Weight of the last transfer in the mean time for a token."""
 
 _logger = logging.getLogger(__name__)
 
@@ -60,15 +73,30 @@ class ReplicaAdapters:
         await asyncio.gather(*(replica.adapters.unload(name) for replica in (self._first, *self._others)))
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """How replicas share the work.
+
+    Attributes:
+        roles: of each replica; empty if all are mixed.
+        rebalance: running requests are moved from busy replicas to idle ones, and roles are flipped, as the load changes.
+    """
+
+    roles: tuple[Role, ...] = ()
+    rebalance: bool = False
+
+
 class ReplicaSet(RequestClient):
     """The client of several engines that serve one model, for one event loop.
 
-    A request stays with its replica. If that is lost, another one that accepts requests continues it with the next token; if
-    there is none, it waits until its own is restarted.
+    A request stays with its replica unless it is moved: after its first token from one that prefills to one that decodes, and
+    by `migrate`. If its replica is lost, another one that accepts requests continues it with the next token; if there is
+    none, it waits until its own is restarted.
 
     Args:
         replicas: a client for each engine, all with the same settings; at least one.
-        make_router: makes the router, once the model is known.
+        make_router: makes a router, once the model is known: one for prompts and one for answers that go on elsewhere.
+        block_size: tokens of a KV block of the engines.
         avoids_slow: slow replicas get no requests; False: they are only reported.
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
         draw: chooses those.
@@ -78,6 +106,8 @@ class ReplicaSet(RequestClient):
         self,
         replicas: Sequence[EngineClient],
         make_router: MakeRouter,
+        config: ClusterConfig = ClusterConfig(),
+        block_size: int = DEFAULT_BLOCK_SIZE,
         *,
         avoids_slow: bool = True,
         verify_replay: float = 0.0,
@@ -87,8 +117,18 @@ class ReplicaSet(RequestClient):
         self.adapters = ReplicaAdapters(replicas)
         self._replicas = list(replicas)
         self._make_router = make_router
-        self._router: Router | None = None
+        self._config = config
+        self._block_size = block_size
+        self._roles: list[Role] = list(config.roles) or ["mixed"] * len(self._replicas)
+        self._router: RoleRouter | None = None
         self._places: dict[str, int] = {}
+        self._handing_off: list[set[str]] = [set() for _ in self._replicas]
+        self._draining: set[int] = set()
+        self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
+        self._costs = [StepCost() for _ in self._replicas]
+        self._transfer_token_s = [0.0 for _ in self._replicas]
+        self._num_migrated = [0 for _ in self._replicas]
+        self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[EventListener] = []
         self._stacks = StackClusters()
         self._speeds = ReplicaSpeeds(len(replicas))
@@ -96,10 +136,11 @@ class ReplicaSet(RequestClient):
         self._verifier = ReplayVerifier(self._replicas, verify_replay, draw or random.SystemRandom())
         self._clock = clock or WallClock()
         for index, replica in enumerate(self._replicas):
-            replica.subscribe(self._observe)
+            replica.subscribe(partial(self._observe, index))
             replica.subscribe(partial(self._note_speed, index))
             replica.rescue = partial(self._rescue, index)
             replica.diagnose = partial(self._diagnose, index)
+            replica.after_receive = partial(self._hand_off, index)
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -120,10 +161,19 @@ class ReplicaSet(RequestClient):
         for what, num_bytes in (item for replica in self._replicas for item in replica.memory):
             totals[what] = totals.get(what, 0) + num_bytes
         self.memory = list(totals.items())
-        self._router = self._make_router(self.model)
+        self.connect_routers()
+        if self._config.rebalance:
+            self._begin(self._rebalance(), "load levelling")
+
+    def connect_routers(self) -> None:
+        """Makes the routers for `model`."""
+        make = partial(self._make_router, self._replicas[0].model)
+        self._router = RoleRouter(make(), make(), self._block_size)
 
     async def drain(self, timeout_s: float) -> None:
         """Drains all engines at once."""
+        for task in self._tasks:
+            task.cancel()
         self.stop_replays()
         await asyncio.gather(*(replica.drain(timeout_s) for replica in self._replicas))
 
@@ -165,29 +215,41 @@ class ReplicaSet(RequestClient):
         return len(self._places)
 
     def snapshots(self) -> list[ReplicaSnapshot]:
-        return [self._describe(replica.snapshot(index)) for index, replica in enumerate(self._replicas)]
+        return [self._snapshot(index) for index in range(len(self._replicas))]
 
-    def _describe(self, snapshot: ReplicaSnapshot) -> ReplicaSnapshot:
-        """Adds to a snapshot what the comparison with other replicas showed."""
-        index = snapshot.index
+    def _snapshot(self, index: int) -> ReplicaSnapshot:
+        own = self._replicas[index].snapshot(index)
         return replace(
-            snapshot,
-            is_accepting=snapshot.is_accepting and index not in self._verifier.odd,
+            own,
+            is_accepting=own.is_accepting and index not in self._draining and index not in self._verifier.odd,
             slowness=self._speeds.slowness(index),
             is_slow=self._speeds.is_slow(index),
             num_mismatches=self._verifier.num_mismatches[index],
+            num_migrated=self._num_migrated[index],
+            role=self._roles[index],
+            cost=self._costs[index].coefficients,
+            transfer_token_s=self._transfer_token_s[index],
         )
 
     # Requests
 
     def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
         """Submits a request to the replica that the router picks. Raises as `RequestClient.submit`."""
-        index = self._pick(request)
-        if index is None:  # each of them refuses, and one says why
-            right = [i for i in range(len(self._replicas)) if i not in self._verifier.odd]
-            index = next((i for i in right if self._replicas[i].closed is None), right[0])
-        self._replicas[index].submit(request, self._verifier.watch(request, index, sink), observer)
-        self._places[request.request_id] = index
+        try:
+            placement = self._place(request)
+        except CloisterError:
+            if observer is not None:
+                observer.refuse()
+            raise
+        source = None if placement.source is None else self._replicas[placement.source].kv_endpoint
+        self._replicas[placement.index].submit(
+            request,
+            self._verifier.watch(request, placement.index, sink),
+            observer,
+            prefill_only=placement.hands_off and self._moves_kv,
+            source=source,
+        )
+        self._settle(request.request_id, placement)
 
     def abandon(self, request_id: str) -> None:
         """Aborts a request at its replica."""
@@ -200,14 +262,30 @@ class ReplicaSet(RequestClient):
         if (index := self._places.get(request_id)) is not None:
             self._replicas[index].give_up(request_id)
 
-    def _pick(self, request: Request) -> int | None:
-        """Returns the replica for a request; None if none accepts one."""
-        accepting = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting]
-        if not accepting:
-            return None
-        if self._avoids_slow:
-            accepting = self._speeds.choose(accepting, self._clock.now())
-        return accepting[0].index if self._router is None else self._router.pick(request, accepting)
+    @property
+    def _moves_kv(self) -> bool:
+        return all(replica.kv_endpoint is not None for replica in self._replicas)
+
+    def _accepting(self, but: int | None = None) -> list[ReplicaSnapshot]:
+        """Returns the replicas that requests may go to, slow ones left out."""
+        accepting = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and snapshot.index != but]
+        return self._speeds.choose(accepting, self._clock.now()) if accepting and self._avoids_slow else accepting
+
+    def _place(self, request: Request) -> Placement:
+        """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
+        accepting = self._accepting()
+        if accepting and self._router is not None:
+            return self._router.place(request, accepting)
+        others = [i for i in range(len(self._replicas)) if i not in self._draining | self._verifier.odd]
+        running = [i for i in others if self._replicas[i].closed is None]
+        if not others:
+            raise EngineError(ALL_DRAINED)
+        return Placement(running[0] if running else others[0])
+
+    def _settle(self, request_id: str, placement: Placement) -> None:
+        self._places[request_id] = placement.index
+        if placement.hands_off:
+            self._handing_off[placement.index].add(request_id)
 
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
@@ -216,12 +294,12 @@ class ReplicaSet(RequestClient):
             self._router.forget(lost)
         if self._verifier.has_sent(found.request.request_id):
             return False  # it asks this replica, and waits for its next engine
-        index = self._pick(found.request)
-        if index is None:
+        placement = self._find_place(found, self._accepting())
+        if placement is None:
             return False
-        self._places[found.request.request_id] = index
+        self._settle(found.request.request_id, placement)
         self._verifier.forget(found.request.request_id)
-        self._replicas[index].adopt(found)
+        self._replicas[placement.index].adopt(found)
         return True
 
     async def _diagnose(self, hung: int, stack: StackTrace) -> None:
@@ -235,6 +313,158 @@ class ReplicaSet(RequestClient):
             _logger.error("replica %d hangs at the same place; it is replaced too", index)
             self._replicas[index].replace_engine()
 
+    def _find_place(self, found: InFlightRequest, accepting: list[ReplicaSnapshot]) -> Placement | None:
+        """Returns where an accepted request can go on; None if nowhere."""
+        if self._router is None or not accepting:
+            return None
+        if found.has_output and (index := self._router.place_decode(found.request, accepting)) is not None:
+            return Placement(index)
+        try:
+            return self._router.place(found.request, accepting)
+        except QueueFullError:
+            return None  # it was accepted earlier: it waits where it is
+
+    # Moving requests
+
+    async def migrate(self, request_id: str, target: int) -> bool:
+        """Moves a request to another replica while it runs. Its client sees one answer without a gap.
+
+        Where engines can load KV from each other, the target loads what there is in rounds, while the source goes on; the last
+        tokens are computed. Returns False if the request has ended or moved meanwhile, or the target does not accept it.
+        """
+        source = self._places.get(request_id)
+        if source is None or source == target or not self._snapshot(target).is_accepting:
+            return False
+        has_copied = await self._copy_kv(request_id, source, target)
+        if self._places.get(request_id) != source or not self._snapshot(target).is_accepting:
+            return False
+        return self._switch(request_id, source, target, loads_kv=not has_copied)
+
+    async def _copy_kv(self, request_id: str, source: int, target: int) -> bool:
+        """Has the target load the KV of a running request, until a round would bring less than a block. Returns whether it did
+        so: what is left is computed sooner than it is asked for."""
+        endpoint = self._replicas[source].kv_endpoint
+        for _ in range(MAX_COPY_ROUNDS):
+            found = self._replicas[source].find(request_id)
+            if endpoint is None or self._replicas[target].kv_endpoint is None or found is None or not found.has_output:
+                return False
+            num_tokens = len(found.token_ids[0])
+            self._replicas[source].hold(request_id)
+            loaded = self._loads[target, request_id] = asyncio.get_running_loop().create_future()
+            self._replicas[target].prefetch(found, endpoint)
+            try:
+                async with asyncio.timeout(COPY_TIMEOUT_S):
+                    is_complete = (await loaded).complete
+            except TimeoutError:
+                return False
+            finally:
+                self._loads.pop((target, request_id), None)
+            if not is_complete:
+                return False
+            if len(found.token_ids[0]) - num_tokens < self._block_size:
+                return True
+        return False
+
+    def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
+        """Moves a request at once; returns False if it has ended."""
+        found = self._replicas[source].release(request_id)
+        if found is None:
+            return False
+        self._handing_off[source].discard(request_id)
+        self._places[request_id] = target
+        self._num_migrated[target] += 1
+        self._verifier.forget(request_id)
+        endpoint = self._replicas[source].kv_endpoint if found.has_output and loads_kv else None
+        self._replicas[target].adopt(found, endpoint)
+        return True
+
+    def _hand_off(self, index: int) -> None:
+        """Moves requests that have their first token from a replica that prefills to one that decodes."""
+        for request_id in list(self._handing_off[index]):
+            replica = self._replicas[index]
+            found = replica.find(request_id)
+            if found is None or self._places.get(request_id) != index:
+                self._handing_off[index].discard(request_id)
+            elif found.sink is None and found.is_prefilled:
+                replica.drop(request_id)
+            elif found.sink is not None and found.has_output:
+                self._hand_on(index, found)
+
+    def _hand_on(self, index: int, found: InFlightRequest) -> None:
+        request_id = found.request.request_id
+        assert self._router is not None
+        target = self._router.place_decode(found.request, self._accepting(but=index))
+        if target is not None:
+            self._switch(request_id, index, target)
+        elif found.is_prefilled:  # it goes on where it is
+            self._replicas[index].release(request_id)
+            self._replicas[index].adopt(found)
+            self._handing_off[index].discard(request_id)
+
+    async def drain_replica(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
+        self._check_index(index)
+        if len(self._draining | {index}) == len(self._replicas):
+            raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
+        self._draining.add(index)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while index in self._draining:
+            await asyncio.gather(*(self._move_away(request, index) for request in self._replicas[index].request_snapshots()))
+            if not self._replicas[index].num_requests or asyncio.get_running_loop().time() >= deadline_s:
+                break
+            await asyncio.sleep(DRAIN_EVERY_S)
+        return self._replicas[index].num_requests
+
+    def return_replica(self, index: int) -> None:
+        self._check_index(index)
+        self._draining.discard(index)
+
+    async def set_role(self, index: int, role: Role, timeout_s: float = DRAIN_REPLICA_S) -> None:
+        """Changes the role of a replica, once it is drained. What is left after `timeout_s` ends there.
+
+        Raises:
+            InvalidRequestError: as `drain_replica`.
+        """
+        await self.drain_replica(index, timeout_s)
+        self._roles[index] = role
+        self.return_replica(index)
+
+    async def _move_away(self, request: RequestSnapshot, index: int) -> None:
+        found = self._replicas[index].find(request.request_id)
+        placement = None if found is None else self._find_place(found, self._accepting(but=index))
+        if placement is not None and await self.migrate(request.request_id, placement.index) and placement.hands_off:
+            self._handing_off[placement.index].add(request.request_id)
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < len(self._replicas):
+            raise InvalidRequestError(f"there is no such replica; they are 0 to {len(self._replicas) - 1}", param="replica")
+
+    # Levelling
+
+    async def _rebalance(self) -> None:
+        """Asks the controllers regularly, and does what they say."""
+        leveller, flips = LoadLeveller(), RoleFlips()
+        while True:
+            await asyncio.sleep(REBALANCE_EVERY_S)
+            now = asyncio.get_running_loop().time()
+            replicas = self.snapshots()
+            requests = {
+                index: [request for request in replica.request_snapshots() if request.request_id in self._places]
+                for index, replica in enumerate(self._replicas)
+            }
+            for move in leveller.decide([replica for replica in replicas if replica.is_accepting], requests, now):
+                self._begin(self._perform(self.migrate(move.request_id, move.target)), "migration")
+            if (flip := flips.decide(replicas, now)) is not None:
+                self._begin(self._perform(self.set_role(flip.index, flip.role)), "flip")
+
+    async def _perform(self, action: Coroutine[None, None, object]) -> None:
+        with contextlib.suppress(InvalidRequestError):  # an operator drains the others meanwhile
+            await action
+
+    def _begin(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     # Events
 
     def _note_speed(self, index: int, event: Event) -> None:
@@ -247,15 +477,28 @@ class ReplicaSet(RequestClient):
         else:
             _logger.warning("replica %d is as fast as the others again", index)
 
-    def _observe(self, event: Event) -> None:
+    def _observe(self, index: int, event: Event) -> None:
         if isinstance(event, Stepped):
+            if not event.drafting:
+                self._costs[index].learn(StepSize(event.num_tokens, event.num_attended), event.elapsed_s)
             event = self._total(event)
         elif self._verifier.owns(event):
             return
         elif isinstance(event, Ended) and event.last:
             self._places.pop(event.request_id, None)
+            self._handing_off[index].discard(event.request_id)
+        elif isinstance(event, KVLoaded):
+            self._note_load(index, event)
         for listener in self._listeners:
             listener(event)
+
+    def _note_load(self, index: int, event: KVLoaded) -> None:
+        if event.num_bytes and event.num_tokens:
+            token_s = event.elapsed_s / event.num_tokens
+            before_s = self._transfer_token_s[index] or token_s
+            self._transfer_token_s[index] = before_s + TRANSFER_WEIGHT * (token_s - before_s)
+        if (waiting := self._loads.get((index, event.request_id))) is not None and not waiting.done():
+            waiting.set_result(event)
 
     def _total(self, event: Stepped) -> Stepped:
         """Returns a step with the load of all replicas."""

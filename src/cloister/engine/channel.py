@@ -40,12 +40,18 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
         entry: "module:function"; the function takes the configuration and returns an EngineCore.
         import_path: the front's `sys.path`, so that both sides import the same code.
         log_format: the front's log format, which the engine uses too.
+        kv_secret: what all engines that exchange KV know, and nobody else; None: this one does not.
     """
 
     entry: str
     config: EngineConfig
     import_path: list[str]
     log_format: str = "text"
+    kv_secret: bytes | None = None
+
+    def __repr__(self) -> str:
+        """Shows no secret."""
+        return f"Boot(entry={self.entry!r})"
 
 
 encode: Final[Callable[[Boot | FrontMessage | EngineMessage], bytes]] = msgspec.msgpack.Encoder().encode

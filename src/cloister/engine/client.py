@@ -15,14 +15,26 @@ from typing import Final
 
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
-from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import Supervision, Watchdog
 from cloister.engine.transports import StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
-from cloister.types.errors import CloisterError, EngineError
-from cloister.types.events import Abort, FrontMessage, Outputs, Ready, Shutdown, Stepped, Submit
+from cloister.types.errors import CloisterError, EngineError, InvalidRequestError
+from cloister.types.events import (
+    ABORTED,
+    Abort,
+    FrontMessage,
+    HoldKV,
+    KVSource,
+    Outputs,
+    PrefetchKV,
+    Ready,
+    Shutdown,
+    Stepped,
+    Submit,
+)
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 
@@ -35,6 +47,11 @@ STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
 GRACE_S: Final = 10.0
 """Grace period after a request's deadline, which the engine enforces, before the client ends the request itself."""
+ONE_ENGINE: Final = "this server has one engine; start it with --replicas 2 or more"
+DRAIN_REPLICA_S: Final = 60.0
+"""Longest time in which a replica is drained: others may have no room."""
+HOLD_KV_S: Final = 15.0
+"""For how long an engine keeps the KV of a request that goes on in another one, which may load it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -184,6 +201,20 @@ class RequestClient(ABC):
         with self._watch_deadline(request):
             await done
 
+    async def drain_replica(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
+        """Gives a replica no new requests until `return_replica`, and moves those that it has to others.
+
+        Returns how many are left: those for which no other replica had room within `timeout_s`; they go on there.
+
+        Raises:
+            InvalidRequestError: there is no such replica, or no other one would be left.
+        """
+        raise InvalidRequestError(ONE_ENGINE, param="replica")
+
+    def return_replica(self, index: int) -> None:
+        """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
+        raise InvalidRequestError(ONE_ENGINE, param="replica")
+
     @contextmanager
     def _watch_deadline(self, request: Request) -> Iterator[None]:
         """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
@@ -211,6 +242,8 @@ class EngineClient(RequestClient):
         rescue: called with each request of an engine that has ended, if it can be resumed and need not be tried alone; returns
             whether another client has adopted it. The others wait for this client's next engine. None if there is no other
             client.
+        kv_endpoint: where other engines load KV of its engine from; None if they cannot.
+        after_receive: called after each message of the engine was handled; None if nobody wants to know.
     """
 
     adapters: AdapterCalls
@@ -218,6 +251,8 @@ class EngineClient(RequestClient):
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
         self.rescue: Callable[[InFlightRequest], bool] | None = None
+        self.kv_endpoint: str | None = None
+        self.after_receive: Callable[[], None] | None = None
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
         self._stacks = StackClusters()
         self.adapters = AdapterCalls(self._call)
@@ -259,6 +294,11 @@ class EngineClient(RequestClient):
         return len(self._requests)
 
     @property
+    def num_leaving(self) -> int:
+        """Requests that other engines have, and whose end here its engine has not reported yet."""
+        return self._requests.num_leaving
+
+    @property
     def is_stalled(self) -> bool:
         """Whether requests wait and the engine makes no step."""
         return self._is_open and self._watchdog.is_stalled
@@ -271,6 +311,7 @@ class EngineClient(RequestClient):
             is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
+            num_queued=0 if step is None else step.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
             num_used_blocks=0 if step is None else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
@@ -296,7 +337,21 @@ class EngineClient(RequestClient):
 
     # Requests
 
-    def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        observer: RequestObserver | None = None,
+        *,
+        prefill_only: bool = False,
+        source: str | None = None,
+    ) -> None:
+        """As `RequestClient.submit`.
+
+        Args:
+            prefill_only: the engine computes the first token only; the caller releases the request then.
+            source: endpoint of an engine that has KV of the prompt.
+        """
         try:
             if self.closed is not None:
                 raise EngineError(self.closed)
@@ -304,7 +359,15 @@ class EngineClient(RequestClient):
             # drawn here, so that another engine can continue the answer with the same noise
             seed = secrets.randbits(63) if request.sampling.seed is None else None
             if not self._requests.holds_back:
-                self._send(Submit(request, seed))
+                self._send(
+                    Submit(
+                        request,
+                        seed,
+                        kv_source=None if source is None else KVSource(source),
+                        hold_kv_s=HOLD_KV_S if prefill_only else 0.0,
+                        prefill_only=prefill_only,
+                    )
+                )
         except Exception:
             if observer is not None:
                 observer.refuse()
@@ -322,9 +385,43 @@ class EngineClient(RequestClient):
             self._send(Abort(request_id))
         self._send_due()
 
-    def adopt(self, found: InFlightRequest) -> None:
-        """Takes over a request whose engine was lost, with what it had there."""
-        self._requests.adopt(found)
+    def find(self, request_id: str) -> InFlightRequest | None:
+        """Returns a request that has not ended."""
+        return self._requests.find(request_id)
+
+    def request_snapshots(self) -> list[RequestSnapshot]:
+        """Returns the progress of every request that something waits for, in the order of their arrival."""
+        return self._requests.snapshots()
+
+    def release(self, request_id: str) -> InFlightRequest | None:
+        """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended."""
+        found = self._requests.depart(request_id, is_running=self._is_open)
+        if found is not None and not found.is_prefilled:
+            self.hold(request_id)
+            self._send(Abort(request_id))
+        self._send_due()
+        return found
+
+    def drop(self, request_id: str) -> None:
+        """Ends a request that its engine has left (`InFlightRequest.is_prefilled`) and nothing waits for."""
+        self._requests.end(request_id, FinishReason.ABORT, ABORTED)
+
+    def prefetch(self, found: InFlightRequest, source: str) -> None:
+        """Has the engine load KV of a request that another engine runs, from the endpoint `source`; `KVLoaded` says when."""
+        self._send(PrefetchKV(found.request, [*found.request.token_ids, *found.token_ids[0]], KVSource(source)))
+
+    def hold(self, request_id: str) -> None:
+        """Has the engine keep the KV that a request has so far, until another engine has loaded it."""
+        if self.kv_endpoint is not None:
+            self._send(HoldKV(request_id, HOLD_KV_S))
+
+    def adopt(self, found: InFlightRequest, source: str | None = None) -> None:
+        """Takes over a request that another client released or whose engine was lost, with what it had there.
+
+        Args:
+            source: endpoint of an engine that has its KV.
+        """
+        self._requests.adopt(found, source)
         self._num_routed += 1
         self._send_due()
 
@@ -338,6 +435,8 @@ class EngineClient(RequestClient):
             self._send_due()
         if message.replies:
             self.adapters.deliver(message.replies)
+        if self.after_receive is not None:
+            self.after_receive()
 
     def _send(self, message: FrontMessage) -> None:
         if self._is_open:
@@ -379,6 +478,7 @@ class EngineClient(RequestClient):
 
     def _introduce(self, ready: Ready) -> None:
         self.model, self.memory, self.startup = ready.model, ready.memory, ready.startup
+        self.kv_endpoint = ready.kv_endpoint
         self.adapters.start(ready.adapters)
 
     async def _serve_until_broken(self) -> None:

@@ -13,20 +13,25 @@ from typing import TYPE_CHECKING, Final, Protocol
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.channel import InputQueue
 from cloister.engine.drafting import describe_drafting, measure, weigh
+from cloister.engine.kv_transfer import KVBlocks, KVLinks, KVTransfer
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
+from cloister.kv import KVFormat
 from cloister.scheduler import Scheduler
+from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
-from cloister.types.errors import EngineError
+from cloister.types.errors import ConfigError, EngineError
 from cloister.types.events import (
     Abort,
     Ended,
     Event,
     FrontMessage,
+    HoldKV,
     LoadAdapter,
     Outputs,
+    PrefetchKV,
     Shutdown,
     Stepped,
     Submit,
@@ -42,8 +47,8 @@ if TYPE_CHECKING:
 
 IDLE_WAIT_S: Final = 5.0
 """Longest sleep of an idle engine; a message wakes it."""
-HEARTBEAT_S: Final = 1.0
-"""The same while requests wait for a grammar or an image; the engine then sends a message without events as a heartbeat."""
+HEARTBEAT_S: Final = 0.25
+"""The same while requests wait for a grammar, an image or KV; the engine then sends a message without events as a heartbeat."""
 MAX_FAILURES_IN_ROW: Final = 3
 STEP_FAILED: Final = "the engine failed while it computed this request; send it again"
 
@@ -73,6 +78,7 @@ class EngineCore:
         scrubber: overwrites residue of ended requests; None leaves it until the memory is reused.
         ahead: overlaps planning with the device: holds the step that runs while the engine plans the next one and reads the
             tokens of the last one. None handles one step at a time.
+        kv_blocks: copies blocks for other engines; None if the program cannot.
 
     Attributes:
         input_queue: receives the front's messages, from any thread.
@@ -94,6 +100,7 @@ class EngineCore:
         encoding: ImageEncoding | None = None,
         scrubber: MemoryScrubber | None = None,
         ahead: StepAhead | None = None,
+        kv_blocks: KVBlocks | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -109,6 +116,8 @@ class EngineCore:
         self._encoding = encoding
         self._scrubber = scrubber
         self._ahead = ahead
+        self._kv_blocks = kv_blocks
+        self._transfer: KVTransfer | None = None
         self._drain_by_s: float | None = None
         self._num_failures = 0
 
@@ -116,6 +125,25 @@ class EngineCore:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, for other users in this process."""
         return self._output.tokenizer
+
+    @property
+    def kv_endpoint(self) -> str | None:
+        """Where other engines load KV from this one; None if they cannot."""
+        return None if self._transfer is None else self._transfer.links.endpoint
+
+    def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks], step_bytes: int = MAX_STEP_BYTES) -> None:
+        """Lets this engine give cached KV to others, and load theirs. Call it before the first request.
+
+        Args:
+            make_links: returns connections to other engines with this format.
+            step_bytes: KV that is copied for others between two steps; at least one entry.
+
+        Raises:
+            ConfigError: the program cannot.
+        """
+        if self._kv_blocks is None:
+            raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
+        self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form), step_bytes)
 
     def take_turns(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""
@@ -135,13 +163,15 @@ class EngineCore:
         """
         if self._encoding is not None:
             self._encoding.on_done(self.input_queue.wake)
+        if self._transfer is not None:
+            self._transfer.links.on_news(self.input_queue.wake)
         while not self.is_done:
             outputs = self.step(emit)
             if outputs is not None:
                 emit(outputs)
             elif not self.is_done:
                 self.input_queue.wait(self.patience_s())
-                if self._waits_for_others:
+                if self.waits_for_others:
                     emit(Outputs([], []))
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
@@ -167,10 +197,14 @@ class EngineCore:
         if self._drain_by_s is not None and now >= self._drain_by_s:
             for request_id in list(self._scheduler.requests):
                 self._scheduler.abort(request_id, now)
+        if self._transfer is not None:
+            self._transfer.serve(now)
         if self._ahead is None:
             plan, next_plan = self._scheduler.plan(now), None
         else:
             plan, next_plan = self._plan_ahead(self._ahead, now)
+        if self._transfer is not None:
+            self._transfer.dispatch()
         if plan is not None and emit is not None and (early := self._collect(self._scheduler.take_events())) is not None:
             emit(early)
         outputs = self._collect(self._perform(plan, next_plan) if plan is not None else self._scheduler.take_events())
@@ -206,6 +240,13 @@ class EngineCore:
                 self._admit(message, now)
             case Abort(request_id):
                 self._scheduler.abort(request_id, now)
+            case HoldKV(request_id, hold_s):
+                self._scheduler.hold(request_id, hold_s, now)
+            case PrefetchKV():
+                if self._transfer is None:
+                    self._scheduler.kv_loads.refuse(message.request.request_id, now)
+                else:
+                    self._transfer.prefetch(message, now)
             case LoadAdapter() | UnloadAdapter():
                 if self._ahead is not None:
                     self._ahead.pause()
@@ -219,6 +260,9 @@ class EngineCore:
         grammar = request.sampling.grammar
         grammar_deadline_s = None if grammar is None or self._is_compiled(grammar) else now + COMPILE_TIMEOUT_S
         refusal = None if request.adapter is None else self.adapters.find_refusal(request.adapter)
+        loads_kv = submitted.kv_source is not None and self._transfer is not None
+        if submitted.kv_source is not None and self._transfer is not None:
+            self._transfer.load_from(request.request_id, submitted.kv_source)
         self._scheduler.add(
             request,
             now,
@@ -226,7 +270,12 @@ class EngineCore:
             refusal=refusal,
             grammar_deadline_s=grammar_deadline_s,
             resumption=submitted.resumption,
+            loads_kv=loads_kv,
+            hold_kv_s=submitted.hold_kv_s,
+            prefill_only=submitted.prefill_only,
         )
+        if submitted.kv_source is not None and self._transfer is None:
+            self._scheduler.kv_loads.refuse(request.request_id, now)
 
     def _is_compiled(self, grammar: Grammar) -> bool:
         """Whether a request need not wait for a grammar. Otherwise starts to compile it, and wakes the engine when that is
@@ -319,14 +368,18 @@ class EngineCore:
         )
 
     @property
-    def _waits_for_others(self) -> bool:
-        """Whether requests wait for a grammar that is compiled, or an image that is encoded, beside the steps."""
-        return bool(self._scheduler.waiting_for_grammar) or (self._encoding is not None and self._encoding.is_busy)
+    def waits_for_others(self) -> bool:
+        """Whether requests wait for a grammar that is compiled, an image that is encoded, or KV that is loaded, beside the
+        steps."""
+        is_encoding = self._encoding is not None and self._encoding.is_busy
+        return bool(self._scheduler.waiting_for_grammar or len(self._scheduler.kv_loads)) or is_encoding
 
     def patience_s(self) -> float:
         """How long to wait for a message: until the next deadline, within a limit."""
         waiting = self._scheduler.waiting_for_grammar.values()
         known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))
         deadlines = [d for d in known if d is not None]
-        longest_s = HEARTBEAT_S if self._waits_for_others else IDLE_WAIT_S
+        longest_s = HEARTBEAT_S if self.waits_for_others else IDLE_WAIT_S
+        if self._transfer is not None and self._transfer.has_demands:
+            longest_s = 0.0  # the rest is copied after this step
         return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))

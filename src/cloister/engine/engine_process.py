@@ -16,11 +16,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_sockets import KVSocketLinks
 from cloister.engine.supervision import STACKS_SIGNAL
 from cloister.engine.worker_channels import WorkerChannels
 from cloister.types.config import EngineConfig
@@ -68,10 +70,12 @@ def main(fd: int) -> int:
     if core is None:
         return 1
     core.input_queue = input_queue
+    if boot.kv_secret is not None and not _exchange_kv(core, boot.config, boot.kv_secret, send):
+        return 1
     core.freeze_gc_heap()
     if listener is not None:
         threading.Thread(target=listener.run, name="cloister-channels", daemon=True).start()
-    send(Ready(core.model, core.memory, core.adapters.loaded, core.startup))
+    send(Ready(core.model, core.memory, core.adapters.loaded, core.startup, core.kv_endpoint))
     try:
         core.run(send)
     except Exception as error:
@@ -103,6 +107,18 @@ def _build(boot: channel.Boot, send: Callable[[EngineMessage], None]) -> EngineC
         _logger.exception("the engine could not be built")
         send(Failed(f"the engine could not start: {describe(error)}; the log says more", EngineError.code))
     return None
+
+
+def _exchange_kv(core: EngineCore, config: EngineConfig, secret: bytes, send: Callable[[EngineMessage], None]) -> bool:
+    """Connects the engine to others; sends why it cannot."""
+    if config.kv_transfer is None:
+        return True
+    try:
+        core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=secret))
+    except CloisterError as error:
+        send(Failed(error.message, error.code))
+        return False
+    return True
 
 
 def _tie_to_parent() -> None:

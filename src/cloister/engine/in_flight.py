@@ -7,11 +7,12 @@ Used from one thread only. If the engine has ended, requests end here with the s
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from cloister.engine.replica_snapshot import RequestSnapshot
 from cloister.engine.suspects import Standing, Suspect, choose_due, judge
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
@@ -20,9 +21,13 @@ from cloister.types.events import (
     Arrived,
     Ended,
     Event,
+    KVLoaded,
+    KVSource,
     Lost,
+    Migrated,
     Outputs,
     Preempted,
+    PrefillDone,
     Progressed,
     Resumption,
     Scheduled,
@@ -103,8 +108,10 @@ class InFlightRequest:
         open: indexes of the sequences that have not ended.
         seed: seed of its sampling noise, if the request has none.
         token_ids: its output so far, by index, from which another engine can resume it.
+        is_prefilled: it was in its engine for its first token only, and has left it (`Submit.prefill_only`).
         suspect: what it has to do with the deaths of its engines.
         arrived_s, first_token_s: when this side heard of it, by its own clock, which the engine need not share.
+        source: endpoint of an engine that has its KV, for the next one that gets it.
     """
 
     __slots__ = (
@@ -112,12 +119,14 @@ class InFlightRequest:
         "_progressed_s",
         "arrived_s",
         "first_token_s",
+        "is_prefilled",
         "num_outputs",
         "open",
         "request",
         "seed",
         "seq_ids",
         "sink",
+        "source",
         "stats",
         "submitted_s",
         "suspect",
@@ -130,10 +139,12 @@ class InFlightRequest:
         self.request = request
         self.seed = seed
         self.token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self.is_prefilled = False
         self.suspect = Suspect(prepares=request.sampling.grammar is not None or bool(request.images))
         self.arrived_s: float | None = None
         self.first_token_s: float | None = None
         self._progressed_s: float | None = None
+        self.source: str | None = None
         self.sink: Sink | None = sink
         self.submitted_s = now
         self.stats = EngineStats(len(request.token_ids)) if observer is None else observer.stats
@@ -154,13 +165,29 @@ class InFlightRequest:
                 if self.suspect.standing is not Standing.CLEARED or self.suspect.num_idle_losses:
                     self.suspect.note_step()
             return
+        self.is_prefilled |= isinstance(event, PrefillDone)
         if isinstance(event, Arrived):
             self.arrived_s = clock.now()
-        elif isinstance(event, Scheduled | Preempted | Lost):
+        elif isinstance(event, Scheduled | Preempted | Lost | Migrated):
             self.suspect.has_slot = isinstance(event, Scheduled)
         self.stats.follow(event)
         if self._observer is not None:
             _notify(self._observer.observe, event)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether any of its sequences has a token."""
+        return any(self.token_ids)
+
+    def snapshot(self) -> RequestSnapshot:
+        """Returns its progress."""
+        return RequestSnapshot(
+            request_id=self.request.request_id,
+            num_prompt_tokens=len(self.request.token_ids),
+            num_output_tokens=sum(len(self.token_ids[index]) for index in self.open),
+            num_sequences=len(self.open),
+            priority=self.request.priority,
+        )
 
     def submission(self, now: float) -> Submit:
         """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
@@ -175,7 +202,8 @@ class InFlightRequest:
             was_scheduled=stats.scheduled_s is not None,
             num_cached_tokens=stats.num_cached_tokens,
         )
-        return Submit(self.request, self.seed, resumption)
+        source, self.source = self.source, None
+        return Submit(self.request, self.seed, resumption, kv_source=None if source is None else KVSource(source))
 
     def ends(self, reason: FinishReason, error: str, now: float) -> Iterator[Ended]:
         """Yields an `Ended` event for each open sequence, in place of the engine. The caller closes each before it takes the
@@ -217,6 +245,7 @@ class InFlightRequests:
         self._held: dict[str, InFlightRequest] = {}
         self.holds_back = False
         self._of_others: set[str] = set()
+        self._leaving: Counter[str] = Counter()
         self._listeners: list[EventListener] = []
         self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
         self.last_step: Stepped | None = None
@@ -231,14 +260,20 @@ class InFlightRequests:
         return sum(1 for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
 
     @property
+    def num_leaving(self) -> int:
+        """Requests that have left, and whose end the engine has not reported yet."""
+        return self._leaving.total()
+
+    @property
     def num_pending_tokens(self) -> int:
         """Prompt tokens of requests without a first token."""
         return sum(len(r.request.token_ids) for r in self._by_id.values() if r.stats.first_token_s is None)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether any requests are open, including those of workers with their own channels."""
-        return bool(self._by_id or self._of_others)
+        """Whether any requests are open, including those of workers with their own channels, and those that left and whose end
+        the engine has not reported."""
+        return bool(self._by_id or self._of_others or self._leaving)
 
     def has_room(self) -> bool:
         """True if another request may be queued."""
@@ -311,19 +346,17 @@ class InFlightRequests:
 
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
-        self.last_step = None
+        self._forget_engine()
         self.holds_back = False
-        self._of_others.clear()
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
     def keep_resumable(self, error: str) -> int:
         """Holds the requests of an engine that has ended for another one. Ends those that nothing waits for, with `error` as
         the reply, and one that is found to kill its engines. Returns how many it keeps."""
-        self.last_step = None
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
         culprit = None if self._of_others else judge([found.suspect for found in sent])
-        self._of_others.clear()
+        self._forget_engine()
         now = self._clock.now()
         for found in sent:
             request_id = found.request.request_id
@@ -338,6 +371,11 @@ class InFlightRequests:
         self.holds_back = self._has_confined()
         return len(self._by_id)
 
+    def _forget_engine(self) -> None:
+        self.last_step = None
+        self._of_others.clear()
+        self._leaving.clear()
+
     def release(self, adopts: Callable[[InFlightRequest], bool], *, confined: bool = False) -> int:
         """Passes every held request to `adopts`, confined ones only if `confined`, and forgets those that it takes over.
         Returns how many remain."""
@@ -346,8 +384,42 @@ class InFlightRequests:
                 del self._by_id[request_id], self._held[request_id]
         return len(self._by_id)
 
-    def adopt(self, found: InFlightRequest) -> None:
-        """Adds a request that another client's engine had; `take_due` returns its message."""
+    def depart(self, request_id: str, *, is_running: bool) -> InFlightRequest | None:
+        """Forgets a request that goes on in another engine; returns it, or None if it has ended, nothing waits
+        for it, or it must be tried where it is.
+
+        What its engine still says of it is dropped, up to its end there: the other engine says it too. So it may come back.
+
+        Args:
+            is_running: its engine runs, and will report its end once it has read an abort.
+        """
+        found = self._by_id.get(request_id)
+        if found is None or found.sink is None:
+            return None
+        if found.suspect.standing is Standing.CONFINED and not found.is_prefilled:
+            return None  # it is tried alone where it is
+        self._happen(found, Migrated(request_id, self._clock.now()))
+        del self._by_id[request_id]
+        is_sent = self._held.pop(request_id, None) is None and not found.is_prefilled
+        if is_running and is_sent:
+            self._leaving[request_id] += 1
+        return found
+
+    def find(self, request_id: str) -> InFlightRequest | None:
+        """Returns a request that has not ended."""
+        return self._by_id.get(request_id)
+
+    def snapshots(self) -> list[RequestSnapshot]:
+        """Returns the progress of every request that something waits for, in the order of their arrival."""
+        return [found.snapshot() for found in self._by_id.values() if found.sink is not None]
+
+    def adopt(self, found: InFlightRequest, source: str | None = None) -> None:
+        """Adds a request that another engine had; `take_due` returns its message.
+
+        Args:
+            source: endpoint of an engine that has its KV.
+        """
+        found.is_prefilled, found.source = False, source
         self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
         self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED
 
@@ -369,11 +441,25 @@ class InFlightRequests:
         return any(found.suspect.standing is Standing.CONFINED for found in self._by_id.values())
 
     def deliver(self, message: Outputs) -> None:
-        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended."""
+        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and what is said of
+        requests that have left.
+
+        An engine reports what an abort ends before the step that follows, so no message has tokens of a request both before
+        it left and after its return; it may have both ends, in this order.
+        """
+        leaving, ends = set(self._leaving), Counter[str]()
         for event in message.events:
+            if isinstance(event, Ended) and event.request_id in self._leaving:
+                ends[event.request_id] += 1
             if self._is_news(event):
                 self._tell(event)
         for output in message.outputs:
+            if output.request_id in leaving:
+                if output.finish_reason is None:
+                    continue
+                if ends[output.request_id]:
+                    ends[output.request_id] -= 1
+                    continue
             found = self._by_id.get(output.request_id)
             if found is not None and output.index in found.open:
                 self._pass_on(found, output)
@@ -382,10 +468,13 @@ class InFlightRequests:
         if isinstance(event, Stepped):
             self.last_step = event
             return True
+        if event.request_id in self._leaving and not isinstance(event, KVLoaded):
+            self._note_leaving(event)
+            return False
         found = self._by_id.get(event.request_id)
         if found is None:
             self._note_other(event)
-            return False
+            return isinstance(event, KVLoaded)  # of a request that may come later (`PrefetchKV`)
         if isinstance(event, Ended) and event.index not in found.open:
             return False
         found.note(event, self._clock)
@@ -394,6 +483,13 @@ class InFlightRequests:
     def _happen(self, found: InFlightRequest, event: Event) -> None:
         found.note(event, self._clock)
         self._tell(event)
+
+    def _note_leaving(self, event: Event) -> None:
+        """Its engine has ended a request that left: what that engine says of the same id from now on is of its return."""
+        if isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
+            self._leaving[event.request_id] -= 1
+            if not self._leaving[event.request_id]:
+                del self._leaving[event.request_id]
 
     def _note_other(self, event: Event) -> None:
         """Counts requests of other clients, so that an engine that hangs on one of them is detected."""

@@ -8,7 +8,7 @@ import msgspec
 
 from cloister.scheduler import RequestState
 from cloister.text import Detokenizer, StopStrings, Tokenizer
-from cloister.types.events import Ended, Event, Progressed, end_output
+from cloister.types.events import Ended, Event, PrefillDone, Progressed, end_output
 from cloister.types.request import Embedding, FinishReason, ModelInfo, SequenceOutput, TokenLogprobs
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
@@ -168,6 +168,7 @@ class OutputProcessor:
             stream.take(Sample(new.seq_id, new.token_ids[new.num_prompt_tokens :]))
         progressed: dict[int, Progressed] = {}
         outputs = []
+        left: dict[str, PrefillDone] = {}
         for event in events:
             match event:
                 case Progressed():
@@ -175,9 +176,18 @@ class OutputProcessor:
                 case Ended():
                     outputs.append(self._end(event, event.seq_id in progressed))
                     progressed.pop(event.seq_id, None)
+                case PrefillDone():
+                    left[event.request_id] = event
                 case _:
                     pass
-        return [self._go_on(event, requests[event.request_id]) for event in progressed.values()] + outputs
+        outputs = [
+            self._go_on(event, (left.get(event.request_id) or requests[event.request_id]).num_cached_tokens)
+            for event in progressed.values()
+        ] + outputs
+        for done in left.values():
+            for seq_id in done.seq_ids:
+                self._streams.pop(seq_id, None)
+        return outputs
 
     def _open(self, new: NewSequence, index: int) -> _Stream:
         return _Stream(new, index, self.tokenizer, self._max_model_len)
@@ -188,7 +198,7 @@ class OutputProcessor:
         if kept is not None:
             kept[start + 1 : start + 1 + len(entries)] = [self._spell(entry) for entry in entries]
 
-    def _go_on(self, event: Progressed, request: RequestState) -> SequenceOutput:
+    def _go_on(self, event: Progressed, num_cached_tokens: int) -> SequenceOutput:
         stream = self._streams[event.seq_id]
         return SequenceOutput(
             request_id=event.request_id,
@@ -199,7 +209,7 @@ class OutputProcessor:
             prompt_logprobs=None if stream.prompt_logprobs is None else _take_prompt(stream),
             num_prompt_tokens=stream.new.num_prompt_tokens,
             num_output_tokens=stream.num_tokens,
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=num_cached_tokens,
         )
 
     def _end(self, event: Ended, has_gained: bool) -> SequenceOutput:

@@ -148,6 +148,7 @@ class ProcessTransport(_ChannelTransport):
         log_format: log format of the child.
         spawn: starts the child process. Default: executes the interpreter, with an allocator that overwrites freed memory if
             the profile requires it.
+        kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
         keep_listener: called with the near end of the listener of each engine process (`engine.worker_channels`), and takes
             ownership of it; None: engines have no listener.
     """
@@ -160,6 +161,7 @@ class ProcessTransport(_ChannelTransport):
         log_format: str = "text",
         spawn: Spawn | None = None,
         keep_listener: Callable[[socket.socket], None] | None = None,
+        kv_secret: bytes | None = None,
     ) -> None:
         self.ready: Ready | None = None
         self._supervision = supervision or Supervision()
@@ -168,6 +170,7 @@ class ProcessTransport(_ChannelTransport):
         self._log_format = log_format
         self._spawn = spawn
         self._keep_listener = keep_listener
+        self._kv_secret = kv_secret
         self._process: ProcessHandle | None = None
         self._stacks_fd: int | None = None
 
@@ -202,7 +205,8 @@ class ProcessTransport(_ChannelTransport):
         with contextlib.ExitStack() as unused:
             if listener is not None:
                 unused.enter_context(listener)
-            boot = channel.frame(channel.Boot(self._entry, config, [path for path in sys.path if path], self._log_format))
+            import_path = [path for path in sys.path if path]
+            boot = channel.frame(channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret))
             spawn = self._spawn or partial(spawn_program, variables=OVERWRITING if overwrites(config.profile) else {})
             near, far = socket.socketpair()
             on_failure = unused.enter_context(contextlib.ExitStack())

@@ -121,6 +121,8 @@ class ModelRunner:
         if plan.wipes:
             self._program.wipe_blocks(plan.wipes)
             self._drafting.wipe_blocks(plan.wipes if self._num_groups == 1 else [b for b in plan.wipes if self._is_drafters(b)])
+        if plan.loads:
+            self._program.import_blocks([load.block for load in plan.loads], [load.content for load in plan.loads])
         if plan.copies:
             self._program.copy_blocks(plan.copies)
             self._drafting.copy_blocks(

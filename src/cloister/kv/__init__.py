@@ -2,6 +2,8 @@
 
 from cloister.kv.cache_quotas import CacheQuotas
 from cloister.kv.keys import PrefixKeys
+from cloister.kv.leases import Leases
+from cloister.kv.objects import KVFormat, KVObject, KVQuery, KVSealer
 from cloister.kv.pool import NO_BLOCK, BlockGroup, BlockPool, OutOfBlocksError
 from cloister.kv.prefix_cache import PREFIX_CACHE_THREAT, PrefixCache
 from cloister.kv.table import BlockTable
@@ -13,6 +15,11 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "CacheQuotas",
+    "KVFormat",
+    "KVObject",
+    "KVQuery",
+    "KVSealer",
+    "Leases",
     "OutOfBlocksError",
     "PrefixCache",
     "PrefixKeys",

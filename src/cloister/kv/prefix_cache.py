@@ -116,6 +116,10 @@ class PrefixCache:
         """Returns how many leading keys are known, whether or not a hit can end there."""
         return next((i for i, key in enumerate(keys) if key not in self._nodes), len(keys)) if self._full is not None else 0
 
+    def blocks_of(self, key: bytes) -> list[int]:
+        """Returns the blocks that are cached under a known key, one for each group."""
+        return list(self._nodes[key].blocks)
+
     def share_known(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
         """Puts the kept blocks of layers that see all positions into a table that has equal ones of its own.
 

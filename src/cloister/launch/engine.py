@@ -15,9 +15,10 @@ import msgspec
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
 from cloister.backends.spec import DecoderSpec, LayerGroup, group_layers
 from cloister.backends.vision import AnyVisionSpec, QwenVisionSpec
+from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
-from cloister.kv import BlockGroup, BlockPool, PrefixKeys
+from cloister.kv import BlockGroup, BlockPool, KVFormat, PrefixKeys
 from cloister.launch.backend import (
     NO_QUANT,
     QUANT_VERSION,
@@ -164,7 +165,18 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         encoding=runner.encoding,
         scrubber=scrubber,
         ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
+        kv_blocks=_kv_blocks(info, budget.groups, config.block_size, program),
     )
+
+
+def _kv_blocks(info: ModelInfo, groups: Sequence[KVGroup], block_size: int, program: Program) -> KVBlocks | None:
+    """Returns what other engines may load; None if the program cannot export it."""
+    if Capability.KV_TRANSFER not in program.capabilities or not groups:
+        return None
+    firsts = [sum(group.num_blocks for group in groups[:number]) for number in range(len(groups))]
+    sizes = tuple(len(content) for content in program.export_blocks(firsts))
+    layout = repr([(sorted(group.layers), group.window, group.is_state) for group in groups])
+    return KVBlocks(KVFormat(info.fingerprint, block_size, layout, sizes), program.export_blocks)
 
 
 def _rehearse_tower(vision: AnyVisionSpec, program: Program, dtype: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +33,10 @@ def make_engine(
 
 
 def _make_client(
-    config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
+    config: EngineConfig,
+    front: ServerConfig,
+    keep_listener: Callable[[socket.socket], None] | None = None,
+    kv_secret: bytes | None = None,
 ) -> EngineClient:
     from cloister.engine import EngineClient, ProcessTransport
 
@@ -42,6 +46,7 @@ def _make_client(
         log_format=front.log_format,
         spawn=_start_sealed_engine if is_sealed else None,
         keep_listener=keep_listener,
+        kv_secret=kv_secret,
     )
     return EngineClient(transport, config)
 
@@ -49,6 +54,8 @@ def _make_client(
 def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ROUTERS, ReplicaSet
+    from cloister.cluster.replica_set import ClusterConfig
+    from cloister.cluster.roles import assign_roles
     from cloister.cluster.routers import Router, RouterContext
     from cloister.kv import PrefixKeys
 
@@ -56,11 +63,21 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     make = ROUTERS.get(front.router)
 
     def make_router(model: ModelInfo) -> Router:
-        return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
+        keys = PrefixKeys(model.fingerprint, config.block_size)
+        return make(RouterContext(keys, random.SystemRandom(), front.max_ttft_s))
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    clients = [_make_client(each, front) for _ in range(front.replicas)]
-    return ReplicaSet(clients, make_router, avoids_slow=front.slow_replicas == "avoid", verify_replay=front.verify_replay)
+    kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
+    clients = [_make_client(each, front, kv_secret=kv_secret) for _ in range(front.replicas)]
+    roles = assign_roles(front.replicas, front.prefill, front.decode)
+    return ReplicaSet(
+        clients,
+        make_router,
+        ClusterConfig(tuple(roles), front.rebalance),
+        config.block_size,
+        avoids_slow=front.slow_replicas == "avoid",
+        verify_replay=front.verify_replay,
+    )
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

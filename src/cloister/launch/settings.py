@@ -117,6 +117,8 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config.replicas)
     _check_quant(engine.config.quant)
     _check_replicas(server.config, engine.config.numerics)
+    if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
+        _check_roles(server.config, engine.config)
     if listens and server.config.sealed:
         engine = _resolve_sealed(engine)
     policy, engine = apply_profile(
@@ -132,7 +134,29 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
             *_drafter_entries(engine.config),
         ),
     )
+    _check_kv_transfer(policy, engine.config, server.config.replicas if listens else 1)
     return Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
+
+
+def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) -> None:
+    """Refuses an exchange of KV that the profile denies, or that has no effect.
+
+    Raises:
+        ConfigError: it has no effect, or `kv_transfer` is no address.
+        PolicyError: the profile denies it.
+    """
+    if config.kv_transfer is None:
+        return
+    from cloister.engine.kv_transports import KV_TRANSPORTS, leaves_machine  # only when it was asked for
+
+    entry = Entry.of(KV_TRANSPORTS, config.kv_transfer.partition(":")[0])
+    source = f"setting `kv_transfer` {config.kv_transfer}"
+    policy.check({"kv-transfer": Use(True, source), "kv-transfer-network": Use(leaves_machine(config.kv_transfer), source)})
+    policy.check_entry(entry.kind, entry.name, entry.threat)
+    if num_replicas == 1:
+        raise ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
+    if not config.prefix_cache:
+        raise ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
 
 
 def _check_replicas(server: ServerConfig, numerics: str) -> None:
@@ -147,6 +171,22 @@ def _check_replicas(server: ServerConfig, numerics: str) -> None:
         raise ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
     if server.replicas > 1 and server.sealed:
         raise ConfigError("a sealed node has one engine; leave replicas out, and start more nodes", param="replicas")
+
+
+def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
+    """Refuses roles that leave prompts or answers without a replica, and settings that would have no effect."""
+    from cloister.cluster.roles import assign_roles
+
+    given = [name for name in ("prefill", "decode", "rebalance") if getattr(server, name)]
+    if server.replicas == 1 and given:
+        raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
+    assign_roles(server.replicas, server.prefill, server.decode)
+    if (server.prefill or server.decode) and config.kv_transfer is None:
+        raise ConfigError(
+            "with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to unix", param="prefill"
+        )
+    if server.max_ttft_s is not None and server.router != "conductor":
+        raise ConfigError("max_ttft_s needs the router that predicts it; set router to conductor", param="max_ttft_s")
 
 
 def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
@@ -167,15 +207,19 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
     name = str(server.config.router)
     entry = Entry.of(ROUTERS, name)
     policy.check_entry(entry.kind, entry.name, entry.threat)
-    policy.check({"load-routing": Use(name != DRAWN, f"setting `router` {name}")})
     if server.config.slow_replicas is None:
         may_avoid = policy.allows("slow-replicas")
         what, why = (
             ("avoid", "default") if may_avoid else ("report", "the profile lets no measured time decide where requests go")
         )
         server = server.explain(slow_replicas=(what, why))
+    has_roles = bool(server.config.prefill or server.config.decode)
     policy.check(
         {
+            "load-routing": Use(name != DRAWN, f"setting `router` {name}"),
+            "disaggregation": Use(has_roles, "setting `prefill`"),
+            "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
+            "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
             "slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid"),
             "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),
         }

@@ -39,7 +39,10 @@ def describe_start(
     """Yields the startup messages for an operator: model, drafters, profile, memory and startup times."""
     config, front = settings.engine.config, settings.server.config
     if front.replicas > 1:
-        yield f"{front.replicas} replicas, router {front.router}; each:"
+        num_mixed = front.replicas - front.prefill - front.decode
+        counts = {"prefill": front.prefill, "decode": front.decode, "mixed": num_mixed}
+        roles = ", ".join(f"{count} {role}" for role, count in counts.items() if count) if num_mixed < front.replicas else ""
+        yield f"{front.replicas} replicas{f' ({roles})' if roles else ''}, router {front.router}; each:"
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {config.num_threads} threads"
     yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
     yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"

@@ -6,11 +6,12 @@ Every request ends exactly once, and every block is released.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
-from cloister.kv import BlockPool, BlockTable, CacheQuotas, PrefixCache, PrefixKeys
+from cloister.kv import BlockPool, BlockTable, CacheQuotas, Leases, PrefixCache, PrefixKeys
 from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
-from cloister.types.events import Arrived, Ended, Event, Preempted, Resumption
+from cloister.types.events import Arrived, Ended, Event, Preempted, PrefillDone, Resumption
 from cloister.types.request import FinishReason, Request
 from cloister.types.scope import ScopeKind
 from cloister.types.step import NewSequence
@@ -32,6 +33,8 @@ class RequestTable:
         running: sequences that are planned.
         departures: ids of sequences that the runner must drop.
         events: events that were not collected yet.
+        leases: blocks that stay cached for other engines; None without a prefix cache.
+        on_end: called when the last sequence of a request leaves.
         answers: complete answers of beam searches that were not collected yet, as new sequences.
     """
 
@@ -40,6 +43,8 @@ class RequestTable:
     ) -> None:
         self.pool = pool
         self.prefix_cache = PrefixCache(pool, keys.public, quotas) if keys is not None else None
+        self.leases = Leases(pool, self.prefix_cache) if self.prefix_cache is not None else None
+        self.on_end: Callable[[RequestState], None] = lambda state: None
         self.request_states: dict[str, RequestState] = {}
         self.waiting_for_grammar: dict[str, RequestState] = {}
         self.sequences: dict[int, SequenceRecord] = {}
@@ -56,13 +61,15 @@ class RequestTable:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """The next deadline of a request or of cached blocks."""
+        """The next deadline of a request, a lease or cached blocks."""
         while self._deadlines and self._deadlines[0][2] not in self.request_states:
             heapq.heappop(self._deadlines)
         first = self._deadlines[0][0] if self._deadlines else None
         if self.prefix_cache is not None and self.prefix_cache.ttl.queue:
             due_s = self.prefix_cache.ttl.queue[0][0]
-            return due_s if first is None else min(first, due_s)
+            first = due_s if first is None else min(first, due_s)
+        if self.leases is not None and (due := self.leases.next_end_s) is not None:
+            first = due if first is None else min(first, due)
         return first
 
     def enlist(self, request: Request, now: float, seed: int, resumption: Resumption | None = None) -> RequestState:
@@ -78,10 +85,7 @@ class RequestTable:
             raise ValueError("a request id may be used once only")
         if request.sampling.n < 1:
             raise ValueError("a request asks for at least one sequence")
-        root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
-        # No later request can find the blocks of a scope with a single request: they have no owner, and are evicted first.
-        scope = request.scope
-        owner = None if scope.kind is ScopeKind.REQUEST else scope.owner or scope.seed
+        root, owner = self._root_of(request)
         arrival_s = now if resumption is None else now - resumption.waited_s
         state = RequestState(request, now=arrival_s, order=self._next_order, seed=seed, root=root, owner=owner)
         self._next_order += 1
@@ -95,6 +99,23 @@ class RequestTable:
                 state.first_token_s = arrival_s + resumption.first_token_after_s
         heapq.heappush(self._deadlines, (state.deadline_s, state.order, request.request_id))
         return state
+
+    def _root_of(self, request: Request) -> tuple[bytes, bytes | None]:
+        """Returns the root of a request's prefix-key chain, and the owner of its cached blocks."""
+        root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
+        # No later request can find the blocks of a scope with a single request: they have no owner, and are evicted first.
+        scope = request.scope
+        return root, None if scope.kind is ScopeKind.REQUEST else scope.owner or scope.seed
+
+    def chain_of(self, request: Request, token_ids: list[int]) -> tuple[list[bytes], bytes, bytes | None]:
+        """Returns the keys whose blocks a request with these tokens could read, if it came, with their root and owner."""
+        root, owner = self._root_of(request)
+        keys: list[bytes] = []
+        if self._keys is not None and not _wants_every_position(request):
+            num_blocks = (len(token_ids) - 1) // self.pool.block_size
+            is_base = request.adapter is None
+            self._keys.extend(keys, root, token_ids, num_blocks, reads_public=is_base, images=request.images)
+        return keys, root, owner
 
     def make_sequence(self, state: RequestState, index: int, token_ids: list[int], max_output: int) -> SequenceRecord:
         """Adds a sequence to a request, neither queued nor running yet."""
@@ -117,7 +138,7 @@ class RequestTable:
     def wait_for_slots(self, state: RequestState) -> None:
         """Queues the sequences of a new request."""
         for sequence in state.sequences:
-            if sequence.status is Status.NEW:
+            if sequence.status in (Status.NEW, Status.LOADING):
                 self.wait(sequence)
 
     def wait(self, sequence: SequenceRecord) -> None:
@@ -293,7 +314,6 @@ class RequestTable:
         """Ends a sequence once; the event of the request's last one has `last` set."""
         if sequence.status is Status.ENDED:
             return
-        self._take_out(sequence)
         state = sequence.request_state
         state.num_open -= 1
         self.events.append(
@@ -313,15 +333,47 @@ class RequestTable:
                 error=error,
             )
         )
+        self._close(sequence, now)
+
+    def hand_over(self, state: RequestState, now: float) -> None:
+        """Lets a request leave that another engine goes on with, without an end."""
+        leaving = [sequence for sequence in state.sequences if sequence.status is not Status.ENDED]
+        for sequence in leaving:
+            state.num_open -= 1
+            self._close(sequence, now)
+        seq_ids = tuple(sequence.seq_id for sequence in leaving)
+        self.events.append(PrefillDone(state.request.request_id, now, seq_ids, state.num_cached_tokens))
+
+    def _close(self, sequence: SequenceRecord, now: float) -> None:
+        """Takes out a sequence that is not counted as open any more, and its request with the last one."""
+        state = sequence.request_state
+        self._take_out(sequence)
         self.renew(sequence, now)
+        if state.hold_kv_s:
+            self._hold(sequence, now + state.hold_kv_s)
         if state.num_open == 0:
             del self.request_states[state.request.request_id]
             self.waiting_for_grammar.pop(state.request.request_id, None)
+            self.on_end(state)
         self.release_blocks(sequence)
+
+    def hold(self, state: RequestState, hold_s: float, now: float) -> None:
+        """Leases what the sequences of a request have in the prefix cache so far."""
+        for sequence in state.sequences:
+            self._hold(sequence, now + hold_s)
+
+    def _hold(self, sequence: SequenceRecord, until_s: float) -> None:
+        request = sequence.request_state.request
+        if self.leases is not None and sequence.num_kept:
+            is_only = request.scope.kind is ScopeKind.REQUEST
+            self._extend_keys(sequence, sequence.num_kept)
+            self.leases.take(request.request_id, sequence.keys[: sequence.num_kept], until_s, of_one_request=is_only)
 
     def expire(self, now: float) -> None:
         """Ends requests whose deadline has passed, and drops cached blocks of scopes whose deadline has passed."""
         while (deadline := self.next_deadline_s) is not None and deadline <= now:
+            if self.leases is not None:
+                self.leases.expire(now)
             if self.prefix_cache is not None and self.prefix_cache.ttl.queue:
                 self.prefix_cache.expire(now)
             if not self._deadlines or self._deadlines[0][0] > now:

@@ -17,6 +17,8 @@ from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.image_encodings import ImageEncodings
+from cloister.scheduler.kv_exports import KVExports
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.policies import POLICIES
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
@@ -73,6 +75,8 @@ class Scheduler:
         requests: states of the requests that have not ended, by id. Only the scheduler changes them, except for
             `grammar_deadline_s`, which the engine may set.
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
+        leases: cached blocks that stay for other engines; None without a prefix cache.
+        kv_loads, kv_exports: KV on its way here, and from here, with what the engine must tell them.
         answers: finished answers of beam searches that were not collected yet, each as a new sequence with prompt and whole
             output.
     """
@@ -119,6 +123,9 @@ class Scheduler:
         self.requests: Mapping[str, RequestState] = self._requests.request_states
         self.waiting_for_grammar: Mapping[str, RequestState] = self._requests.waiting_for_grammar
         self.answers = self._requests.answers
+        self.leases = self._requests.leases
+        self.kv_loads = KVLoads(self._requests)
+        self.kv_exports = KVExports(self._requests)
         self._steps: deque[Step] = deque()
         self._next_plan = 0
 
@@ -135,7 +142,8 @@ class Scheduler:
     @property
     def next_deadline_s(self) -> float | None:
         """When `plan` must be called again even without new input."""
-        return self._requests.next_deadline_s
+        dues = [due for due in (self._requests.next_deadline_s, self.kv_loads.next_deadline_s) if due is not None]
+        return min(dues, default=None)
 
     def take_events(self) -> list[Event]:
         """Returns the events since the last call, oldest first."""
@@ -159,6 +167,9 @@ class Scheduler:
         refusal: str | None = None,
         grammar_deadline_s: float | None = None,
         resumption: Resumption | None = None,
+        loads_kv: bool = False,
+        hold_kv_s: float = 0.0,
+        prefill_only: bool = False,
     ) -> None:
         """Adds a request. One that can never run ends immediately as REJECTED, with the reason and a figure that would fit.
 
@@ -168,9 +179,12 @@ class Scheduler:
             grammar_deadline_s: set if its grammar is still being compiled: `release` queues it, and the caller checks again by
                 this time. None queues it immediately.
             resumption: what it had in an engine that was lost.
+            loads_kv: it waits for KV from another engine (`kv_loads`), and is queued then.
+            hold_kv_s, prefill_only: as in `Submit`.
         """
         seed = request.sampling.seed if request.sampling.seed is not None else seed
         state = self._requests.enlist(request, now, seed, resumption)
+        state.hold_kv_s, state.prefill_only = hold_kv_s, prefill_only
         eos = () if request.sampling.ignore_eos else self.config.eos_token_ids
         state.stop_token_ids = tuple(dict.fromkeys((*eos, *request.sampling.stop_token_ids)))
         most = 0 if request.pooling is not None else request.sampling.max_tokens
@@ -199,10 +213,13 @@ class Scheduler:
             refusal = state.beams.find_excess()
         if refusal is not None:
             self._requests.end_request(state, FinishReason.REJECTED, now, error=refusal)
-        elif grammar_deadline_s is not None:
+            return
+        if grammar_deadline_s is not None:
             state.grammar_deadline_s = grammar_deadline_s
             self._requests.waiting_for_grammar[request.request_id] = state
-        else:
+        if loads_kv:
+            self.kv_loads.begin(state, now)
+        elif grammar_deadline_s is None:
             self._requests.wait_for_slots(state)
 
     def _count_usable(self, width: int) -> int:
@@ -217,7 +234,14 @@ class Scheduler:
     def release(self, state: RequestState) -> None:
         """Queues a request that waited for its grammar."""
         del self._requests.waiting_for_grammar[state.request.request_id]
-        self._requests.wait_for_slots(state)
+        if not self.kv_loads.is_loading(state.request.request_id):
+            self._requests.wait_for_slots(state)
+
+    def hold(self, request_id: str, hold_s: float, now: float) -> None:
+        """Leases what a request has in the prefix cache so far; does nothing if it has already ended."""
+        state = self._requests.request_states.get(request_id)
+        if state is not None:
+            self._requests.hold(state, hold_s, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """Aborts a request; does nothing if it has already ended."""
@@ -230,6 +254,7 @@ class Scheduler:
         steps, self._steps = list(self._steps), deque()
         for step in steps:
             self._land(step)
+            self.kv_loads.fail(step, now)
             self._requests.departures.extend(step.plan.departures)
         for step in steps:
             for sequence in (*(part[0] for part in step.parts), *step.forked, *self._find_others(step)):
@@ -249,12 +274,14 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Fills one step, or returns None if there is nothing to do (never while blocks wait to be wiped)."""
         self._requests.expire(now)
+        self.kv_loads.expire(now)
         step = Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
         self._fill(step)
+        self.kv_loads.plan(step)
         plan = step.plan
         plan.wipes = self.pool.take_wipes()
         plan.departures, self._requests.departures = self._requests.departures, []
-        if not (plan.sequences or plan.wipes or plan.departures or plan.arrivals or plan.encodes):
+        if not (plan.sequences or plan.wipes or plan.loads or plan.departures or plan.arrivals or plan.encodes):
             return None
         self._next_plan += 1
         self._steps.append(step)
@@ -288,8 +315,12 @@ class Scheduler:
                 self._requests.share_known(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
+        for sample in result.samples:
+            self._hand_over(sample, now)
         for seq_id, message in result.failures.items():
             self._fail_sequence(seq_id, message, now)
+        if step.loads:
+            self.kv_loads.commit(step, now)
         for sequence, _, _ in step.parts:
             if sequence.status is not Status.RUNNING or not sequence.max_output:
                 self._after_step(sequence, now)
@@ -447,7 +478,10 @@ class Scheduler:
             if victim is None:
                 return False
             self._requests.preempt(victim, step.now)
-        return self.pool.has_room([], 0, needed)
+        while not self.pool.has_room([], 0, needed):
+            if not self.kv_loads.give_up_one(step.now):
+                return False
+        return True
 
     def _count_needed(self, sequence: SequenceRecord) -> list[int]:
         """Returns the blocks of each group that a waiting sequence needs beside those of the prefix that it found."""
@@ -463,6 +497,7 @@ class Scheduler:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
         self._requests.num_waiting -= 1
+        self.kv_loads.settle(sequence.request_state.request.request_id)
         sequence.num_planned = sequence.num_committed = num_hit
         self._requests.run(sequence)
         if sequence.request_state.request.images:
@@ -548,6 +583,8 @@ class Scheduler:
                 if snapshots:
                     snapshots = []
                     continue
+                if self.kv_loads.give_up_one(step.now):
+                    continue
                 victim = self._choose_victim(step, behind=None)
                 if victim is None:
                     return False
@@ -622,6 +659,14 @@ class Scheduler:
             self._requests.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
         elif len(token_ids) >= num_left:
             self._requests.end(sequence, FinishReason.LENGTH, now)
+
+    def _hand_over(self, sample: Sample, now: float) -> None:
+        """Lets the request of a sequence go whose first token another engine waits for."""
+        sequence = self._requests.sequences.get(sample.seq_id)
+        if sequence is not None and sequence.status is not Status.ENDED:
+            state = sequence.request_state
+            if state.prefill_only and state.beams is None:
+                self._requests.hand_over(state, now)
 
     def _after_step(self, sequence: SequenceRecord, now: float) -> None:
         """Ends a request that needs only its prompt computed, or releases the blocks of a sequence that left while the step

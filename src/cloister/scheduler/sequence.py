@@ -19,6 +19,8 @@ class Status(Enum):
     """The state of a sequence. Only WAITING ones are in a queue, only RUNNING ones are planned."""
 
     NEW = "new"
+    LOADING = "loading"
+    """Waits for KV from another engine, and is queued then."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTING = "preempting"
@@ -40,6 +42,8 @@ class RequestState:
         owner: owner whose share of the prefix cache is charged for its blocks; None for none.
         num_open: sequences that have not ended.
         beams: the beam search that its sequences belong to; None if they are answers themselves.
+        hold_kv_s: for how long its cached blocks are leased when it ends.
+        prefill_only: it leaves after its first token.
     """
 
     __slots__ = (
@@ -48,11 +52,13 @@ class RequestState:
         "deadline_s",
         "first_token_s",
         "grammar_deadline_s",
+        "hold_kv_s",
         "num_cached_tokens",
         "num_open",
         "num_prompt_tokens",
         "order",
         "owner",
+        "prefill_only",
         "request",
         "root",
         "scheduled_s",
@@ -78,6 +84,8 @@ class RequestState:
         self.first_token_s: float | None = None
         self.sequences: list[SequenceRecord] = []
         self.beams: Beams | None = None
+        self.hold_kv_s = 0.0
+        self.prefill_only = False
 
     @property
     def num_unforked(self) -> int:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from cloister.scheduler.budget import StepBudget
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import DraftDecision
 from cloister.types.step import StepPlan
+
+if TYPE_CHECKING:
+    from cloister.scheduler.kv_loads import KVLoad
 
 LEVEL_SLACK = 1.1
 """Work of a less urgent level may lengthen a step with prefill of a more urgent level by this ratio."""
@@ -18,6 +23,7 @@ class Step:
         "budget",
         "choices",
         "forked",
+        "loads",
         "may_admit",
         "now",
         "parts",
@@ -35,6 +41,8 @@ class Step:
         self.choices: dict[int, DraftDecision] = {}
         """Draft decisions of this step, by sequence id."""
         self.forked: list[SequenceRecord] = []
+        self.loads: list[tuple[KVLoad, int]] = []
+        """(load, entry that it brings)"""
         self.prefill_level: int | None = None
         """The most urgent level with prefill in this step."""
         self.yields_to_prefill = False

@@ -55,6 +55,7 @@ from cloister.server.routes import (
     pdf,
     policy,
     reference,
+    replicas,
     responses,
     tokens,
 )
@@ -80,6 +81,7 @@ _ROUTERS: Final = (
     pdf.router,
     llamacpp.router,
     reference.router,
+    replicas.router,
 )
 PLAIN_PATHS: Final = frozenset(
     route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route) and "{" not in route.path

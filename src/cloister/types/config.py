@@ -110,6 +110,11 @@ class EngineConfig:
         " 0: one shared cache, in which users can infer others' activity; unset, one for each tenant, or 16 sessions.",
         low=0,
     )
+    kv_transfer: str | None = setting(
+        None,
+        "How replicas load KV from each other: unix (on one machine) or tcp://HOST:PORT, where each listens (port 0: a free"
+        " one); unset, they compute it.",
+    )
     profile: str | None = setting(
         None,
         "Privacy profile; unset, `open` on loopback without API keys, else `team`.",
@@ -169,9 +174,23 @@ class ServerConfig:
     )
     router: str | None = setting(
         None,
-        "How requests are divided among replicas: least_load, prefix_aware (where the prompt is cached), round_robin or"
+        "How requests are divided among replicas: least_load, prefix_aware (where the prompt is cached), conductor (where the"
+        " first token comes soonest; it refuses what would come too late), round_robin or"
         " capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if the profile"
         " allows no other.",
+    )
+    prefill: int = setting(
+        0, "Replicas that compute prompts only; after the first token others go on. The rest are mixed.", low=0, high=256
+    )
+    decode: int = setting(0, "Replicas that go on with answers after the first token.", low=0, high=256)
+    rebalance: bool = setting(
+        False, "Move running requests from busy replicas to idle ones, and flip roles, as the load changes."
+    )
+    max_ttft_s: float | None = setting(
+        None,
+        "Refuse requests (429) whose first token would come later than this, as the router `conductor` predicts; unset, later"
+        " than their own deadline.",
+        low=0.001,
     )
     slow_replicas: str | None = setting(
         None,

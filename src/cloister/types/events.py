@@ -49,6 +49,13 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     now_s: float
 
 
+class Migrated(msgspec.Struct, frozen=True, tag=True):
+    """A request left its engine for another one, which goes on with it. Reported by the front."""
+
+    request_id: str
+    now_s: float
+
+
 class Progressed(msgspec.Struct, frozen=True, tag=True):
     """`num_tokens` output tokens of a sequence were committed."""
 
@@ -116,11 +123,44 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
 
 
-Event = Arrived | Scheduled | Preempted | Lost | Progressed | Ended | Stepped
+class KVLoaded(msgspec.Struct, frozen=True, tag=True):
+    """A load of KV from another engine has ended (`Submit.kv_source`, `PrefetchKV`), exactly once for each.
+
+    Attributes:
+        num_tokens: leading tokens of the request that a prefix hit covers now.
+        num_bytes: KV that arrived.
+        complete: all that the other engine offered arrived; if not, the rest is computed.
+    """
+
+    request_id: str
+    now_s: float
+    num_tokens: int
+    num_bytes: int
+    elapsed_s: float
+    complete: bool
+
+
+class PrefillDone(msgspec.Struct, frozen=True, tag=True):
+    """A request that was here for its prefill only has its first token, which was sent as output; it leaves without `Ended`,
+    and another engine goes on with it (`Submit.prefill_only`).
+
+    Attributes:
+        seq_ids: of its sequences that had not ended.
+        num_cached_tokens: prompt tokens read from the prefix cache.
+    """
+
+    request_id: str
+    now_s: float
+    seq_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
+Event = Arrived | Scheduled | Preempted | Lost | Migrated | Progressed | Ended | Stepped | KVLoaded | PrefillDone
 
 
 class Resumption(msgspec.Struct, frozen=True):
-    """What a request had when its engine was lost. Times are durations: engines need not share a clock.
+    """What a request had when its engine was lost, or when it left that one. Times are durations: engines need not share a
+    clock.
 
     Attributes:
         token_ids: the output so far of each of its n sequences.
@@ -143,23 +183,64 @@ class Resumption(msgspec.Struct, frozen=True):
         return f"Resumption(num_tokens={[len(ids) for ids in self.token_ids]})"
 
 
+class KVSource(msgspec.Struct, frozen=True):
+    """An engine that has KV of the beginning of a request.
+
+    Attributes:
+        endpoint: where it serves it (`Ready.kv_endpoint`).
+    """
+
+    endpoint: str
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: a new request, or one to resume.
 
     Attributes:
         seed: seed of the sampling noise if the request has none; None lets the engine draw it.
         resumption: what it had in the engine before; its answer goes on with the next token.
+        kv_source: another engine whose KV of the prompt and the resumed tokens is loaded first (decisions/0022).
+        hold_kv_s: after the request has ended, its KV stays cached for so long, or until another engine has loaded it.
+        prefill_only: leave after the first token (`PrefillDone`); a request that it completes ends as always.
     """
 
     request: Request
     seed: int | None = None
     resumption: Resumption | None = None
+    kv_source: KVSource | None = None
+    hold_kv_s: float = 0.0
+    prefill_only: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: abort this request."""
 
     request_id: str
+
+
+class HoldKV(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: the KV that a request has so far stays cached for `hold_s` seconds, or until another engine has loaded
+    it, even if the request ends."""
+
+    request_id: str
+    hold_s: float
+
+
+class PrefetchKV(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: load KV of a request that may come here later; it ends with `KVLoaded`.
+
+    Attributes:
+        request: whose scope, adapter and images the KV has, and whose id `KVLoaded` has. It is not added.
+        token_ids: the prompt, and the output so far of its first sequence.
+    """
+
+    request: Request
+    token_ids: list[int]
+    source: KVSource
+
+    def __repr__(self) -> str:
+        """Shows no content (nothing a user sent is logged)."""
+        return f"PrefetchKV(num_tokens={len(self.token_ids)})"
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -206,6 +287,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     adapters: list[AdapterInfo] = []
     startup: list[tuple[str, float]] = []
     """Startup times by phase: (what, seconds)."""
+    kv_endpoint: str | None = None
+    """Where other engines load its KV from: "unix:NAME" on one machine, "tcp://HOST:PORT" from others; None: nowhere."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -223,7 +306,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     replies: list[AdapterReply] = []
 
 
-FrontMessage = Submit | Abort | LoadAdapter | UnloadAdapter | Shutdown
+FrontMessage = Submit | Abort | HoldKV | PrefetchKV | LoadAdapter | UnloadAdapter | Shutdown
 EngineMessage = Ready | Failed | Outputs
 
 ABORTED: Final = "the request was ended before its answer was complete: its client disconnected, or the server is shutting down"

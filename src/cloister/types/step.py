@@ -80,8 +80,19 @@ class Fork(msgspec.Struct, frozen=True):
     index: int
 
 
+class BlockLoad(msgspec.Struct, frozen=True):
+    """A block takes contents that another engine computed (`Program.import_blocks`)."""
+
+    block: int
+    content: bytes
+
+    def __repr__(self) -> str:
+        """Shows no content (nothing a user sent is logged)."""
+        return f"BlockLoad(block={self.block})"
+
+
 class StepPlan(msgspec.Struct, kw_only=True):
-    """One step. The runner processes, in this order: departures, arrivals, encodes, wipes, copies, forward,
+    """One step. The runner processes, in this order: departures, arrivals, encodes, wipes, loads, copies, forward,
     samples (including forks).
 
     Attributes:
@@ -89,6 +100,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
         encodes: (seq_id, first position) of images whose encoding begins. It goes on beside later steps; until `EncodedImage`
             says that it is done, no plan reaches their positions.
         wipes: blocks to overwrite with zeros before they are reused.
+        loads: blocks whose contents come from another engine.
         copies: (source block, target block), whole blocks: copy-on-write.
     """
 
@@ -98,6 +110,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     forks: list[Fork] = []
     copies: list[tuple[int, int]] = []
     wipes: list[int] = []
+    loads: list[BlockLoad] = []
     departures: list[int] = []
     encodes: list[tuple[int, int]] = []
 

@@ -24,6 +24,7 @@ from cloister.backends.base import (
     SamplingMetadata,
     StepOutput,
     Wants,
+    check_contents,
 )
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.backends.native import _native
@@ -541,6 +542,24 @@ class NativeProgram(Program):
         """Overwrites blocks with zeros in every layer."""
         for _, cache, blocks in self._caches:
             cache[[block - blocks.start for block in block_ids if block in blocks]] = 0
+
+    def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Returns the contents of each block, layer after layer."""
+        return [b"".join([row.data for row in self._rows(block)]) for block in block_ids]
+
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Overwrites blocks with contents that `export_blocks` returned."""
+        rows_of = [self._rows(block) for block in block_ids]
+        check_contents(block_ids, [sum(row.nbytes for row in rows) for rows in rows_of], contents)
+        for rows, content in zip(rows_of, contents, strict=True):
+            numbers, first = np.frombuffer(content, np.uint8), 0
+            for row in rows:
+                row[:] = numbers[first : first + row.nbytes]
+                first += row.nbytes
+
+    def _rows(self, block: int) -> list[ByteArray]:
+        """Returns the bytes of a block in each layer that has it, in place."""
+        return [cache[block - blocks.start] for _, cache, blocks in self._caches if block in blocks]
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer, bit for bit.

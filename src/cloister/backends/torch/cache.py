@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,10 @@ class KVCache:
             if own:
                 pages.index_fill_(0, torch.tensor(own, device=pages.device), 0)
 
+    def rows(self, block: int) -> list[Tensor]:
+        """Returns the numbers of a block in each layer that has it, in place."""
+        return [pages[block - blocks.start] for pages, blocks in self._pages() if block in blocks]
+
     def move(self, moves: IntArray) -> None:
         """Copies single slots (source, target), one after the other."""
         size = self.layout.block_size
@@ -112,9 +117,26 @@ class StateCache:
                 if source in self._blocks:
                     self.at(number, target).copy_(self.at(number, source))
 
+    def rows(self, block: int) -> list[Tensor]:
+        """Returns the state of each layer in a block, in place."""
+        return [self.at(number, block) for number in self.layers] if block in self._blocks else []
+
     def wipe(self, block_ids: Sequence[int]) -> None:
         """Overwrites states with zeros, which is what every sequence starts from."""
         for number in self.layers:
             for block in block_ids:
                 if block in self._blocks:
                     self.at(number, block).zero_()
+
+
+def export_rows(rows: Sequence[Tensor]) -> bytes:
+    """Returns the bytes of tensors, one after the other."""
+    return b"".join([row.view(torch.uint8).cpu().numpy().data for row in rows])
+
+
+def import_rows(rows: Sequence[Tensor], content: bytes) -> None:
+    """Overwrites tensors with bytes that `export_rows` returned."""
+    numbers, first = torch.from_numpy(np.frombuffer(content, np.uint8).copy()), 0
+    for row in rows:
+        row.view(torch.uint8).copy_(numbers[first : first + row.nbytes])
+        first += row.nbytes

@@ -15,13 +15,24 @@ import torch
 from torch import Tensor
 
 from cloister.backends.adapters import AdapterWeights
-from cloister.backends.base import Capability, FloatArray, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
+from cloister.backends.base import (
+    Capability,
+    FloatArray,
+    ForwardBatch,
+    IntArray,
+    KVLayout,
+    Program,
+    StepOutput,
+    Wants,
+    Weights,
+    check_contents,
+)
 from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, LatentAttentionSpec, QueryGrowth, kv_size
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
-from cloister.backends.torch.cache import KVCache, slot_layout
+from cloister.backends.torch.cache import KVCache, export_rows, import_rows, slot_layout
 from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles, pad_rows
@@ -79,7 +90,7 @@ class TorchProgram(Program):
 
     capabilities = (
         Capability.HIDDEN | Capability.HEAD | Capability.TREES | Capability.ADAPTERS | Capability.RECORDING
-        | Capability.EVERY_HIDDEN
+        | Capability.EVERY_HIDDEN | Capability.KV_TRANSFER
     )  # fmt: skip
 
     def __init__(
@@ -171,6 +182,20 @@ class TorchProgram(Program):
         self._cache.wipe(block_ids)
         if self._states is not None:
             self._states.cache.wipe(block_ids)
+
+    def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Returns the contents of each block, layer after layer; states after KV."""
+        return [export_rows(self._rows(block)) for block in block_ids]
+
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Overwrites blocks with contents that `export_blocks` returned."""
+        rows_of = [self._rows(block) for block in block_ids]
+        check_contents(block_ids, [sum(row.nbytes for row in rows) for rows in rows_of], contents)
+        for rows, content in zip(rows_of, contents, strict=True):
+            import_rows(rows, content)
+
+    def _rows(self, block: int) -> list[Tensor]:
+        return self._cache.rows(block) + ([] if self._states is None else self._states.cache.rows(block))
 
     def wipe_buffers(self) -> None:
         """Overwrites what is kept of drafts."""

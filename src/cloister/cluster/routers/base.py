@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.kv import PrefixKeys
@@ -30,27 +30,58 @@ class RouterContext:
     Attributes:
         keys: computes the prefix keys of requests, as the replicas do.
         draw: source of randomness.
+        max_ttft_s: longest time to the first token for which a request is accepted; None for its own deadline only.
     """
 
     keys: PrefixKeys
     draw: random.Random
+    max_ttft_s: float | None = None
 
 
 class Router(Protocol):
-    """Chooses a replica for each request."""
+    """Chooses a replica for each request.
+
+    Attributes:
+        is_blind: load, text and length of a request decide nothing.
+    """
+
+    is_blind: ClassVar[bool] = False
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
         """Returns the index of one of `replicas`, all of which accept requests; there is at least one."""
         ...
 
+    def pick_decoder(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
+        """Returns the index of the one that goes on with a request after its first token."""
+        return self.pick(request, replicas)
+
+    def admit(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> None:
+        """Called with all replicas that accept requests, before one is picked.
+
+        Raises:
+            QueueFullError: the request would be answered too late; it says when to send it again.
+        """
+
+    def take_source(self) -> int | None:
+        """Called after `pick`: returns the index of another replica whose KV of the prompt is worth copying; None for none."""
+        return None
+
+    def count_cached(self, request: Request, index: int) -> int:
+        """Returns how many tokens of a prompt a replica has probably cached."""
+        return 0
+
     def forget(self, index: int) -> None:
         """Called when a replica's engine has ended: its cache is empty."""
-        ...
 
 
 ROUTERS: Registry[Callable[[RouterContext], Router]] = Registry("router")
 
 
+def load_of(replica: ReplicaSnapshot) -> tuple[float, float]:
+    """Returns requests and pending tokens of a replica for its capacity."""
+    return replica.num_requests / replica.capacity, replica.num_pending_tokens / replica.capacity
+
+
 def least_loaded(replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
     """Returns the replica with the fewest requests for its capacity; of equal ones that with the fewest pending tokens."""
-    return min(replicas, key=lambda r: (r.num_requests / r.capacity, r.num_pending_tokens / r.capacity, r.index))
+    return min(replicas, key=lambda replica: (*load_of(replica), replica.index))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, RouterContext
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.request import Request
 
 
 @ROUTERS.register("capacity_random", ROUTER_THREAT)
-class CapacityRandom:
+class CapacityRandom(Router):
     """The choice depends on nothing that a request or its sender can influence, so it cannot be steered: the probability that a
     request reaches a subset of the replicas is that subset's share of the capacity."""
+
+    is_blind = True
 
     def __init__(self, context: RouterContext) -> None:
         self._draw = context.draw
@@ -20,6 +22,3 @@ class CapacityRandom:
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
         [chosen] = self._draw.choices(replicas, [replica.capacity for replica in replicas])
         return chosen.index
-
-    def forget(self, index: int) -> None:
-        """Nothing is kept."""

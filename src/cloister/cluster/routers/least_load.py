@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, RouterContext, least_loaded
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, least_loaded, load_of
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.request import Request
 
 
 @ROUTERS.register("least_load", ROUTER_THREAT)
-class LeastLoad:
-    """A request goes to the replica with the fewest requests; of equal ones to that with the fewest pending prompt tokens."""
+class LeastLoad(Router):
+    """A request goes to the replica with the fewest requests; of equal ones to that with the fewest pending prompt tokens.
+
+    Of replicas that are equal in both one is drawn: routers that see the same would otherwise all choose the first one.
+    """
 
     def __init__(self, context: RouterContext) -> None:
-        pass
+        self._draw = context.draw
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
-        return least_loaded(replicas).index
-
-    def forget(self, index: int) -> None:
-        """Nothing is kept."""
+        least = load_of(least_loaded(replicas))
+        return self._draw.choice([replica.index for replica in replicas if load_of(replica) == least])

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from cloister.cluster.virtual.scenario import Job, Scenario
 from cloister.engine.client import GRACE_S
 from cloister.engine.suspects import NUM_SAFE_LOSSES
-from cloister.types.events import Arrived, Ended, Event, Stepped
+from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
 
 RECOVERY_S: Final = 70.0
@@ -17,6 +17,8 @@ RECOVERY_S: Final = 70.0
 MOST_DEATHS: Final = 5
 """Engines that a request may kill before it is found: three, and one more if it kills late or beside cleared ones."""
 _SLACK_S: Final = 1.0
+_SLACK_OF_STEPS_S: Final = 0.1
+"""A deadline is enforced between steps."""
 _TINY_S: Final = 1e-6
 _RUN_S: Final = 600.0
 _GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
@@ -100,6 +102,9 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
         return [f"{where} timed out, though nothing was wrong for long"]
     if took_s > limit_s + GRACE_S + run.late_s + _SLACK_S:
         return [f"{where} ended {took_s - limit_s:.1f} s after its deadline"]
+    kills = any(job.kills_after is not None for job in run.scenario.jobs)
+    if not (run.scenario.faults or kills) and took_s > limit_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
+        return [f"{where} ended {took_s - limit_s:.3f} s after its deadline, though nothing was wrong"]
     if end is FinishReason.REJECTED and alone is not FinishReason.REJECTED:
         return [f"{where} was rejected, which one engine alone does not"]
     if end is FinishReason.ABORT:
@@ -172,7 +177,9 @@ def _has_one_clock(event: Ended) -> bool:
 
 def _check_sharing(answer: JobAnswer, ended: list[Ended], run: RunRecord) -> list[str]:
     """Checks that no more of a prompt came from the cache than other requests of its tenant can have left there."""
-    others = [a for a in run.answers if a is not answer and a.job.tenant == answer.job.tenant and a.refusal is None]
+    has_moved = any(isinstance(e, Migrated) and e.request_id == answer.request.request_id for e in run.events)
+    mine = [a for a in run.answers if a.job.tenant == answer.job.tenant and a.refusal is None]
+    others = mine if has_moved else [a for a in mine if a is not answer]  # it may have come back to its own prompt
     longest = max((_count_common(answer.request.token_ids, other.request.token_ids) for other in others), default=0)
     found = max((event.num_cached_tokens for event in ended), default=0)
     if found <= longest:

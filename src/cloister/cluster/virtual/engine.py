@@ -11,9 +11,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cloister.cluster.virtual.history_program import HistoryProgram
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.output_processor import OutputProcessor
 from cloister.executor import ModelRunner
-from cloister.kv import BlockPool, PrefixKeys
+from cloister.kv import BlockPool, KVFormat, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock
@@ -124,12 +125,17 @@ class TimedRunner:
 
 @dataclass
 class VirtualEngine:
-    """One engine and what it is made of."""
+    """One engine and what it is made of.
+
+    Attributes:
+        entry_bytes: KV of one entry of a block table.
+    """
 
     core: EngineCore
     scheduler: Scheduler
     runner: TimedRunner
     clock: EngineClock
+    entry_bytes: int
 
 
 def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s: float = 0.0) -> VirtualEngine:
@@ -156,5 +162,15 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         BlockPool(shape.num_blocks, shape.block_size),
         PrefixKeys(model.fingerprint, shape.block_size),
     )
-    core = EngineCore(scheduler, timed, OutputProcessor(tokenizer, model), model=model, memory=[], clock=own)
-    return VirtualEngine(core, scheduler, timed, own)
+    (empty,) = program.export_blocks([0])
+    form = KVFormat(model.fingerprint, shape.block_size, "one group", (len(empty),))
+    core = EngineCore(
+        scheduler,
+        timed,
+        OutputProcessor(tokenizer, model),
+        model=model,
+        memory=[],
+        clock=own,
+        kv_blocks=KVBlocks(form, program.export_blocks),
+    )
+    return VirtualEngine(core, scheduler, timed, own, len(empty))

@@ -114,15 +114,24 @@ def write_scenario(scenario: Scenario, path: Path) -> None:
 def _simpler(scenario: Scenario) -> Iterator[Scenario]:
     """Yields scenarios that are simpler by one thing."""
     replace = msgspec.structs.replace
-    for name in ("faults", "jobs"):
+    for name in ("faults", "operations", "jobs"):
         items = getattr(scenario, name)
         for size in sorted({len(items) // 2, 1} - {0}, reverse=True):
             for start in range(0, len(items), size):
                 yield replace(scenario, **{name: items[:start] + items[start + size :]})
+    for name in ("moves_kv", "damages_kv"):
+        if getattr(scenario, name):
+            yield replace(scenario, **{name: 0.0})
     if scenario.num_replicas > 1:
         last = scenario.num_replicas - 1
         faults = tuple(replace(fault, replica=min(fault.replica, last - 1)) for fault in scenario.faults)
-        yield replace(scenario, num_replicas=last, faults=faults)
+        operations = tuple(replace(each, replica=min(each.replica, last - 1)) for each in scenario.operations)
+        roles = scenario.roles[:last]
+        yield replace(scenario, num_replicas=last, faults=faults, operations=operations, roles=roles)
+    if scenario.roles:
+        yield replace(scenario, roles=())
+    if scenario.rebalance:
+        yield replace(scenario, rebalance=False)
     if scenario.verify_replay:
         yield replace(scenario, verify_replay=0.0)
     if any(scenario.clock_offsets_s):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cloister.backends.base import ForwardBatch, Program, StepOutput, Wants
+from cloister.backends.base import Capability, ForwardBatch, Program, StepOutput, Wants, check_contents
 
 FloatArray = npt.NDArray[np.float32]
 _SPREAD = np.float32(8.0)
@@ -23,6 +23,8 @@ class WrongSlotError(AssertionError):
 
 class HistoryProgram(Program):
     """Keeps (token, position) in every slot of every block."""
+
+    capabilities = Capability.KV_TRANSFER
 
     def __init__(self, *, vocab_size: int, num_blocks: int, block_size: int) -> None:
         self.vocab_size = vocab_size
@@ -58,6 +60,16 @@ class HistoryProgram(Program):
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks."""
         self.slots[list(block_ids)] = 0
+
+    def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Returns what the slots of each block hold."""
+        return [self.slots[block].tobytes() for block in block_ids]
+
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Overwrites blocks."""
+        check_contents(block_ids, [self.slots[block].nbytes for block in block_ids], contents)
+        for block, content in zip(block_ids, contents, strict=True):
+            self.slots[block] = np.frombuffer(content, np.int64).reshape(self.slots[block].shape)
 
     def _write(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], tokens: npt.ArrayLike) -> None:
         blocks, offsets = table[positions // self.block_size], positions % self.block_size

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable
 
-from cloister.cluster.link import RESET, Link, LinkFrame, LinkServer, LinkTimes, decode_frame, encode_frame
+from cloister.cluster.link import RESET, TIMER_ERROR_S, Link, LinkFrame, LinkServer, LinkTimes, decode_frame, encode_frame
 from cloister.cluster.virtual.engine import VirtualEngine
+from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch, VirtualKVLinks
 from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.engine import channel
+from cloister.kv import KVFormat
 from cloister.types.errors import EngineError
-from cloister.types.events import Abort, EngineMessage, Ready
+from cloister.types.events import Abort, EngineMessage, Outputs, Ready
 
 
 class VirtualProcess:
@@ -26,6 +27,7 @@ class VirtualProcess:
 
     def __init__(self, engine: VirtualEngine, send: Callable[[bytes], None], draw: random.Random, times: LinkTimes) -> None:
         self.engine = engine
+        self.kv_links: VirtualKVLinks | None = None
         self.hangs_until_s = 0.0
         self._send_datagram = send
         self._server = LinkServer(lambda: 1 + draw.getrandbits(62), times)
@@ -50,9 +52,22 @@ class VirtualProcess:
         self._woken.set()
         self._poll()
 
+    def exchange_kv(self, index: int, switch: KVSwitch) -> None:
+        """Connects the engine to those of other replicas."""
+
+        def make_links(form: KVFormat) -> VirtualKVLinks:
+            self.kv_links = VirtualKVLinks(index, switch, form)
+            self.kv_links.on_news(self._woken.set)
+            return self.kv_links
+
+        core = self.engine.core
+        core.exchange_kv(make_links, PART_ENTRIES * self.engine.entry_bytes)
+
     def end(self) -> None:
         """Ends at once, as SIGKILL does."""
         self._is_gone = True
+        if self.kv_links is not None:
+            self.kv_links.close()
         self.task.cancel()
         if self._timer is not None:
             self._timer.cancel()
@@ -103,15 +118,21 @@ class VirtualProcess:
             if outputs is not None:
                 self._send(link, outputs)
             else:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), core.patience_s())
+                patience_s = core.patience_s()
+                if 0.0 < patience_s < TIMER_ERROR_S:
+                    patience_s = TIMER_ERROR_S  # a shorter wait may run out before its time, again and again
+                try:
+                    await asyncio.wait_for(self._woken.wait(), patience_s)
+                except TimeoutError:
+                    if core.waits_for_others:
+                        self._send(link, Outputs([], []))
 
     def _describe(self) -> None:
         """Describes the engine to a new front, once the requests of the last one have ended."""
         if not (self._is_told or self.engine.scheduler.requests):
             core = self.engine.core
             self._is_told = True
-            self._send(self._link, Ready(core.model, core.memory, core.adapters.loaded, core.startup))
+            self._send(self._link, Ready(core.model, core.memory, core.adapters.loaded, core.startup, core.kv_endpoint))
 
 
 class Host:
@@ -120,6 +141,7 @@ class Host:
     Args:
         index: of the replica.
         make: makes an engine.
+        switch: connects it to the engines of other replicas; None: it exchanges no KV.
 
     Attributes:
         process: the engine that runs; None if there is none.
@@ -136,12 +158,14 @@ class Host:
         *,
         start_s: float,
         times: LinkTimes,
+        switch: KVSwitch | None = None,
     ) -> None:
         self.process: VirtualProcess | None = None
         self.refuses_starts = 0
         self.num_starts = 0
         self.times = times
         self._index, self._make, self._network, self._draw, self._start_s = index, make, network, draw, start_s
+        self._switch = switch
         self._fronts: dict[int, Callable[[bytes], None]] = {}
 
     async def start(self) -> None:
@@ -154,6 +178,8 @@ class Host:
             self.refuses_starts -= 1
             raise EngineError("the engine was to refuse to start")
         self.process = VirtualProcess(self._make(), self._reply, self._draw, self.times)
+        if self._switch is not None:
+            self.process.exchange_kv(self._index, self._switch)
         self.process.task.add_done_callback(self._note_end)
 
     def kill(self) -> None:

@@ -7,10 +7,18 @@ from typing import Final, Literal
 
 import msgspec
 
+from cloister.engine.replica_snapshot import ROLES, Role
+
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
+OperationKind = Literal["migrate", "drain", "flip"]
+OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
     "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
 )  # fmt: skip
+
+
+SHARED_TEXT: Final = "Between two engines goes a text. "
+"""How prompts begin in a scenario in which KV moves."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,11 +73,31 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ways: Literal["both", "to_engine", "to_front"] = "both"
 
 
+class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that an operator or a controller does.
+
+    Attributes:
+        kind: `migrate`: the request of `job` goes to `replica`. `drain`: `replica` is drained, and returned after `lasts_s`.
+            `flip`: the role of `replica` becomes `role`.
+    """
+
+    at_s: float
+    kind: OperationKind
+    replica: int = 0
+    job: int = 0
+    lasts_s: float = 0.5
+    role: Role = "mixed"
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run of a virtual cluster.
 
     Attributes:
         seed: of all that is drawn while it runs, such as which datagram is lost.
+        roles: of each replica; empty if all are mixed.
+        rebalance: load is levelled all the time.
+        moves_kv: share of requests that are told to load KV from another replica, or to leave theirs for it.
+        damages_kv: share of the datagrams with KV in which a bit changes.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
         verify_replay: share of the answers that another replica computes again.
         clock_offsets_s: by how much the clocks of the replicas' machines are ahead of the front's.
@@ -78,15 +106,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int
     num_replicas: int = 2
     router: str = "least_load"
+    roles: tuple[Role, ...] = ()
+    rebalance: bool = False
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_waiting: int = 16
     stall_timeout_s: float = 2.0
     delay_s: float = 0.001
+    moves_kv: float = 0.0
+    damages_kv: float = 0.0
     clock_offsets_s: tuple[float, ...] = ()
     verify_replay: float = 0.0
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
+    operations: tuple[Operation, ...] = ()
 
 
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
@@ -96,7 +129,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         return _draw_steady(seed, draw, routers)
     num_replicas = draw.choice((1, 2, 2, 3))
     span_s = draw.choice((0.05, 0.5, 2.0))
-    return Scenario(
+    drawn = Scenario(
         seed=seed,
         num_replicas=num_replicas,
         router=draw.choice(routers),
@@ -109,6 +142,51 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         verify_replay=draw.choice((0.0, 0.0, 0.0, 0.5)),
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
+    )
+    if num_replicas == 1:
+        return drawn
+    return _draw_moves(draw, _move_kv(drawn, draw) if draw.random() < 0.5 else drawn, span_s)
+
+
+def _move_kv(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario in which KV moves: its prompts begin alike, are longer than some blocks, and come one after the other,
+    so that one replica has what another one needs."""
+    replace = msgspec.structs.replace
+    return replace(
+        scenario,
+        moves_kv=draw.choice((0.5, 1.0)),
+        damages_kv=draw.choice((0.0, 0.3)),
+        jobs=tuple(
+            replace(job, prompt=SHARED_TEXT + job.prompt, at_s=round(0.3 * job.at_s + 0.1 * number, 4))
+            for number, job in enumerate(scenario.jobs)
+        ),
+    )
+
+
+def _draw_moves(draw: random.Random, scenario: Scenario, span_s: float) -> Scenario:
+    """Adds roles, and what moves requests."""
+    num_replicas = scenario.num_replicas
+    roles: tuple[Role, ...] = ()
+    if draw.random() < 0.4:
+        first: Role = draw.choice(("prefill", "decode"))
+        others: tuple[Role, ...] = ("mixed", "decode" if first == "prefill" else "prefill")
+        roles = (first, *(draw.choice(others) for _ in range(num_replicas - 1)))
+    return msgspec.structs.replace(
+        scenario,
+        roles=roles,
+        rebalance=draw.random() < 0.3,
+        operations=tuple(_draw_operation(draw, scenario, span_s) for _ in range(draw.choice((0, 0, 1, 2, 4, 8)))),
+    )
+
+
+def _draw_operation(draw: random.Random, scenario: Scenario, span_s: float) -> Operation:
+    return Operation(
+        at_s=round(draw.random() * (span_s + 0.5), 4),
+        kind=draw.choice(("migrate", "migrate", "migrate", *OPERATION_KINDS)),
+        replica=draw.randrange(scenario.num_replicas),
+        job=draw.randrange(len(scenario.jobs)),
+        lasts_s=draw.choice((0.0, 0.2, 2.0)),
+        role=draw.choice(ROLES),
     )
 
 

@@ -9,20 +9,22 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from cloister.cluster.link import LinkTimes
-from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
+from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import InjectedFault, Job, Scenario
+from cloister.cluster.virtual.scenario import InjectedFault, Job, Operation, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Restarts, Supervision
@@ -30,8 +32,8 @@ from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
-from cloister.types.errors import CloisterError
-from cloister.types.events import Event, Stepped, Submit
+from cloister.types.errors import CloisterError, InvalidRequestError
+from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 
@@ -125,6 +127,8 @@ class _Simulation:
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
+        self.switch = KVSwitch(self.network, self.draw, scenario.damages_kv)
+        self.served: dict[str, set[int]] = {}  # replicas that have had requests of a tenant
         self.digest = hashlib.sha256()
         self.answers = [JobAnswer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
         self.hosts: list[Host] = []
@@ -146,6 +150,8 @@ class _Simulation:
                 group.create_task(self._work(number, answer))
             for fault in self.scenario.faults:
                 group.create_task(self._break(fault))
+            for operation in self.scenario.operations:
+                group.create_task(self._operate(operation))
         await self._rest()
 
     def outcome(self, violations: Sequence[str]) -> RunOutcome:
@@ -168,6 +174,7 @@ class _Simulation:
             self.draw,
             start_s=self.shape.start_s,
             times=LinkTimes(),
+            switch=self.switch if self.scenario.moves_kv else None,
         )
 
     def _make_engine(self, index: int) -> VirtualEngine:
@@ -187,13 +194,18 @@ class _Simulation:
             stall_timeout_s=self.scenario.stall_timeout_s,
         )
         self.transports = [
-            LinkTransport(host, self.draw, Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS))) for host in self.hosts
+            LinkTransport(
+                host, self.draw, Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS)), partial(self._move_kv, index)
+            )
+            for index, host in enumerate(self.hosts)
         ]
         self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
         make_router = ROUTERS.get(self.scenario.router)
         front = ReplicaSet(
             self.clients,
             lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+            ClusterConfig(self.scenario.roles, self.scenario.rebalance),
+            self.shape.block_size,
             verify_replay=self.scenario.verify_replay,
             draw=self.draw,
             clock=self.loop.clock,
@@ -201,6 +213,25 @@ class _Simulation:
         front.subscribe(self._observe)
         await front.start()
         self.front = front
+
+    def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
+        """Adds to a message what a controller could tell of KV: that another replica has it, which may be wrong."""
+        if not (isinstance(message, Submit) and self.scenario.moves_kv):
+            return [message]
+        served = self.served.setdefault(message.request.tenant, set())
+        others = sorted(served - {index}) or [other for other in range(len(self.hosts)) if other != index]
+        served.add(index)
+        is_likely = bool(served - {index} or self.draw.random() < 0.2)  # a source that has nothing shows little
+        if not (others and is_likely and self.draw.random() < self.scenario.moves_kv):
+            return [message]
+        source = KVSource(endpoint_of(self.draw.choice(others)))
+        token_ids = [*message.request.token_ids, *(message.resumption.token_ids[0] if message.resumption is not None else ())]
+        prefetch = PrefetchKV(message.request, token_ids, source)
+        return [
+            *([prefetch] if self.draw.random() < 0.3 else []),
+            msgspec.structs.replace(message, kv_source=source, hold_kv_s=self.draw.choice((0.0, 0.5, 20.0))),
+            *([HoldKV(message.request.request_id, 1.0)] if self.draw.random() < 0.2 else []),
+        ]
 
     async def _work(self, number: int, answer: JobAnswer) -> None:
         """Sends a request and takes what comes."""
@@ -255,6 +286,22 @@ class _Simulation:
                 self.late_s += fault.lasts_s
                 self.loop.clock.advance(fault.lasts_s)
 
+    async def _operate(self, operation: Operation) -> None:
+        await asyncio.sleep(operation.at_s)
+        self.faults[operation.kind] += 1
+        if (front := self.front) is None:
+            return
+        with contextlib.suppress(InvalidRequestError):  # no other replica would be left
+            match operation.kind:
+                case "migrate":
+                    await front.migrate(f"r{operation.job}", operation.replica)
+                case "drain":
+                    await front.drain_replica(operation.replica, DRAIN_S)
+                    await asyncio.sleep(operation.lasts_s)
+                    front.return_replica(operation.replica)
+                case "flip":
+                    await front.set_role(operation.replica, operation.role, DRAIN_S)
+
     async def _disturb(self, fault: InjectedFault) -> None:
         if fault.kind == "cut":
             path = NetworkPath(is_cut=True)
@@ -303,12 +350,20 @@ class _Simulation:
             scheduler = process.engine.scheduler
             if scheduler.requests:
                 self.violations.append(f"engine {index} still has {sorted(scheduler.requests)}")
+            if self.loop.time() < process.hangs_until_s and not scheduler.requests:
+                continue  # nobody waits for it, so nobody knows; its leases end when it goes on
             if scheduler.pool.num_used:
                 self.violations.append(f"engine {index} still uses {scheduler.pool.num_used} blocks")
+            left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports)
+            num_open = 0 if process.kv_links is None else process.kv_links.num_open
+            if any(left) or num_open:
+                self.violations.append(f"engine {index} still has leases, loads or exports {left}, and {num_open} connections")
             scheduler.pool.check()
         for index, client in enumerate(self.clients):
             if client.num_requests:
                 self.violations.append(f"the client of engine {index} still has {client.num_requests} requests")
+            if client.num_leaving:
+                self.violations.append(f"the client of engine {index} still waits for {client.num_leaving} that left it")
         num_starts, most = sum(host.num_starts for host in self.hosts), most_starts(self.scenario)
         if most is not None and num_starts > most:
             self.violations.append(f"engines were started {num_starts} times, where {most} were enough")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Final
 
 from cloister.cluster.link import Link, decode_frame, encode_frame
@@ -25,10 +26,16 @@ class LinkTransport:
     lost = LOST
     pid = None
 
-    def __init__(self, host: Host, draw: random.Random, supervision: Supervision) -> None:
+    def __init__(
+        self,
+        host: Host,
+        draw: random.Random,
+        supervision: Supervision,
+        amend: Callable[[FrontMessage], list[FrontMessage]] = lambda message: [message],
+    ) -> None:
         self.ready: Ready | None = None
         self.supervision: Supervision | None = supervision
-        self._host, self._draw = host, draw
+        self._host, self._draw, self._amend = host, draw, amend
         self._session = 0
         self._is_crashed = False
         self._link: Link | None = None
@@ -65,7 +72,8 @@ class LinkTransport:
     def send(self, message: FrontMessage) -> None:
         """Sends a message."""
         if self._link is not None:
-            self._link.send(channel.encode(message))
+            for each in self._amend(message):
+                self._link.send(channel.encode(each))
             self._poll()
 
     async def run(self, deliver: Deliver) -> None:

@@ -55,6 +55,10 @@ class EngineGauges:
             "cloister_replica_mismatches", "Answers that another replica computed differently.", labels=("replica",)
         )
         routed = CounterMetricFamily("cloister_replica_routed", "Requests that a replica was given.", labels=("replica",))
+        moved = CounterMetricFamily(
+            "cloister_replica_migrated", "Running requests that were moved to a replica.", labels=("replica",)
+        )
+        role = GaugeMetricFamily("cloister_replica_role", "What a replica computes; always 1.", labels=("replica", "role"))
         for replica in replicas:
             label = (str(replica.index),)
             up.add_metric(label, float(replica.is_accepting))
@@ -64,7 +68,9 @@ class EngineGauges:
             slowness.add_metric(label, replica.slowness)
             mismatches.add_metric(label, replica.num_mismatches)
             routed.add_metric(label, replica.num_routed)
-        yield from (up, requests, waiting, usage, slowness, mismatches, routed)
+            moved.add_metric(label, replica.num_migrated)
+            role.add_metric((*label, replica.role), 1)
+        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, role)
 
     def _processes(self) -> list[tuple[str, int | None]]:
         return [("front", None), *self._engine.processes]  # an engine in a thread has no own process

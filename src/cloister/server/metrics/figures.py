@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cloister.types.events import Arrived, Ended, Event, Lost, Preempted, Progressed, Scheduled, Stepped
+from cloister.types.events import Arrived, Ended, Event, Lost, Migrated, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
 
 # A cheap histogram that adds equal values at once, and has no `_created` series.
@@ -126,6 +126,7 @@ _COUNTERS: Final = {
     "prefix_cache_hits": "Prompt tokens read from the prefix cache.",
     "num_preemptions": "Sequences that lost their blocks and wait again.",
     "num_resumes": "Requests that lost their engine and wait for the next one.",
+    "num_migrations": "Requests that left their engine for another one while they ran.",
 }
 
 
@@ -147,7 +148,8 @@ class Lives:
     def follow(self, event: Event) -> None:
         """Updates the state of a request from an event."""
         match event:
-            case Arrived(request_id=request_id) | Preempted(request_id=request_id) | Lost(request_id=request_id):
+            case Arrived() | Preempted() | Lost() | Migrated():
+                request_id = event.request_id
                 self.running.discard(request_id)
                 self.waiting.add(request_id)
             case Scheduled(request_id=request_id, now_s=now_s):
@@ -217,6 +219,8 @@ class Metrics:
                 self._sums["num_preemptions"] += 1
             case Lost():
                 self._sums["num_resumes"] += 1
+            case Migrated():
+                self._sums["num_migrations"] += 1
             case Ended():
                 self._observe_end(event)
             case Stepped():

@@ -1,0 +1,121 @@
+"""A pair of replicas by the time to the first token that is to be expected (Mooncake, Qin et al. 2025, FAST, section 6:
+Algorithm 1, and early rejection based on prediction). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext
+from cloister.cluster.routers.cached_prompts import CachedPrompts
+from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.types.errors import QueueFullError
+from cloister.types.request import Request
+
+NEAR: Final = 1.05
+"""Replicas are as good as the best one up to this multiple of its time; one of them is drawn."""
+
+
+@ROUTERS.register("conductor", ROUTER_THREAT)
+class Conductor(Router):
+    """A prompt goes to the replica that has its first token soonest: queue, transfer of cached KV from another replica, and
+    prefill of the rest. The answer goes to the replica whose steps are shortest and whose KV has room.
+
+    A request is refused if its first token would come too late, or if no replica will have room for its answer then: its
+    prefill would be for nothing.
+    """
+
+    def __init__(self, context: RouterContext) -> None:
+        self._prompts = CachedPrompts(context.keys)
+        self._block_size = context.keys.block_size
+        self._draw = context.draw
+        self._source: int | None = None
+        self._max_ttft_s = math.inf if context.max_ttft_s is None else context.max_ttft_s
+
+    def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
+        hits = self._prompts.match(request, [replica.index for replica in replicas])
+        best_hit = max(hits.values())
+        times = {
+            r.index: (self._ttft_s(request, r, hits[r.index], best_hit), r.num_pending_tokens / r.capacity) for r in replicas
+        }
+        chosen = self._draw_near(times, replicas)
+        self._source = None
+        if self._is_worth_copying(request, chosen, hits[chosen.index], best_hit):
+            self._source = max(hits, key=lambda index: hits[index])
+        self._prompts.add(request, chosen)
+        return chosen.index
+
+    def pick_decoder(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
+        num_blocks = len(request.token_ids) // self._block_size + 1
+        roomy = [r for r in replicas if r.num_total_blocks == 0 or r.num_total_blocks - r.num_used_blocks >= num_blocks]
+        times = {r.index: (_decode_s(r), r.num_requests / r.capacity) for r in roomy or replicas}
+        return self._draw_near(times, roomy or replicas).index
+
+    def admit(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> None:
+        limit_s = min(self._max_ttft_s, request.timeout_s)
+        prefillers = [replica for replica in replicas if replica.can_prefill] or replicas
+        hits = self._prompts.match(request, [replica.index for replica in prefillers])
+        best_hit = max(hits.values())
+        soonest_s = min(self._ttft_s(request, replica, hits[replica.index], best_hit) for replica in prefillers)
+        if soonest_s > limit_s:
+            raise QueueFullError(
+                f"the first token would come in {soonest_s:.1f} s, after {limit_s:.1f} s; send the request again later",
+                retry_after_s=soonest_s - limit_s,
+            )
+        if not self._has_room_for_answer(request, replicas):
+            raise QueueFullError(
+                "no replica will have memory for the answer when the prompt is computed; send the request again later",
+                retry_after_s=soonest_s,
+            )
+
+    def take_source(self) -> int | None:
+        source, self._source = self._source, None
+        return source
+
+    def count_cached(self, request: Request, index: int) -> int:
+        return self._prompts.match(request, [index])[index]
+
+    def forget(self, index: int) -> None:
+        self._prompts.forget(index)
+
+    def _ttft_s(self, request: Request, replica: ReplicaSnapshot, hit: int, best_hit: int) -> float:
+        """Returns the predicted time to the first token: of what is queued, then of this prompt with the better hit."""
+        num_tokens = len(request.token_ids)
+        own_s = replica.prefill_s(num_tokens, hit)
+        if self._is_worth_copying(request, replica, hit, best_hit):
+            own_s = (best_hit - hit) * replica.transfer_token_s + replica.prefill_s(num_tokens, best_hit)
+        return (replica.prefill_s(replica.num_pending_tokens) + own_s) / replica.capacity
+
+    def _is_worth_copying(self, request: Request, replica: ReplicaSnapshot, hit: int, best_hit: int) -> bool:
+        """Whether KV of another replica comes sooner than it is computed. Unknown before the first transfer: then it is not."""
+        if best_hit <= hit or not replica.transfer_token_s:
+            return False
+        saved_s = replica.prefill_s(len(request.token_ids), hit) - replica.prefill_s(len(request.token_ids), best_hit)
+        return (best_hit - hit) * replica.transfer_token_s < saved_s
+
+    def _has_room_for_answer(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> bool:
+        """Whether decoders will have blocks for this prompt beside those that are computed now and go to them next.
+
+        Replicas that compute whole requests have a queue for that.
+        """
+        decoders = [replica for replica in replicas if replica.can_decode]
+        if not decoders or any(r.role == "mixed" or r.num_total_blocks == 0 for r in decoders):
+            return True
+        num_coming = sum(replica.num_pending_tokens for replica in replicas) + len(request.token_ids)
+        num_free = sum(replica.num_total_blocks - replica.num_used_blocks for replica in decoders)
+        return num_coming // self._block_size < num_free
+
+    def _draw_near(self, times: dict[int, tuple[float, float]], replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
+        """Draws one of the replicas that are about as good as the best one: routers that see the same must not all choose the
+        same one. Their load decides between times that are not known yet."""
+        best_s, _ = min(times.values())
+        near = [replica for replica in replicas if times[replica.index][0] <= NEAR * best_s]
+        least = min(times[replica.index][1] for replica in near)
+        return self._draw.choice([replica for replica in near if times[replica.index][1] <= NEAR * least])
+
+
+def _decode_s(replica: ReplicaSnapshot) -> float:
+    """Returns the predicted time between tokens with one more request."""
+    per_step, per_token, _, _ = replica.cost
+    return (per_step + per_token * (replica.num_requests + 1)) / replica.capacity

@@ -1,0 +1,210 @@
+"""Links between the engines of a virtual cluster: frames of KV are datagrams, which may be lost, late, repeated or damaged.
+
+There is no transport below that repairs them: what is lost ends in a timeout, and what is damaged in a miss, as promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from cloister.cluster.virtual.network import VirtualNetwork
+from cloister.engine.kv_transfer import EntryContents, KVDemand, PulledKV
+from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
+from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+
+SECRET: Final = b"the engines of a virtual cluster"
+PART_ENTRIES: Final = 1
+"""Entries of one datagram: the engines make steps between them."""
+
+
+class KVFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A datagram between two engines.
+
+    Attributes:
+        sender: index of the replica that sent it.
+        pull: number of the pull, of the engine that asks.
+        number: of the part, from 1; in an answer the part that it is, in a question the one that is wanted.
+        query: in the first question.
+        is_answer: it comes from the engine that was asked.
+        is_complete: in the last part: whether all was sent. In a question: the asker has left.
+    """
+
+    sender: int
+    pull: int
+    number: int
+    query: KVQuery | None = None
+    objects: tuple[KVObject, ...] = ()
+    is_complete: bool | None = None
+    is_answer: bool = False
+
+
+@dataclass(slots=True)
+class _Pull:
+    query: KVQuery
+    source: int
+    num_parts: int = 0
+
+
+@dataclass
+class KVSwitch:
+    """Carries frames between the engines of a cluster.
+
+    Attributes:
+        damages: share of frames in which a bit of KV changes on the way.
+        links: those of the engine that each replica runs at present.
+    """
+
+    network: VirtualNetwork
+    draw: random.Random
+    damages: float = 0.0
+    links: dict[int, VirtualKVLinks] = field(default_factory=dict)
+
+    def send(self, target: int, frame: KVFrame) -> None:
+        """Sends a frame over the ways of both replicas."""
+        if frame.objects and self.damages and self.draw.random() < self.damages:
+            self.network.faults["damaged"] += 1
+            frame = msgspec.structs.replace(frame, objects=(self._damage(frame.objects[0]), *frame.objects[1:]))
+        data = msgspec.msgpack.encode(frame)
+
+        def arrive(data: bytes) -> None:
+            links = self.links.get(target)
+            if links is not None:
+                links.receive(msgspec.msgpack.decode(data, type=KVFrame))
+
+        self.network.send(frame.sender, False, data, lambda data: self.network.send(target, True, data, arrive))
+
+    def _damage(self, found: KVObject) -> KVObject:
+        content = bytearray(found.contents[0])
+        content[self.draw.randrange(len(content))] ^= 1 << self.draw.randrange(8)
+        return msgspec.structs.replace(found, contents=(bytes(content), *found.contents[1:]))
+
+
+class VirtualKVLinks:
+    """The links of one engine (protocol `engine.kv_transfer.KVLinks`).
+
+    Args:
+        index: of its replica.
+    """
+
+    def __init__(self, index: int, switch: KVSwitch, form: KVFormat, secret: bytes = SECRET) -> None:
+        self.endpoint = endpoint_of(index)
+        self._index, self._switch = index, switch
+        self._sealer = KVSealer(form, secret)
+        self._wake: Callable[[], None] = lambda: None
+        self._pulls: dict[int, _Pull] = {}
+        self._num_pulls = 0
+        self._pulled: list[PulledKV] = []
+        self._demands: list[KVDemand] = []
+        self._peers: dict[tuple[int, int], int] = {}  # (replica, pull) -> peer
+        self._num_sent: dict[int, int] = {}
+        self._num_peers = 0
+        switch.links[index] = self
+
+    @property
+    def num_open(self) -> int:
+        """Pulls that have not ended, and engines that are served."""
+        return len(self._pulls) + len(self._peers)
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def pull(self, query: KVQuery, endpoint: str, timeout_s: float) -> None:
+        self._num_pulls += 1
+        pull = self._pulls[self._num_pulls] = _Pull(query, int(endpoint.removeprefix("virtual:")))
+        self._send(pull.source, KVFrame(self._index, self._num_pulls, 1, query))
+        asyncio.get_running_loop().call_later(timeout_s, self._end_pull, self._num_pulls, False)
+
+    def cancel(self, request_id: str) -> None:
+        for number, pull in list(self._pulls.items()):
+            if pull.query.request_id == request_id:
+                del self._pulls[number]
+                self._send(pull.source, KVFrame(self._index, number, pull.num_parts + 1, is_complete=False))
+
+    def take_pulled(self) -> list[PulledKV]:
+        pulled, self._pulled = self._pulled, []
+        return pulled
+
+    def take_demands(self) -> list[KVDemand]:
+        demands, self._demands = self._demands, []
+        return demands
+
+    def reply(self, peer: int, entries: list[EntryContents], *, is_complete: bool | None = None) -> None:
+        place = next((place for place, number in self._peers.items() if number == peer), None)
+        if place is None:
+            return
+        replica, pull = place
+        objects = tuple(self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in entries)
+        self._num_sent[peer] += 1
+        self._send(replica, KVFrame(self._index, pull, self._num_sent[peer], None, objects, is_complete, is_answer=True))
+        if is_complete is not None:
+            self._leave(place, is_sent=is_complete)
+
+    def close(self) -> None:
+        if self._switch.links.get(self._index) is self:
+            del self._switch.links[self._index]
+
+    def receive(self, frame: KVFrame) -> None:
+        """Takes a frame of another engine."""
+        place = (frame.sender, frame.pull)
+        if frame.is_answer:
+            pull = self._pulls.get(frame.pull)
+            if pull is not None and pull.source == frame.sender:
+                self._take_part(frame, pull)
+        elif frame.query is not None:
+            self._serve(place, frame.query)
+        elif frame.is_complete is not None:
+            self._leave(place, is_sent=False)
+        elif (peer := self._peers.get(place)) is not None and frame.number == self._num_sent[peer] + 1:
+            self._demands.append(KVDemand(peer))
+            self._wake()
+
+    def _send(self, target: int, frame: KVFrame) -> None:
+        self._switch.send(target, frame)
+
+    def _serve(self, place: tuple[int, int], query: KVQuery) -> None:
+        if place in self._peers:
+            return  # a repeated frame
+        self._num_peers += 1
+        self._peers[place], self._num_sent[self._num_peers] = self._num_peers, 0
+        self._demands.append(KVDemand(self._num_peers, query))
+        self._wake()
+        asyncio.get_running_loop().call_later(KV_LOAD_TIMEOUT_S, lambda: self._leave(place, is_sent=False))
+
+    def _leave(self, place: tuple[int, int], *, is_sent: bool) -> None:
+        peer = self._peers.pop(place, None)
+        if peer is not None:
+            del self._num_sent[peer]
+            self._demands.append(KVDemand(peer, is_sent=is_sent))
+            self._wake()
+
+    def _take_part(self, frame: KVFrame, pull: _Pull) -> None:
+        if frame.number != pull.num_parts + 1:
+            return  # repeated, or overtaken
+        pull.num_parts += 1
+        if not all(self._sealer.is_genuine(found, pull.query.root, pull.query.keys) for found in frame.objects):
+            self._end_pull(frame.pull, False)
+            self._send(pull.source, KVFrame(self._index, frame.pull, frame.number + 1, is_complete=False))
+            return
+        self._pulled.append(PulledKV(pull.query.request_id, list(frame.objects)))
+        self._wake()
+        if frame.is_complete is not None:
+            self._end_pull(frame.pull, frame.is_complete)
+        else:
+            self._send(pull.source, KVFrame(self._index, frame.pull, frame.number + 1))
+
+    def _end_pull(self, number: int, is_complete: bool) -> None:
+        pull = self._pulls.pop(number, None)
+        if pull is not None:
+            self._pulled.append(PulledKV(pull.query.request_id, [], is_complete))
+            self._wake()
+
+
+def endpoint_of(index: int) -> str:
+    """Returns where the engine of a replica serves KV."""
+    return f"virtual:{index}"

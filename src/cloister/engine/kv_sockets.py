@@ -1,0 +1,316 @@
+"""Links to other engines over sockets, in threads beside the steps (protocol `engine.kv_transfer.KVLinks`).
+
+A connection is for one pull. The server says a number that was never said before; the asker sends its query, authenticated
+together with that number, so that no query can be repeated; then parts of objects come, each of which is authenticated itself.
+A peer that is late, leaves, or says anything else ends its connection and nothing more.
+
+A frame is four bytes of length, big-endian, and that many bytes of one message in msgpack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import msgspec
+
+from cloister.engine.kv_transfer import EntryContents, KVDemand, PulledKV
+from cloister.engine.kv_transports import transport_of
+from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
+from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
+from cloister.types.errors import CloisterError
+from cloister.types.logs import describe
+
+NUM_PULLS: Final = 8
+"""Pulls at once; others wait, and their time runs."""
+NUM_PEERS: Final = 16
+"""Engines that are served at once; further ones are sent away."""
+_MAX_QUERY_BYTES: Final = 4 * 2**20
+_OVERHEAD_BYTES: Final = 4096
+_LENGTH: Final = struct.Struct(">I")
+_M = TypeVar("_M")
+
+_logger = logging.getLogger(__name__)
+
+
+class KVLinkError(CloisterError):
+    """A peer said something that no engine says, or not in time."""
+
+    code = "kv_link_error"
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    nonce: bytes
+
+
+class _Ask(msgspec.Struct, frozen=True, array_like=True):
+    query: bytes
+    mac: bytes
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    objects: list[KVObject]
+    is_complete: bool | None = None
+
+
+class _Pull:
+    """One pull, shared by its thread and the engine's."""
+
+    def __init__(self, query: KVQuery, endpoint: str, timeout_s: float) -> None:
+        self.query, self.endpoint = query, endpoint
+        self.deadline_s = time.monotonic() + timeout_s
+        self.sock: socket.socket | None = None
+        self.is_cancelled = False
+        self.objects: list[KVObject] = []
+        self.is_complete: bool | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(found.num_bytes for found in self.objects)
+
+
+class KVSocketLinks:
+    """Serves other engines, and pulls from them.
+
+    Args:
+        setting: where it listens, such as "unix" or "tcp://127.0.0.1:0" (`engine.kv_transports`).
+        form: the format of this engine's KV.
+        secret: what all engines of one front know, and nobody else.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+
+    def __init__(self, setting: str, form: KVFormat, secret: bytes) -> None:
+        self._transport, where = transport_of(setting)
+        self._listener, self.endpoint = self._transport.listen(where)
+        self._sealer = KVSealer(form, hmac.digest(secret, b"objects", "sha256"))
+        self._ask_key = hmac.digest(secret, b"queries", "sha256")
+        self._max_part_bytes = 2 * MAX_STEP_BYTES + sum(form.sizes) + _OVERHEAD_BYTES
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] = lambda: None
+        self._pulls: dict[str, _Pull] = {}
+        self._demands: list[KVDemand] = []
+        self._replies: dict[int, tuple[list[EntryContents], bool | None]] = {}
+        self._peers: dict[int, socket.socket] = {}
+        self._num_peers = 0
+        self._is_closed = False
+        self._pullers = ThreadPoolExecutor(NUM_PULLS, thread_name_prefix="cloister-kv-pull")
+        threading.Thread(target=self._accept, name="cloister-kv-accept", daemon=True).start()
+
+    # Called by the engine's thread
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def pull(self, query: KVQuery, endpoint: str, timeout_s: float) -> None:
+        pull = _Pull(query, endpoint, timeout_s)
+        with self._changed:
+            self._pulls[query.request_id] = pull
+        self._pullers.submit(self._run_pull, pull)
+
+    def cancel(self, request_id: str) -> None:
+        with self._changed:
+            pull = self._pulls.pop(request_id, None)
+            if pull is not None:
+                pull.is_cancelled = True
+                _shut(pull.sock)
+                self._changed.notify_all()
+
+    def take_pulled(self) -> list[PulledKV]:
+        with self._changed:
+            taken = []
+            for request_id, pull in list(self._pulls.items()):
+                if pull.objects or pull.is_complete is not None:
+                    taken.append(PulledKV(request_id, pull.objects, pull.is_complete))
+                    pull.objects = []
+                    if pull.is_complete is not None:
+                        del self._pulls[request_id]
+            if taken:
+                self._changed.notify_all()
+            return taken
+
+    def take_demands(self) -> list[KVDemand]:
+        with self._changed:
+            demands, self._demands = self._demands, []
+            return demands
+
+    def reply(self, peer: int, entries: list[EntryContents], *, is_complete: bool | None = None) -> None:
+        with self._changed:
+            if peer in self._peers:
+                self._replies[peer] = entries, is_complete
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            for sock in (self._listener, *self._peers.values(), *(pull.sock for pull in self._pulls.values())):
+                _shut(sock)
+            for pull in self._pulls.values():
+                pull.is_cancelled = True
+            self._changed.notify_all()
+        self._listener.close()
+        self._pullers.shutdown(wait=False, cancel_futures=True)
+
+    # Pulling
+
+    def _run_pull(self, pull: _Pull) -> None:
+        is_complete = False
+        try:
+            is_complete = self._receive(pull)
+        except (OSError, CloisterError, msgspec.MsgspecError) as error:
+            if not pull.is_cancelled:
+                _logger.warning("KV of another engine did not arrive whole: %s", describe(error))
+        finally:
+            with self._changed:
+                pull.is_complete = is_complete
+            self._wake()
+
+    def _receive(self, pull: _Pull) -> bool:
+        """Receives all parts of a pull; returns whether the other engine has sent all it had."""
+        transport, where = transport_of(pull.endpoint)
+        with transport.connect(where, _time_left(pull.deadline_s)) as sock:
+            with self._changed:
+                pull.sock = sock
+                if pull.is_cancelled:
+                    return False
+            hello = _receive(sock, _Hello, _OVERHEAD_BYTES, pull.deadline_s)
+            query = msgspec.msgpack.encode(pull.query)
+            _send(sock, _Ask(query, self._authenticate(hello, query)), pull.deadline_s)
+            while True:
+                part = _receive(sock, _Part, self._max_part_bytes, pull.deadline_s)
+                for found in part.objects:
+                    if not self._sealer.is_genuine(found, pull.query.root, pull.query.keys):
+                        raise KVLinkError("another engine sent KV that is not what was asked for")
+                self._hand_in(pull, part.objects)
+                if part.is_complete is not None:
+                    return part.is_complete
+
+    def _hand_in(self, pull: _Pull, objects: list[KVObject]) -> None:
+        """Leaves objects for the engine, and waits while it has not taken those before them."""
+        with self._changed:
+            pull.objects += objects
+        self._wake()
+        with self._changed:
+            while pull.num_bytes >= MAX_STEP_BYTES and not pull.is_cancelled:
+                self._changed.wait(_time_left(pull.deadline_s))
+
+    # Serving
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if not self._is_closed:
+                    time.sleep(0.01)  # out of descriptors, for the moment
+                continue
+            with self._changed:
+                is_welcome = len(self._peers) < NUM_PEERS and not self._is_closed and self._transport.admits(sock)
+                if is_welcome:
+                    self._num_peers += 1
+                    self._peers[self._num_peers] = sock
+            if is_welcome:
+                threading.Thread(
+                    target=self._run_peer, args=(self._num_peers, sock), name="cloister-kv-serve", daemon=True
+                ).start()
+            else:
+                sock.close()
+
+    def _run_peer(self, peer: int, sock: socket.socket) -> None:
+        is_sent = False
+        try:
+            with sock:
+                is_sent = self._serve(peer, sock, time.monotonic() + KV_LOAD_TIMEOUT_S)
+        except (OSError, CloisterError, msgspec.MsgspecError) as error:
+            _logger.warning("KV was not sent whole to another engine: %s", describe(error))
+        finally:
+            with self._changed:
+                del self._peers[peer]
+                self._replies.pop(peer, None)
+                self._demands.append(KVDemand(peer, is_sent=is_sent))
+            self._wake()
+
+    def _serve(self, peer: int, sock: socket.socket, deadline_s: float) -> bool:
+        """Sends what a peer asks for; returns whether it got all."""
+        hello = _Hello(secrets.token_bytes(32))
+        _send(sock, hello, deadline_s)
+        ask = _receive(sock, _Ask, _MAX_QUERY_BYTES, deadline_s)
+        if not hmac.compare_digest(ask.mac, self._authenticate(hello, ask.query)):
+            raise KVLinkError("a peer that does not know the engines' secret asked for KV")
+        query: KVQuery | None = msgspec.msgpack.decode(ask.query, type=KVQuery)
+        while True:
+            self._put(KVDemand(peer, query))
+            entries, is_complete = self._await_reply(peer, deadline_s)
+            objects = [self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in entries]
+            _send(sock, _Part(objects, is_complete), deadline_s)
+            if is_complete is not None:
+                return is_complete
+            query = None
+
+    def _put(self, demand: KVDemand) -> None:
+        with self._changed:
+            self._demands.append(demand)
+        self._wake()
+
+    def _await_reply(self, peer: int, deadline_s: float) -> tuple[list[EntryContents], bool | None]:
+        with self._changed:
+            while peer not in self._replies:
+                if self._is_closed:
+                    raise KVLinkError("the engine ends")
+                self._changed.wait(_time_left(deadline_s))
+            return self._replies.pop(peer)
+
+    def _authenticate(self, hello: _Hello, query: bytes) -> bytes:
+        return hmac.digest(self._ask_key, hello.nonce + query, "sha256")
+
+
+def _time_left(deadline_s: float) -> float:
+    """Raises TimeoutError if there is none."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("it took too long")
+    return left_s
+
+
+def _send(sock: socket.socket, message: msgspec.Struct, deadline_s: float) -> None:
+    payload = msgspec.msgpack.encode(message)
+    sock.settimeout(_time_left(deadline_s))
+    sock.sendall(_LENGTH.pack(len(payload)))
+    sock.sendall(payload)
+
+
+def _receive(sock: socket.socket, kind: type[_M], max_bytes: int, deadline_s: float) -> _M:
+    """Receives one message. Raises KVLinkError if it is too long, or the peer leaves."""
+    (size,) = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline_s))
+    if size > max_bytes:
+        raise KVLinkError(f"a message of {size} bytes is over the limit of {max_bytes}")
+    return msgspec.msgpack.decode(_read(sock, size, deadline_s), type=kind)
+
+
+def _read(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
+    buffer = bytearray(num_bytes)
+    view, filled = memoryview(buffer), 0
+    while filled < num_bytes:
+        sock.settimeout(_time_left(deadline_s))
+        got = sock.recv_into(view[filled:])
+        if not got:
+            raise KVLinkError("the peer has left")
+        filled += got
+    return buffer
+
+
+def _shut(sock: socket.socket | None) -> None:
+    """Wakes whoever waits for a socket."""
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,336 @@
+"""KV that comes from other engines, until it is in the prefix cache (decisions/0022). Pure: no I/O, no clock; it takes `now`.
+
+A load asks for the keys of a request (`queries`), takes what arrives, has steps put it into blocks of its own, and offers these
+to the prefix cache under their keys: from there on they are like blocks that were computed here. Until the request starts, the
+load holds them; a running sequence that needs blocks gets them (`give_up_one`). Whatever does not arrive is computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from cloister.kv import NO_BLOCK, KVObject, KVQuery
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import RequestState, Status
+from cloister.scheduler.step import Step
+from cloister.types.events import KVLoaded
+from cloister.types.request import Request
+from cloister.types.scope import ScopeKind
+from cloister.types.step import BlockLoad
+
+KV_LOAD_TIMEOUT_S: Final = 5.0
+"""A load ends after this time, whatever has arrived."""
+PREFETCH_HOLD_S: Final = 10.0
+"""What was loaded for a request that may come stays cached for so long."""
+MAX_STEP_BYTES: Final = 8 * 2**20
+"""KV that one step takes; at least one entry."""
+
+
+class KVLoad:
+    """One load.
+
+    Attributes:
+        state: the request that waits for it; None if it may come later.
+        keys: prefix keys of all that could be loaded.
+        table: blocks by entry, one for each group: those that were known, and those that arrived.
+        num_known: leading entries that were known, for layers that see all positions.
+        next_entry: the entry that must come next.
+        arrived: what no plan has taken yet.
+        num_in_flight: entries in plans that were not committed.
+        is_complete: whether the source has sent all it had; None while it sends.
+        is_open: no end was reported yet.
+    """
+
+    __slots__ = (
+        "arrived",
+        "deadline_s",
+        "is_complete",
+        "is_open",
+        "keys",
+        "next_entry",
+        "num_bytes",
+        "num_in_flight",
+        "num_known",
+        "owner",
+        "request",
+        "root",
+        "started_s",
+        "state",
+        "table",
+    )
+
+    def __init__(
+        self, request: Request, state: RequestState | None, keys: Sequence[bytes], root: bytes, owner: bytes | None, now: float
+    ) -> None:
+        self.request, self.state = request, state
+        self.keys, self.root, self.owner = list(keys), root, owner
+        self.table: list[int] = []
+        self.num_known = self.next_entry = self.num_bytes = self.num_in_flight = 0
+        self.arrived: deque[KVObject] = deque()
+        self.started_s, self.deadline_s = now, now + KV_LOAD_TIMEOUT_S
+        self.is_complete: bool | None = None
+        self.is_open = True
+
+
+class KVLoads:
+    """All loads of one engine, by the id of their request.
+
+    Args:
+        requests: the scheduler's requests.
+
+    Attributes:
+        queries: what the engine must ask for, since it last took them.
+        cancelled: ids of loads that have ended here, whose transfer the engine must end.
+    """
+
+    def __init__(self, requests: RequestTable) -> None:
+        self.queries: list[KVQuery] = []
+        self.cancelled: list[str] = []
+        self._requests = requests
+        self._pool = requests.pool
+        self._full = next((number for number, group in enumerate(self._pool.groups) if group.window is None), None)
+        self._loading: dict[str, KVLoad] = {}
+        self._held: dict[str, KVLoad] = {}  # ended; its request waits for a slot
+        requests.on_end = self._forget
+
+    def __len__(self) -> int:
+        """Loads that have not ended."""
+        return len(self._loading)
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a request waits for KV."""
+        return request_id in self._loading
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """KV that has arrived and is in no plan."""
+        return sum(found.num_bytes for load in self._loading.values() for found in load.arrived)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When the next load ends whatever has arrived."""
+        return min((load.deadline_s for load in self._loading.values()), default=None)
+
+    def begin(self, state: RequestState, now: float) -> None:
+        """Begins the load of a new request, which is queued when it has ended."""
+        sequences = [sequence for sequence in state.sequences if sequence.status is Status.NEW]
+        keys = self._requests.match_keys(max(sequences, key=lambda sequence: len(sequence.token_ids)))
+        for sequence in sequences:
+            sequence.status = Status.LOADING
+        self._begin(KVLoad(state.request, state, keys, state.root, state.owner, now), now)
+
+    def prefetch(self, request: Request, token_ids: list[int], now: float) -> None:
+        """Begins a load for a request that may come later."""
+        keys, root, owner = self._requests.chain_of(request, token_ids)
+        self._begin(KVLoad(request, None, keys, root, owner, now), now)
+
+    def refuse(self, request_id: str, now: float) -> None:
+        """Reports a load that this engine cannot make."""
+        self._requests.events.append(KVLoaded(request_id, now, 0, 0, 0.0, complete=False))
+
+    def arrive(self, request_id: str, objects: Iterable[KVObject]) -> None:
+        """Takes genuine objects, in the order of their entries. What comes late, or leaves a gap, is dropped."""
+        load = self._loading.get(request_id)
+        if load is None or load.is_complete is not None:
+            return
+        for found in objects:
+            if not self._follows(load, found):
+                load.is_complete = False
+                self.cancelled.append(request_id)
+                return
+            load.num_bytes += found.num_bytes
+            load.arrived.append(found)
+
+    def finish(self, request_id: str, now: float, *, is_complete: bool) -> None:
+        """The source has sent what it had, or the transfer broke. The load ends when the steps have taken what arrived."""
+        load = self._loading.get(request_id)
+        if load is not None and load.is_complete is None:
+            load.is_complete = is_complete
+            self._end_if_done(load, now)
+
+    def settle(self, request_id: str) -> None:
+        """The request starts: from here on it holds what it found itself."""
+        load = self._held.pop(request_id, None)
+        if load is not None:
+            self._release(load)
+        if self._requests.leases is not None:
+            self._requests.leases.drop(_prefetched(request_id))
+
+    def expire(self, now: float) -> None:
+        """Ends the loads whose deadline has passed."""
+        for load in [load for load in self._loading.values() if load.deadline_s <= now]:
+            self._cut(load, now)
+
+    def give_up_one(self, now: float) -> bool:
+        """Gives back blocks that no sequence runs on: of a lease or of a load. Returns False if there are none."""
+        if self._requests.leases is not None and self._requests.leases.drop_one():
+            return True
+        load = next(iter(self._held.values()), None)
+        if load is not None:
+            del self._held[load.request.request_id]
+            self._release(load)
+            return True
+        load = next((load for load in self._loading.values() if not load.num_in_flight and load.table), None)
+        if load is not None:
+            self._drop_rest(load)
+            self._release(load)
+            load.is_complete, load.deadline_s = False, now  # it ends before the next step is filled
+            return True
+        return False
+
+    # Steps
+
+    def plan(self, step: Step) -> None:
+        """Has a step put what arrived into blocks, as far as there are blocks that nobody else needs."""
+        num_left = MAX_STEP_BYTES
+        for load in list(self._loading.values()):
+            while load.arrived and num_left > 0:
+                found = load.arrived.popleft()
+                if not self._place(load, found, step):
+                    self._cut(load, step.now)
+                    break
+                num_left -= found.num_bytes
+
+    def commit(self, step: Step, now: float) -> None:
+        """Offers what a step has put into blocks to the prefix cache."""
+        cache = self._requests.prefix_cache
+        for load, entry in step.loads:
+            load.num_in_flight -= 1
+            if load.is_open and cache is not None:
+                lifetime_s = load.request.scope.lifetime_s
+                root = load.root if lifetime_s is not None else None
+                cache.insert(load.keys[: entry + 1], load.table, entry, root, load.owner)
+                if lifetime_s is not None:
+                    cache.renew(load.root, now + lifetime_s)
+            self._settle_in_flight(load, now)
+
+    def fail(self, step: Step, now: float) -> None:
+        """A step failed: what it would have put into blocks is lost."""
+        for load, _ in step.loads:
+            load.num_in_flight -= 1
+            if load.is_open:
+                self._cut(load, now)
+            else:
+                self._settle_in_flight(load, now)
+
+    def _place(self, load: KVLoad, found: KVObject, step: Step) -> bool:
+        pool, num_groups, entry = self._pool, self._pool.num_groups, found.header.entry
+        groups = [
+            group
+            for group, content in enumerate(found.contents)
+            if content and load.table[entry * num_groups + group] == NO_BLOCK
+        ]
+        num_running = len(self._requests.running)
+        if any(pool.count_available(group) <= num_running * (1 + pool.groups[group].is_state) for group in groups):
+            return False
+        for group in groups:
+            (block,) = pool.allocate(1, group)
+            load.table[entry * num_groups + group] = block
+            step.plan.loads.append(BlockLoad(block, found.contents[group]))
+        load.num_in_flight += 1
+        step.loads.append((load, entry))
+        return True
+
+    # A load from begin to end
+
+    def _begin(self, load: KVLoad, now: float) -> None:
+        name, cache = load.request.request_id, self._requests.prefix_cache
+        if name in self._loading:
+            self._cut(self._loading[name], now)
+        self._loading[name] = load
+        if cache is None or cache.match_length(load.keys) == len(load.keys):
+            load.is_complete = True
+            self._end_if_done(load, now)
+            return
+        load.num_known = load.next_entry = cache.count_known(load.keys)
+        for key in load.keys[: load.num_known]:
+            load.table += cache.blocks_of(key)
+        self._pool.share(block for block in load.table if block != NO_BLOCK)
+        load.table += [NO_BLOCK] * ((len(load.keys) - load.num_known) * self._pool.num_groups)
+        self.queries.append(KVQuery(name, load.root, load.keys, load.num_known))
+
+    def _follows(self, load: KVLoad, found: KVObject) -> bool:
+        """Whether an object is the next of its load. Layers that see all positions need every entry."""
+        entry = found.header.entry
+        if self._full is not None and not found.contents[self._full]:
+            return entry < load.num_known
+        is_next = entry == load.next_entry if self._full is not None else entry >= load.next_entry
+        if is_next:
+            load.next_entry = entry + 1
+        return is_next
+
+    def _settle_in_flight(self, load: KVLoad, now: float) -> None:
+        if load.is_open:
+            self._end_if_done(load, now)
+        elif not load.num_in_flight:
+            self._release(load)
+
+    def _cut(self, load: KVLoad, now: float) -> None:
+        """Ends a load with what has arrived."""
+        self._drop_rest(load)
+        load.is_complete = False
+        self._end(load, now)
+
+    def _drop_rest(self, load: KVLoad) -> None:
+        """Forgets what no plan has taken, and has the transfer end."""
+        if load.is_complete is None:
+            self.cancelled.append(load.request.request_id)
+        load.arrived.clear()
+
+    def _end_if_done(self, load: KVLoad, now: float) -> None:
+        if load.is_complete is not None and not load.arrived and not load.num_in_flight:
+            self._end(load, now)
+
+    def _end(self, load: KVLoad, now: float) -> None:
+        """Reports a load, and queues its request."""
+        name, table = load.request.request_id, self._requests
+        del self._loading[name]
+        load.is_open = False
+        num_entries = 0 if table.prefix_cache is None else table.prefix_cache.match_length(load.keys)
+        table.events.append(
+            KVLoaded(
+                request_id=name,
+                now_s=now,
+                num_tokens=num_entries * self._pool.block_size,
+                num_bytes=load.num_bytes,
+                elapsed_s=now - load.started_s,
+                complete=bool(load.is_complete),
+            )
+        )
+        if load.state is None:
+            if table.leases is not None:
+                is_only = load.request.scope.kind is ScopeKind.REQUEST
+                table.leases.take(_prefetched(name), load.keys, now + PREFETCH_HOLD_S, of_one_request=is_only)
+            self._release(load)
+        else:
+            self._held[name] = load
+            if name not in table.waiting_for_grammar:
+                table.wait_for_slots(load.state)
+
+    def _forget(self, state: RequestState) -> None:
+        """Ends what was loaded for a request that has left."""
+        name = state.request.request_id
+        load = self._held.pop(name, None) or self._loading.get(name)
+        if load is not None and load.state is state:
+            if load.is_open:
+                del self._loading[name]
+                self._drop_rest(load)
+                load.is_open = False
+            self._release(load)
+
+    def _release(self, load: KVLoad) -> None:
+        """Gives back the blocks of a load that has ended, once no plan writes them."""
+        if load.num_in_flight:
+            return
+        blocks, load.table = load.table, []
+        # the last one first, so that the prefix cache gets leaves before their parents
+        self._pool.release(block for block in reversed(blocks) if block != NO_BLOCK)
+        if self._requests.prefix_cache is not None and load.state is None and load.request.scope.kind is ScopeKind.REQUEST:
+            self._requests.prefix_cache.discard(load.keys)
+
+
+def _prefetched(request_id: str) -> str:
+    """The name of the lease of what was loaded for a request that may come."""
+    return f"prefetched {request_id}"

@@ -1,0 +1,127 @@
+"""Engines in processes of their own load KV from each other, and nothing is lost when one is killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cloister.engine.transports import ProcessTransport
+from cloister.launch.processes import ENGINE_ENTRY
+from cloister.types.config import EngineConfig
+from cloister.types.events import Ended, Event, KVLoaded, KVSource, Outputs, Scheduled, Shutdown, Stepped, Submit
+from cloister.types.request import Request, SamplingParams
+
+SECRET = b"e" * 32
+PROMPT = [(7 * i * i + 3 * i) % 2000 for i in range(1000)]
+NUM_HIT = 999 // 16 * 16
+WAIT_S = 120.0
+NUM_ATTEMPTS = 5
+
+
+@dataclass
+class RunningEngine:
+    """An engine process, and what it said."""
+
+    transport: ProcessTransport
+    events: list[Event] = field(default_factory=list)
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def endpoint(self) -> str:
+        assert self.transport.ready is not None
+        assert self.transport.ready.kv_endpoint is not None
+        return self.transport.ready.kv_endpoint
+
+    def deliver(self, message: Outputs) -> None:
+        self.events += message.events
+        for output in message.outputs:
+            self.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+
+    def find(self, kind: type[Any], name: str = "") -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind) and name in ("", getattr(event, "request_id", ""))]
+
+    async def answer(
+        self, name: str, token_ids: list[int] = PROMPT, source: str | None = None, hold_kv_s: float = 0.0
+    ) -> list[int]:
+        kv_source = None if source is None else KVSource(source)
+        self.transport.send(Submit(make_request(name, token_ids), 0, kv_source=kv_source, hold_kv_s=hold_kv_s))
+        await wait_until(lambda: bool(self.find(Ended, name)))
+        return self.token_ids[name]
+
+
+def make_request(name: str, token_ids: list[int] = PROMPT) -> Request:
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    return Request(request_id=name, token_ids=token_ids, sampling=sampling)
+
+
+async def wait_until(is_done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not is_done():
+            await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def engines(*settings: str, **changes: Any) -> AsyncIterator[list[RunningEngine]]:
+    """Starts an engine for each setting of `kv_transfer`."""
+    found = []
+    async with contextlib.AsyncExitStack() as stack:
+        for setting in settings:
+            transport = ProcessTransport(ENGINE_ENTRY, kv_secret=SECRET)
+            config = EngineConfig(num_threads=1, kv_memory_mb=64.0, prefix_cache=True, kv_transfer=setting, **changes)
+            await transport.open(config)
+            stack.push_async_callback(transport.close)
+            engine = RunningEngine(transport)
+            found.append(engine)
+            task = asyncio.create_task(transport.run(engine.deliver))
+            stack.callback(task.cancel)
+        yield found
+
+
+@pytest.mark.parametrize("setting", ["unix", pytest.param("tcp://127.0.0.1:0", marks=pytest.mark.slow)])
+def test_a_prompt_of_a_thousand_tokens_moves_from_one_process_to_another(setting: str) -> None:
+    async def run() -> None:
+        async with engines(setting, setting) as (source, target):
+            for attempt in range(NUM_ATTEMPTS):  # a busy machine may miss the deadline of a load, and computes then
+                name = f"attempt {attempt}"
+                prompt = [attempt, *PROMPT[1:]]
+                expected = await source.answer(name, prompt, hold_kv_s=300.0)
+                assert await target.answer(name, prompt, source.endpoint) == expected
+                (loaded,) = target.find(KVLoaded, name)
+                if loaded.complete:
+                    break
+            assert (loaded.num_tokens, loaded.complete) == (NUM_HIT, True)
+            assert target.find(Scheduled, name)[0].num_cached_tokens == NUM_HIT
+            source.transport.send(Submit(make_request("short", [1, 2, 3]), 0))  # its steps tell what is used
+            await wait_until(lambda: bool(source.find(Ended, "short")))
+            assert target.find(Stepped)[-1].num_used_blocks <= NUM_HIT // 16 + 2
+            num_held = attempt * (NUM_HIT // 16 + 2)  # of loads that were not complete
+            assert source.find(Stepped)[-1].num_used_blocks <= num_held + 1, "what was held is not held any more"
+
+    asyncio.run(run())
+
+
+def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill() -> None:
+    """It is stopped before it has copied anything, and killed while the target waits for the rest."""
+
+    async def run() -> None:
+        async with engines("unix", "unix") as (source, target):
+            expected = await source.answer("first")
+            process: Any = source.transport._process
+            process.send_signal(19)  # SIGSTOP: the kernel accepts its connections, and nothing answers
+            target.transport.send(Submit(make_request("second"), 0, kv_source=KVSource(source.endpoint)))
+            await asyncio.sleep(0.3)
+            assert not target.find(Scheduled), "it waits for KV"
+            process.kill()
+            await wait_until(lambda: bool(target.find(Ended)))
+            assert target.token_ids["second"] == expected
+            (loaded,) = target.find(KVLoaded)
+            assert not loaded.complete
+            assert target.find(Scheduled)[0].num_cached_tokens < NUM_HIT
+            target.transport.send(Shutdown(5.0))
+
+    asyncio.run(run())

@@ -1,0 +1,345 @@
+"""Engines load KV from each other over sockets: answers are the same, and a peer that lies, hangs or dies costs a prefill."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
+from cloister.engine import kv_sockets
+from cloister.engine.kv_sockets import KVSocketLinks
+from cloister.engine.kv_transports import KV_TRANSPORTS, leaves_machine, transport_of
+from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
+from cloister.text import Tokenizer
+from cloister.types.clock import WallClock
+from cloister.types.errors import ConfigError
+from cloister.types.events import Abort, Ended, Event, HoldKV, KVLoaded, KVSource, PrefetchKV, Scheduled, Submit
+from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
+
+SECRET = b"s" * 32
+PROMPT = list(b"a prompt that is longer than some blocks of tokens, and so worth a transfer")
+NUM_HIT = (len(PROMPT) - 1) // 8 * 8
+SETTINGS = ("unix", "tcp://127.0.0.1:0", "tcp://[::1]:0")
+
+
+class Peer:
+    """An engine with sockets, whose steps the test makes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, setting: str = "unix", secret: bytes = SECRET, **shape: int) -> None:
+        self.engine: VirtualEngine = make_engine(EngineShape(step_s=0.0, token_s=0.0, **shape), tokenizer, WallClock())
+        self.core = self.engine.core
+        self.core.exchange_kv(lambda form: KVSocketLinks(setting, form, secret))
+        self.links: Any = self.core._transfer.links  # type: ignore[union-attr]
+        self.links.on_news(self.core.input_queue.wake)
+        self.events: list[Event] = []
+        self.outputs: list[SequenceOutput] = []
+
+    def step(self) -> None:
+        message = self.core.step()
+        if message is not None:
+            self.events += message.events
+            self.outputs += message.outputs
+
+    def find(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for output in self.outputs for token_id in output.token_ids]
+
+    def check_empty(self) -> None:
+        assert self.engine.scheduler.pool.num_used == 0
+        assert not len(self.engine.scheduler.kv_loads)
+        assert not len(self.engine.scheduler.kv_exports)
+        assert not self.links._pulls
+        assert not self.links._peers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take its time: only tests of deadlines have one."""
+    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
+        monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture
+def make_peer(tokenizer: Tokenizer) -> Iterator[Callable[..., Peer]]:
+    made: list[Peer] = []
+
+    def make(**options: Any) -> Peer:
+        made.append(Peer(tokenizer, **options))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.links.close()
+
+
+def make_request(name: str = "r", token_ids: list[int] = PROMPT) -> Request:
+    return Request(
+        request_id=name, token_ids=token_ids, sampling=SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    )
+
+
+def run_until(is_done: Callable[[], bool], *peers: Peer) -> None:
+    """Makes steps until something has happened; a busy machine has long for it."""
+    deadline_s = time.monotonic() + 90.0
+    while not is_done():
+        assert time.monotonic() < deadline_s, "it never happened"
+        for peer in peers:
+            peer.step()
+        time.sleep(0.0005)
+
+
+def answer(peer: Peer, *others: Peer, source: str | None = None, request: Request | None = None) -> list[int]:
+    """Has a peer answer a request, with KV from somewhere."""
+    num_before = len(peer.token_ids)
+    peer.core.input_queue.put(Submit(request or make_request(), kv_source=None if source is None else KVSource(source)))
+    run_until(lambda: bool(peer.find(Ended)), peer, *others)
+    return peer.token_ids[num_before:]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_prompt_that_another_engine_knows_is_loaded_and_the_answer_is_the_same(
+    make_peer: Callable[..., Peer], setting: str
+) -> None:
+    source, target = make_peer(setting=setting), make_peer(setting=setting)
+    expected = answer(source)
+    assert answer(target, source, source=source.core.kv_endpoint) == expected
+    (scheduled,), (loaded,) = target.find(Scheduled), target.find(KVLoaded)
+    assert scheduled.num_cached_tokens == NUM_HIT == loaded.num_tokens
+    assert loaded.complete
+    assert loaded.num_bytes == NUM_HIT * 16
+    run_until(lambda: not source.links._peers and not len(source.engine.scheduler.kv_exports), source)
+    source.check_empty()
+    target.check_empty()
+
+
+def test_a_long_prompt_comes_in_many_parts(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.engine.kv_transfer.MAX_STEP_BYTES", 300)
+    monkeypatch.setattr("cloister.scheduler.kv_loads.MAX_STEP_BYTES", 300)
+    monkeypatch.setattr(kv_sockets, "MAX_STEP_BYTES", 300)
+    source, target = make_peer(), make_peer()
+    expected = answer(source)
+    assert answer(target, source, source=source.core.kv_endpoint) == expected
+    assert target.find(Scheduled)[0].num_cached_tokens == NUM_HIT
+
+
+def test_a_prefetch_is_there_when_its_request_comes(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(), make_peer()
+    expected = answer(source)
+    assert source.core.kv_endpoint is not None
+    target.core.input_queue.put(PrefetchKV(make_request(), PROMPT, KVSource(source.core.kv_endpoint)))
+    run_until(lambda: bool(target.find(KVLoaded)), source, target)
+    assert answer(target) == expected
+    assert target.find(Scheduled)[0].num_cached_tokens == NUM_HIT
+    target.check_empty()
+
+
+def test_the_kv_of_a_running_request_can_be_held_and_loaded(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(), make_peer()
+    source.core.input_queue.put(Submit(make_request()))
+    run_until(lambda: bool(source.token_ids), source)
+    source.core.input_queue.put(HoldKV("r", 60.0))
+    source.step()
+    assert len(source.engine.scheduler.leases) == 1  # type: ignore[arg-type]
+    target.core.input_queue.put(PrefetchKV(make_request(), PROMPT, KVSource(str(source.core.kv_endpoint))))
+    run_until(lambda: bool(target.find(KVLoaded)) and not len(source.engine.scheduler.leases), source, target)  # type: ignore[arg-type]
+    assert target.find(KVLoaded)[0].num_tokens == NUM_HIT
+
+
+def test_an_engine_without_links_computes_and_says_so(tokenizer: Tokenizer) -> None:
+    engine = make_engine(EngineShape(), tokenizer, WallClock())
+    engine.core.input_queue.put(Submit(make_request(), kv_source=KVSource("unix:x")))
+    engine.core.input_queue.put(PrefetchKV(make_request("p"), PROMPT, KVSource("unix:x")))
+    events: list[Event] = []
+    while (message := engine.core.step()) is not None:
+        events += message.events
+    assert [(e.request_id, e.complete) for e in events if isinstance(e, KVLoaded)] == [("r", False), ("p", False)]
+    assert [e.reason for e in events if isinstance(e, Ended)] == [FinishReason.LENGTH]
+
+
+# Peers that lie, hang or die
+
+
+@pytest.mark.parametrize("endpoint", ["unix:nobody", "tcp://127.0.0.1:1", "tcp://nowhere", "pigeon:x"])
+def test_a_source_that_is_not_there_costs_a_prefill(make_peer: Callable[..., Peer], endpoint: str) -> None:
+    alone, target = make_peer(), make_peer()
+    expected = answer(alone)
+    assert answer(target, source=endpoint) == expected
+    assert target.find(KVLoaded)[0].complete is False
+    target.check_empty()
+
+
+def test_a_source_with_another_secret_neither_gives_nor_is_believed(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(secret=b"t" * 32), make_peer()
+    expected = answer(source)
+    assert answer(target, source, source=source.core.kv_endpoint) == expected
+    assert target.find(Scheduled)[0].num_cached_tokens == 0
+    assert not target.find(KVLoaded)[0].complete
+
+
+class Impostor:
+    """Listens as an engine does, and says what it is told."""
+
+    def __init__(self, speak: Callable[[socket.socket], None]) -> None:
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._sock.getsockname()[1]}"
+        self._speak = speak
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        sock, _ = self._sock.accept()
+        with sock, self._sock:
+            self._speak(sock)
+
+
+def forge(change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET) -> Callable[[socket.socket], None]:
+    """Answers any query with one object, which is changed."""
+
+    def speak(sock: socket.socket) -> None:
+        deadline_s = time.monotonic() + 20.0
+        kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
+        ask = kv_sockets._receive(sock, kv_sockets._Ask, 2**20, deadline_s)
+        query = msgspec.msgpack.decode(ask.query, type=KVQuery)
+        sealer = KVSealer(KVFormat("history", 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256"))
+        found = sealer.seal(query.root, query.keys[0], 0, (b"\x07" * 128,))
+        kv_sockets._send(sock, kv_sockets._Part([change(found)], True), deadline_s)
+
+    return speak
+
+
+LIES: dict[str, Callable[[socket.socket], None]] = {
+    "an object of whoever does not know the secret": forge(lambda found: found, secret=b"t" * 32),
+    "changed contents": forge(lambda found: msgspec.structs.replace(found, contents=(b"\x08" * 128,))),
+    "an object without a MAC": forge(lambda found: msgspec.structs.replace(found, mac=b"")),
+    "no message at all": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+    "a message without an end": lambda sock: sock.sendall(b"\xff\xff\xff\xff" + bytes(100)),
+    "half a message": lambda sock: sock.sendall(b"\x00\x00\x00\x22" + bytes(10)),
+    "nothing": lambda sock: None,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_source_that_lies_costs_a_prefill(make_peer: Callable[..., Peer], lie: str) -> None:
+    alone, target = make_peer(), make_peer()
+    expected = answer(alone)
+    assert answer(target, source=Impostor(LIES[lie]).endpoint) == expected
+    assert target.find(Scheduled)[0].num_cached_tokens == 0
+    assert not target.find(KVLoaded)[0].complete
+    target.check_empty()
+
+
+def test_a_genuine_object_would_have_been_taken(make_peer: Callable[..., Peer]) -> None:
+    """So the lies above fail for what they are."""
+    target = make_peer()
+    target.core.input_queue.put(Submit(make_request(), kv_source=KVSource(Impostor(forge(lambda found: found)).endpoint)))
+    run_until(lambda: bool(target.find(KVLoaded)), target)
+    assert target.find(KVLoaded)[0].num_tokens == 8
+
+
+def test_a_source_that_says_nothing_is_given_up_at_the_deadline(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("scheduler.kv_loads", "engine.kv_transfer"):
+        monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 0.2)
+    is_over = threading.Event()
+    alone, target = make_peer(), make_peer()
+    expected = answer(alone)
+    assert answer(target, source=Impostor(lambda sock: is_over.wait(20.0) and None).endpoint) == expected  # type: ignore[func-returns-value]
+    assert not target.find(KVLoaded)[0].complete
+    is_over.set()
+    run_until(lambda: not target.links._pulls, target)
+    target.check_empty()
+
+
+def test_a_client_that_leaves_ends_the_transfer(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(), make_peer()
+    answer(source)
+    target.core.input_queue.put(Submit(make_request(), kv_source=KVSource(str(source.core.kv_endpoint))))
+    run_until(lambda: bool(source.links._peers), target)  # the source makes no step: it holds the transfer
+    target.core.input_queue.put(Abort("r"))
+    run_until(lambda: bool(target.find(Ended)), target)
+    target.check_empty()
+    run_until(lambda: not source.links._peers and not len(source.engine.scheduler.kv_exports), source)
+    source.step()
+    source.check_empty()
+
+
+@pytest.mark.parametrize("words", [b"", b"\x00\x00\x00\x05hello", b"\xff" * 64, bytes(4), b"\x00\x00\x00\x22\x92\xc4"])
+def test_whoever_does_not_know_the_secret_gets_nothing(make_peer: Callable[..., Peer], words: bytes) -> None:
+    source = make_peer(setting="tcp://127.0.0.1:0")
+    answer(source)
+    transport, where = transport_of(str(source.core.kv_endpoint))
+    with transport.connect(where, 20.0) as sock:
+        hello = kv_sockets._receive(sock, kv_sockets._Hello, 4096, time.monotonic() + 20.0)
+        assert len(hello.nonce) == 32
+        sock.sendall(words)
+        with contextlib.suppress(OSError):  # the engine was quicker
+            sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    run_until(lambda: not source.links._peers, source)
+    source.step()
+    source.check_empty()
+
+
+def test_a_query_cannot_be_repeated(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(setting="tcp://127.0.0.1:0"), make_peer()
+    answer(source)
+    heard: list[Any] = []
+
+    def listen(sock: socket.socket) -> None:
+        kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), time.monotonic() + 20.0)
+        heard.append(kv_sockets._receive(sock, kv_sockets._Ask, 2**20, time.monotonic() + 20.0))
+
+    answer(target, source=Impostor(listen).endpoint)
+    transport, where = transport_of(str(source.core.kv_endpoint))
+    with transport.connect(where, 20.0) as sock:
+        kv_sockets._receive(sock, kv_sockets._Hello, 4096, time.monotonic() + 20.0)
+        kv_sockets._send(sock, heard[0], time.monotonic() + 20.0)
+        assert sock.recv(1) == b""
+
+
+# Where engines listen
+
+
+def test_every_transport_says_what_it_endangers() -> None:
+    assert [name for name, _ in KV_TRANSPORTS] == ["unix", "tcp"]
+    assert all(threat.mitigations for _, threat in KV_TRANSPORTS)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("unix:name", "takes no address"),
+        ("tcp://0.0.0.0:9", "names no address"),
+        ("tcp://[::]:9", "names no address"),
+        ("tcp:127.0.0.1", "write tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:99999", "write tcp://HOST:PORT"),
+        ("tcp://192.0.2.1:0", "cannot listen"),
+        ("rdma", "choose one of: unix, tcp"),
+    ],
+)
+def test_an_address_that_cannot_be_is_one_error(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVSocketLinks(setting, KVFormat("f", 8, "", (1,)), SECRET)
+
+
+def test_only_loopback_stays_on_the_machine() -> None:
+    assert not any(map(leaves_machine, ("unix", "tcp://127.0.0.1:0", "tcp://[::1]:1", "tcp://localhost:1")))
+    assert all(map(leaves_machine, ("tcp://10.0.0.1:0", "tcp://[fe80::1]:1", "tcp://a.example:1")))
