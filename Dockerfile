@@ -8,17 +8,20 @@
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ARG ISA=all
+# Extras of the package, such as ray (deploy/compose.cluster.yaml, deploy/kubernetes/raycluster.yaml).
+ARG EXTRAS=
 WORKDIR /build
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY src ./src
 RUN python -m venv /opt/cloister \
- && /opt/cloister/bin/pip install --no-cache-dir --config-settings=cmake.define.CLOISTER_ISA="$ISA" . \
+ && /opt/cloister/bin/pip install --no-cache-dir --config-settings=cmake.define.CLOISTER_ISA="$ISA" ".${EXTRAS:+[$EXTRAS]}" \
  && /opt/cloister/bin/python -c "from cloister.backends.native import _native"
 
 FROM python:3.11-slim
 COPY --from=build /opt/cloister /opt/cloister
 RUN useradd --system --create-home --uid 10001 cloister \
  && install --directory --owner cloister --group cloister /home/cloister/.cache
+ENV PATH=/opt/cloister/bin:$PATH
 USER cloister
 EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \

@@ -25,7 +25,7 @@ TAKE_TORCH := $(if $(HAS_GPU),:,$(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/
 INSTALL = $(BIN)/python deploy/install.py $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' \
   --config-settings=cmake.define.CLOISTER_ISA=$(ISA) --editable
 
-.PHONY: serve test test-slow check install docs gpu-pack clean
+.PHONY: serve test test-slow check install docs cluster-demo gpu-pack clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/cloister serve $(if $(MODEL),--model "$(MODEL)") --port $(PORT)
@@ -52,6 +52,10 @@ install: $(VENV)/.installed
 
 docs: $(VENV)/.installed-check
 	@$(BIN)/mkdocs serve
+
+# A Ray of three raylets on this machine, four replicas on them, one raylet killed under load; what the client saw.
+cluster-demo: $(VENV)/.installed-ray
+	@$(BIN)/python -m benchmarks.cluster_demo
 
 # A folder for a GPU machine without a network; GPU_PYTHON is the version of Python there.
 gpu-pack: $(VENV)/.ready
@@ -80,6 +84,10 @@ $(VENV)/.installed: $(SOURCES) $(VENV)/.ready
 	@touch $@
 
 $(VENV)/.installed-test $(VENV)/.installed-check: ISA := all
+
+$(VENV)/.installed-ray: $(VENV)/.installed
+	@$(INSTALL) '.[ray]'
+	@touch $@
 
 $(VENV)/.installed-test: $(SOURCES) $(VENV)/.ready
 	@$(TAKE_TORCH)

@@ -59,6 +59,10 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: unix, tcp"),
         ({"replicas": 2, "kv_transfer": "tcp:somewhere"}, "write tcp://HOST:PORT"),
         ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
+        ({"on": "ray", "sealed": True}, "start more nodes"),
+        ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
+        ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "KV does not move between machines; leave kv_transfer out"),
+        ({"on": "slurm"}, "on must be one of"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object], text: str) -> None:
@@ -100,3 +104,38 @@ def test_several_models_have_no_replicas(tmp_path: Path) -> None:
 def test_an_engine_without_a_server_has_no_replicas() -> None:
     with pytest.raises(ConfigError, match="replicas"):
         resolve_settings({"replicas": 2}, listens=False)
+
+
+@pytest.fixture
+def ray_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
+def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'cloister\[ray\]'"):
+        resolve_settings({"on": "ray"})
+
+
+@pytest.mark.usefixtures("ray_is_installed")
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_strict_profile_refuses_replicas_that_an_orchestrator_places(profile: str) -> None:
+    with pytest.raises(PolicyError, match="nobody has attested the machines"):
+        resolve_settings({"on": "ray", "profile": profile})
+
+
+@pytest.mark.usefixtures("ray_is_installed")
+def test_threads_are_those_of_ray_machines_and_one_replica_has_a_router_too() -> None:
+    joined = resolve_settings({"on": "ray", "ray_address": "10.0.0.1:6379"})
+    assert joined.engine.config.num_threads is None
+    assert joined.server.config.router == "least_load"
+    alone = resolve_settings({"on": "ray", "replicas": 2})
+    assert alone.engine.config.num_threads == max(1, read_machine().num_cpus // 2)
+    assert resolve_settings({"on": "ray", "ray_address": "x:1", "num_threads": 3}).engine.config.num_threads == 3
+
+
+def test_several_models_are_not_placed(tmp_path: Path) -> None:
+    file = tmp_path / "cloister.toml"
+    file.write_text('on = "ray"\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')
+    with pytest.raises(ConfigError, match="replicas are of one model"):
+        resolve_settings(config_file=file)

@@ -150,6 +150,11 @@ class Link:
             self._owes_frame, self._spoke_at_s = False, now
         return [LinkFrame(self._session, self._token, number, self._num_received, payload) for number, payload in due]
 
+    def resume(self) -> None:
+        """What carries the frames was opened again: all that is not acknowledged is due, and so is a frame without payload."""
+        self._num_sent = self._num_queued - len(self._unread)
+        self._owes_frame = True
+
     def reset(self) -> LinkFrame:
         """Loses the link, and returns the frame that tells the other side."""
         self.is_lost = True
@@ -159,6 +164,11 @@ class Link:
     def has_unread(self) -> bool:
         """Whether the other side has not acknowledged everything, as far as this side knows."""
         return bool(self._unread) and not self.is_lost
+
+    @property
+    def num_unread(self) -> int:
+        """Messages that the other side has not acknowledged."""
+        return 0 if self.is_lost else len(self._unread)
 
     @property
     def next_poll_s(self) -> float:

@@ -66,7 +66,11 @@ def frame(message: Boot | FrontMessage | EngineMessage) -> bytes:
     Raises:
         ChannelError: the message is longer than `MAX_FRAME_BYTES`.
     """
-    payload = encode(message)
+    return frame_bytes(encode(message))
+
+
+def frame_bytes(payload: bytes) -> bytes:
+    """As `frame`, for a message that is encoded already."""
     if len(payload) > MAX_FRAME_BYTES:
         raise ChannelError(f"a message of {len(payload)} bytes is over the channel's limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(payload)) + payload

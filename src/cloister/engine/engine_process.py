@@ -51,8 +51,9 @@ def main(fd: int) -> int:
     frame, descriptors = channel.receive_boot(sock)
     if frame is None:
         return 0
-    stacks_fd, *listeners = descriptors
-    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
+    stacks_fds, listeners = descriptors[:1], descriptors[1:]  # none: nobody near asks for stacks (`cluster.remote.host`)
+    for stacks_fd in stacks_fds:
+        faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
     boot = channel.decode_boot(frame)
     set_up_logging(boot.log_format)
     sys.path.extend(path for path in boot.import_path if path not in sys.path)

@@ -232,7 +232,7 @@ class ProcessTransport(_ChannelTransport):
             case Ready() as ready:
                 return ready
             case Failed(message, code):
-                raise _as_error(message, code)
+                raise as_error(message, code)
             case _:
                 raise EngineError("the engine died while it started; the log may say why")
 
@@ -288,7 +288,7 @@ def _read_available(fd: int) -> bytes:
     return b"".join(pieces)
 
 
-def _as_error(message: str, code: str) -> CloisterError:
+def as_error(message: str, code: str) -> CloisterError:
     """Recreates the error that the engine process raised, from its code."""
     kinds = (k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CloisterError))
     kind = next((k for k in kinds if k.code == code and not issubclass(k, errors.RetryLaterError)), EngineError)

@@ -14,6 +14,8 @@ from cloister.types.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
+    from cloister.cluster.replica_set import MakeRouter
+    from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.transports import ProcessHandle
     from cloister.types.request import ModelInfo
@@ -26,7 +28,10 @@ SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 def make_engine(
     config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
 ) -> RequestClient:
-    """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines."""
+    """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines, here or
+    where Ray puts them."""
+    if front.on == "ray":
+        return _make_placed_replicas(config, front)
     if front.replicas > 1:
         return _make_replicas(config, front)
     return _make_client(config, front, keep_listener)
@@ -53,10 +58,60 @@ def _make_client(
 
 def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
-    from cloister.cluster import ROUTERS, ReplicaSet
+    from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import ClusterConfig
     from cloister.cluster.roles import assign_roles
-    from cloister.cluster.routers import Router, RouterContext
+
+    each = replace(config, memory_share=config.memory_share / front.replicas)
+    kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
+    clients = [_make_client(each, front, kv_secret=kv_secret) for _ in range(front.replicas)]
+    roles = assign_roles(front.replicas, front.prefill, front.decode)
+    return ReplicaSet(
+        clients,
+        _router_maker(config, front),
+        ClusterConfig(tuple(roles), front.rebalance),
+        config.block_size,
+        avoids_slow=front.slow_replicas == "avoid",
+        verify_replay=front.verify_replay,
+    )
+
+
+def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
+    """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
+    from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
+    from cloister.cluster.remote.identity import Identity
+    from cloister.cluster.remote.transport import RemoteTransport
+    from cloister.cluster.replica_set import ClusterConfig
+    from cloister.engine import EngineClient
+
+    identity = Identity.make()
+    placer = RayPlacer(
+        RaySettings(
+            num_replicas=front.replicas,
+            address=front.ray_address,
+            temp_dir="",
+            num_cpus=config.num_threads,
+            num_gpus=1 if config.device == "cuda" else 0,
+            front=identity.certificate,
+        )
+    )
+    clients = [
+        EngineClient(RemoteTransport(placer.placement(index), identity, ENGINE_ENTRY, log_format=front.log_format), config)
+        for index in range(front.replicas)
+    ]
+    return PlacedReplicas(
+        clients,
+        _router_maker(config, front),
+        placer,
+        ClusterConfig(rebalance=front.rebalance),
+        config.block_size,
+        avoids_slow=front.slow_replicas == "avoid",
+    )
+
+
+def _router_maker(config: EngineConfig, front: ServerConfig) -> MakeRouter:
+    from cloister.cluster import ROUTERS
+    from cloister.cluster.routers import RouterContext
     from cloister.kv import PrefixKeys
 
     assert front.router is not None  # settings are resolved
@@ -66,18 +121,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
         keys = PrefixKeys(model.fingerprint, config.block_size)
         return make(RouterContext(keys, random.SystemRandom(), front.max_ttft_s))
 
-    each = replace(config, memory_share=config.memory_share / front.replicas)
-    kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
-    clients = [_make_client(each, front, kv_secret=kv_secret) for _ in range(front.replicas)]
-    roles = assign_roles(front.replicas, front.prefill, front.decode)
-    return ReplicaSet(
-        clients,
-        make_router,
-        ClusterConfig(tuple(roles), front.rebalance),
-        config.block_size,
-        avoids_slow=front.slow_replicas == "avoid",
-        verify_replay=front.verify_replay,
-    )
+    return make_router
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

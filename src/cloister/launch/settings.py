@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from cloister.types.text_files import read_text_file
 
 OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine without a server: prompts are computed as fast as possible."""
+LOCAL: Final = "local"
+"""Replicas are processes of this machine."""
 DRAWN: Final = "capacity_random"
 """The router that nobody can steer."""
 
@@ -81,8 +84,9 @@ def resolve_settings(
         layers.append(("flag", flags))
     if not tables:
         return _resolve_layers(layers, listens)
-    if listens and any(given.get("replicas", 1) != 1 for _, given in layers):
-        raise ConfigError("replicas are of one model; leave the setting out, or [models.NAME]", param="replicas")
+    for name, unset in (("replicas", 1), ("on", LOCAL)):
+        if listens and any(given.get(name, unset) != unset for _, given in layers):
+            raise ConfigError("replicas are of one model; leave the setting out, or [models.NAME]", param=name)
     if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
         raise ConfigError(
             "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
@@ -114,9 +118,9 @@ def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapp
 def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
     """Resolves the settings of one engine and its front from layers of settings."""
     server = resolve(ServerConfig, layers)
-    engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config.replicas)
+    engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config)
     _check_quant(engine.config.quant)
-    _check_replicas(server.config, engine.config.numerics)
+    _check_replicas(server.config, engine.config)
     if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
         _check_roles(server.config, engine.config)
     if listens and server.config.sealed:
@@ -159,7 +163,7 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) 
         raise ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
 
 
-def _check_replicas(server: ServerConfig, numerics: str) -> None:
+def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
     """Refuses settings of replicas that cannot be combined, or have no effect."""
     if server.router is not None and server.replicas == 1:
         raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
@@ -167,10 +171,19 @@ def _check_replicas(server: ServerConfig, numerics: str) -> None:
         raise ConfigError("slow_replicas compares replicas; set replicas to 2 or more, or leave it out", param="slow_replicas")
     if server.verify_replay and server.replicas == 1:
         raise ConfigError("verify_replay compares replicas; set replicas to 2 or more, or leave it out", param="verify_replay")
-    if server.verify_replay and numerics != "exact":
+    if server.verify_replay and config.numerics != "exact":
         raise ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
-    if server.replicas > 1 and server.sealed:
-        raise ConfigError("a sealed node has one engine; leave replicas out, and start more nodes", param="replicas")
+    if server.verify_replay and server.on != LOCAL:
+        raise ConfigError("verify_replay needs replicas on one machine; leave it out, or on", param="verify_replay")
+    for name, asked in (("replicas", server.replicas > 1), ("on", server.on != LOCAL)):
+        if asked and server.sealed:
+            raise ConfigError(f"a sealed node has one engine, its own; leave {name} out, and start more nodes", param=name)
+    if server.on == LOCAL and server.ray_address is not None:
+        raise ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
+    if server.on != LOCAL and config.kv_transfer is not None:
+        raise ConfigError(f"KV does not move between machines; leave kv_transfer out, or on {server.on}", param="kv_transfer")
+    if server.on == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on")
 
 
 def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
@@ -196,7 +209,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
         ConfigError: there is no such router.
         PolicyError: the profile denies it.
     """
-    if server.config.replicas == 1:
+    if server.config.replicas == 1 and server.config.on == LOCAL:
         return server
     from cloister.cluster import ROUTERS  # not before the engine, if there is only one
 
@@ -220,6 +233,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
             "disaggregation": Use(has_roles, "setting `prefill`"),
             "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
             "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
+            "placed-replicas": Use(server.config.on != LOCAL, f"setting `on` {server.config.on}"),
             "slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid"),
             "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),
         }
@@ -258,10 +272,13 @@ def _count_tenants(server: ServerConfig) -> int:
     return num_tenants + SESSION_SHARES if server.oidc is not None else num_tenants
 
 
-def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, num_replicas: int) -> Resolved[EngineConfig]:
+def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, server: ServerConfig) -> Resolved[EngineConfig]:
     """Sets the defaults that depend on the machine."""
     chosen: dict[str, tuple[object, str]] = {}
-    if engine.config.num_threads is None:
+    if engine.config.num_threads is None and server.ray_address is not None:
+        chosen["num_threads"] = (None, "CPUs of the Ray cluster, divided among its replicas")
+    elif engine.config.num_threads is None:
+        num_replicas = server.replicas
         why = f"CPUs that this process may use ({machine.num_cpus})"
         why += f", divided among {num_replicas} replicas" if num_replicas > 1 else ""
         chosen["num_threads"] = (max(1, machine.num_cpus // num_replicas), why)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from cloister.engine.machine import process_age_s, return_free_memory
 from cloister.launch.backend import kept_tokenizers
 from cloister.launch.processes import make_engine
-from cloister.launch.settings import Settings
+from cloister.launch.settings import LOCAL, Settings
 from cloister.policy import Gate, is_loopback, read_credentials
 from cloister.types.clock import Stopwatch
-from cloister.types.config import AUTO_DRAFTER, EngineConfig
+from cloister.types.config import AUTO_DRAFTER, EngineConfig, ServerConfig
 from cloister.types.request import ModelInfo
 
 if TYPE_CHECKING:
@@ -38,12 +38,11 @@ def describe_start(
 ) -> Iterator[str]:
     """Yields the startup messages for an operator: model, drafters, profile, memory and startup times."""
     config, front = settings.engine.config, settings.server.config
-    if front.replicas > 1:
-        num_mixed = front.replicas - front.prefill - front.decode
-        counts = {"prefill": front.prefill, "decode": front.decode, "mixed": num_mixed}
-        roles = ", ".join(f"{count} {role}" for role, count in counts.items() if count) if num_mixed < front.replicas else ""
-        yield f"{front.replicas} replicas{f' ({roles})' if roles else ''}, router {front.router}; each:"
-    yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {config.num_threads} threads"
+    if front.replicas > 1 or front.on != LOCAL:
+        where = "" if front.on == LOCAL else f" on {front.on} ({front.ray_address or 'this machine alone'})"
+        yield f"{front.replicas} replicas{where}{_say_roles(front)}, router {front.router}; each:"
+    threads = "as many threads as it gets CPUs" if config.num_threads is None else f"{config.num_threads} threads"
+    yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {threads}"
     yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
     yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"
     yield f"drafts: {_say_drafts(config, model.drafters)}"
@@ -53,6 +52,13 @@ def describe_start(
     yield f"started in {whole_s:.1f} s: " + ", ".join(f"{phase} {duration_s:.2f}" for phase, duration_s in startup)
     if notice is not None:
         yield notice
+
+
+def _say_roles(front: ServerConfig) -> str:
+    if not front.prefill and not front.decode:
+        return ""
+    counts = {"prefill": front.prefill, "decode": front.decode, "mixed": front.replicas - front.prefill - front.decode}
+    return f" ({', '.join(f'{count} {role}' for role, count in counts.items() if count)})"
 
 
 def _say_drafts(config: EngineConfig, drafters: Sequence[str]) -> str:
@@ -116,6 +122,19 @@ def _find_early(model: str) -> Path | None:
     return None
 
 
+def _own_path(config: EngineConfig, front: ServerConfig, model: ModelInfo) -> Path:
+    """Returns where this machine has the model's tokenizer.
+
+    Raises:
+        ModelError: replicas run elsewhere, and it is not here.
+    """
+    if front.on == LOCAL:
+        return Path(model.path)
+    from cloister.models.location import find_model, locate_here
+
+    return find_model(locate_here(config.model))
+
+
 async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the engine process, and the front that talks to it."""
     config, front = settings.engine.config, settings.server.config
@@ -138,7 +157,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
         finally:
             await starting
         watch = Stopwatch()
-        path = Path(engine.model.path)
+        path = _own_path(config, front, engine.model)
         if tokenizer is None or early != path:
             tokenizer = read(path)
         tracer = open_tracer(front, engine.model.name)

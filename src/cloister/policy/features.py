@@ -90,6 +90,8 @@ def _feature(
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
+_PLACED = "front and replicas know each other's certificates; no request passes the orchestrator, and no key leaves its process"
+_UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
 _STEERED_BY_TIMES = refuse(
     "a replica is drawn by capacity alone; only one that is dead or hung is left out, which no request decides for another"
 )
@@ -254,7 +256,7 @@ _FEATURES: Final = (
         endangers="others' requests, or one's own text, decide where a request runs, so it can be steered",
         part="load",
         open=allow(ONE_USER),
-        team=mitigate("replicas run on one machine, and prefix keys are seeded by the scope"),
+        team=mitigate("the operator is trusted with all replicas, and prefix keys are seeded by the scope"),
         private=_STEERED,
         paranoid=_STEERED,
         on_by_default=(Profile.OPEN, Profile.TEAM),
@@ -339,7 +341,9 @@ _FEATURES: Final = (
         endangers="whoever can slow replicas down decides where others' requests run",
         part="slow",
         open=allow(ONE_USER),
-        team=mitigate("replicas run on one machine; at most half of them are avoided, and times are compared for equal sizes"),
+        team=mitigate(
+            "the operator is trusted with all of them; at most half are avoided, and times are compared for equal sizes"
+        ),
         private=_STEERED_BY_TIMES,
         paranoid=_STEERED_BY_TIMES,
         on_by_default=(Profile.OPEN, Profile.TEAM),
@@ -369,6 +373,20 @@ _FEATURES: Final = (
             "in a scope of its own, whose blocks are overwritten when it ends",
         ),
         instead="leave the setting `verify_replay` out",
+    ),
+    _feature(
+        "placed-replicas",
+        row="router",
+        setting="on",
+        title="Replicas placed by an orchestrator",
+        does="has Ray start replicas on machines of its cluster, and sends them requests over mutual TLS",
+        endangers="whoever controls the orchestrator can read what its machines compute, or put a replica on one of theirs",
+        part="placed",
+        open=mitigate(_PLACED),
+        team=mitigate(_PLACED + "; operators of the cluster are trusted as those of each machine"),
+        private=_UNATTESTED,
+        paranoid=_UNATTESTED,
+        instead="leave `on` out, and start more sealed nodes: clients verify each of them and draw one",
     ),
     _feature(
         "client-priority",

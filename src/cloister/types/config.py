@@ -205,6 +205,14 @@ class ServerConfig:
         low=0.0,
         high=1.0,
     )
+    on: str = setting(
+        "local",
+        "Where replicas run: as processes of this machine, or on the machines of a Ray cluster (extra `ray`).",
+        choices=("local", "ray"),
+    )
+    ray_address: str | None = setting(
+        None, "Ray cluster to join, HOST:PORT or auto; unset, `on` ray starts a Ray of this machine alone, on loopback."
+    )
     served_model_name: str | None = setting(None, "Model names for clients, comma-separated; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are required.")
     oidc: str | None = setting(

@@ -17,8 +17,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "memory": ("max_model_len", "memory_share", "kv_memory_mb", "kv_dtype", "block_size", "prefix_cache"),
     "scheduling": (
-        "replicas", "router", "prefill", "decode", "rebalance", "max_ttft_s", "kv_transfer", "slow_replicas",
-        "verify_replay", "scheduler", "max_num_seqs", "max_n", "max_batched_tokens", "target_step_ms", "max_stall",
+        "replicas", "router", "prefill", "decode", "rebalance", "max_ttft_s", "kv_transfer", "slow_replicas", "verify_replay",
+        "on", "ray_address", "scheduler", "max_num_seqs", "max_n", "max_batched_tokens", "target_step_ms", "max_stall",
         "stall_floor_ms", "max_waiting", "stall_timeout_s", "request_timeout_s", "default_max_tokens",
     ),
     "speculation": ("speculate", "draft_model", "draft_tokens", "datastore"),

@@ -1,0 +1,323 @@
+"""A Ray of three raylets on this machine, four replicas of the embedded model on them, and one raylet killed under load.
+
+    make cluster-demo
+
+First one engine alone answers all prompts; then replicas on Ray answer them, and while they do the raylet with most replicas
+gets SIGKILL. Prints what the client saw: answers that came, that are the same to the letter, gaps in streams, and how long
+until all replicas were there again. Needs the extra `ray`. Ray listens on loopback only, and ends with this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.serving import ServeProcess, descendants
+
+NUM_CPUS = 2
+"""Logical CPUs of a raylet: replicas that it takes."""
+TIMEOUT_S = 300.0
+START_S = 240.0
+CLEAN_UP_S = 20.0
+PROMPTS = ("The king", "What does VACUUM do?", "Once upon a time", "A list of three fruits:", "To make bread, first", "The sea")
+VARIABLES = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+
+
+class LocalRay:
+    """A Ray cluster of several raylets on this machine, on loopback.
+
+    Attributes:
+        address: where drivers join it.
+    """
+
+    def __init__(self, num_raylets: int) -> None:
+        self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
+        os.environ.update(VARIABLES, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=self._folder)  # before Ray is imported
+        from ray.cluster_utils import Cluster
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        common = {"num_cpus": NUM_CPUS, "object_store_memory": 80 * 2**20}
+        self._cluster = Cluster()
+        try:
+            self._start(num_raylets, common)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, num_raylets: int, common: dict[str, int]) -> None:
+        head = self._cluster.add_node(node_ip_address="127.0.0.1", include_dashboard=False, no_monitor=True, **common)
+        self.raylets = [head, *(self._cluster.add_node(node_ip_address="127.0.0.1", **common) for _ in range(num_raylets - 1))]
+        self.address: str = self._cluster.address
+
+    def raylet_pid(self, index: int) -> int:
+        """Returns the process of a raylet; 0 is that of the head."""
+        pid: int = self.raylets[index].all_processes["raylet"][0].process.pid
+        return pid
+
+    def num_hosts(self, index: int) -> int:
+        """Counts the engine hosts below a raylet."""
+        return sum(b"cloister.cluster.remote.host" in _command(pid) for pid in descendants(self.raylet_pid(index)))
+
+    def close(self) -> None:
+        """Ends it, and removes its files."""
+        with contextlib.suppress(Exception):  # a raylet that was killed is no reason to leave the others
+            self._cluster.shutdown()
+        for pid in descendants(os.getpid()):
+            if b"/ray/" in _command(pid) or _command(pid).startswith(b"ray::"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        give_up_s = time.monotonic() + CLEAN_UP_S
+        while os.path.exists(self._folder) and time.monotonic() < give_up_s:  # what ends may still write there
+            shutil.rmtree(self._folder, ignore_errors=True)
+            time.sleep(0.1)
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    return b""
+
+
+@contextlib.contextmanager
+def local_ray(num_raylets: int) -> Iterator[LocalRay]:
+    """Runs a Ray, and ends it whatever happens."""
+    ray = LocalRay(num_raylets)
+    try:
+        yield ray
+    finally:
+        ray.close()
+
+
+def make_bodies(num_requests: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Returns requests: greedy ones, and sampled ones with a seed."""
+    return [
+        {
+            "model": "cloister-5m", "prompt": f"{PROMPTS[n % len(PROMPTS)]} {n}", "max_tokens": max_tokens, "stream": True,
+            "ignore_eos": True, **({"temperature": 0} if n % 2 else {"temperature": 0.8, "seed": n}),
+        }
+        for n in range(num_requests)
+    ]  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """What a client saw of one answer.
+
+    Attributes:
+        times_s: when each piece of text came.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    """Streams one answer."""
+    answer = Answer()
+    try:
+        async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
+            if reply.status_code != 200:
+                answer.error = f"{reply.status_code}: {(await reply.aread())[:200]!r}"
+                return answer
+            async for line in reply.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                piece = json.loads(line.removeprefix("data: "))
+                if "error" in piece:
+                    answer.error = piece["error"]["message"]
+                    return answer
+                for choice in piece["choices"]:
+                    answer.text += choice["text"]
+                    answer.times_s.append(time.monotonic())
+                    answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+    except httpx.HTTPError as error:
+        answer.error = repr(error)
+    return answer
+
+
+async def ask_all(url: str, bodies: list[dict[str, Any]], num_at_once: int, answers: list[Answer | None]) -> None:
+    """Streams all answers, so many at once, into `answers`."""
+    waiting = iter(enumerate(bodies))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for index, body in waiting:
+            answers[index] = await ask(client, url, body)
+
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(work(client) for _ in range(num_at_once)))
+
+
+def replicas_up(server: ServeProcess) -> int:
+    """Counts the replicas that accept requests."""
+    return round(server.metric("replica_up"))
+
+
+@dataclass
+class Outcome:
+    """What the client saw, and when all replicas were there again.
+
+    Attributes:
+        num_killed: replicas of the raylet that was killed.
+        first_loss_s: from the kill until a replica was seen to be gone.
+        recovered_s: from the kill until all replicas accepted requests again; None: not in time.
+        num_resumes: answers that went on in another replica.
+        log: what the server printed.
+    """
+
+    answers: list[Answer]
+    expected: list[Answer]
+    start_s: float
+    num_killed: int
+    load_s: float
+    killed_at_s: float
+    first_loss_s: float | None
+    recovered_s: float | None
+    num_resumes: int
+    log: str
+
+    @property
+    def num_answered(self) -> int:
+        return sum(answer.error is None and answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def num_identical(self) -> int:
+        return sum(
+            (a.text, a.finish_reason, a.error) == (e.text, e.finish_reason, None)
+            for a, e in zip(self.answers, self.expected, strict=True)
+        )
+
+
+async def kill_under_load(
+    server: ServeProcess, ray: LocalRay, bodies: list[dict[str, Any]], num_at_once: int
+) -> dict[str, Any]:
+    """Loads a server, and kills the raylet with the most replicas (not the head, to which the front is joined)."""
+    answers: list[Answer | None] = [None] * len(bodies)
+    num_replicas = replicas_up(server)
+    begun_s = time.monotonic()
+    loading = asyncio.create_task(ask_all(server.url, bodies, num_at_once, answers))
+    while sum(answer is not None for answer in answers) < len(bodies) // 4:
+        await asyncio.sleep(0.02)
+    victim = max(range(1, len(ray.raylets)), key=ray.num_hosts)
+    num_killed = ray.num_hosts(victim)
+    killed_s = time.monotonic()
+    os.kill(ray.raylet_pid(victim), signal.SIGKILL)
+    first_loss_s = await _seconds_until(lambda: replicas_up(server) < num_replicas, killed_s, 60.0)
+    recovering = asyncio.create_task(_seconds_until(lambda: replicas_up(server) == num_replicas, killed_s, TIMEOUT_S))
+    await loading
+    load_s = time.monotonic() - begun_s
+    recovered_s = await recovering
+    return {
+        "answers": [answer or Answer(error="never sent") for answer in answers], "num_killed": num_killed, "load_s": load_s,
+        "killed_at_s": killed_s, "first_loss_s": first_loss_s, "recovered_s": recovered_s,
+        "num_resumes": round(server.metric("num_resumes_total")),
+    }  # fmt: skip
+
+
+async def _seconds_until(condition: Any, begun_s: float, limit_s: float) -> float | None:
+    while time.monotonic() - begun_s < limit_s:
+        if await asyncio.to_thread(condition):
+            return time.monotonic() - begun_s
+        await asyncio.sleep(0.05)
+    return None
+
+
+@contextlib.asynccontextmanager
+async def serving(*flags: str) -> AsyncIterator[tuple[ServeProcess, float]]:
+    """Runs `cloister serve`, and says how long its start took."""
+    begun_s = time.monotonic()
+    server = await asyncio.to_thread(ServeProcess, *flags, timeout_s=START_S)
+    try:
+        yield server, time.monotonic() - begun_s
+    finally:
+        try:
+            await asyncio.to_thread(server.stop)
+        finally:
+            with contextlib.suppress(OSError):
+                server.kill()
+
+
+async def run(num_raylets: int, num_replicas: int, num_requests: int, num_at_once: int, max_tokens: int) -> Outcome:
+    """Runs everything; returns what was seen."""
+    bodies = make_bodies(num_requests, max_tokens)
+    expected: list[Answer | None] = [None] * num_requests
+    async with serving("--num-threads", "1") as (alone, _):
+        await ask_all(alone.url, bodies, num_at_once, expected)
+    with local_ray(num_raylets) as ray:
+        flags = ("--replicas", str(num_replicas), "--on", "ray", "--ray-address", ray.address, "--num-threads", "1",
+                 "--kv-memory-mb", "64")  # fmt: skip
+        async with serving(*flags) as (server, start_s):
+            seen = await kill_under_load(server, ray, bodies, num_at_once)
+            log = server.printed
+    return Outcome(expected=[answer or Answer(error="never sent") for answer in expected], start_s=start_s, log=log, **seen)
+
+
+def describe(outcome: Outcome) -> Iterator[str]:
+    """Yields what the client saw."""
+    total = len(outcome.answers)
+    struck = [a for a in outcome.answers if a.times_s and a.times_s[0] < outcome.killed_at_s < a.times_s[-1]]
+    gaps = sorted(answer.longest_gap_s for answer in struck)
+    yield f"Ray, and replicas on it, were ready after {outcome.start_s:.1f} s"
+    yield f"a raylet with {outcome.num_killed} replicas got SIGKILL while {len(struck)} answers were streaming"
+    lost = "not seen" if outcome.first_loss_s is None else f"{outcome.first_loss_s:.2f} s"
+    yield f"  first replica seen to be gone after {lost}; {outcome.num_resumes} answers went on in another one"
+    if gaps:
+        yield f"  longest gap in each of these streams: median {gaps[len(gaps) // 2]:.2f} s, at most {gaps[-1]:.2f} s"
+    back = "not in time" if outcome.recovered_s is None else f"{outcome.recovered_s:.1f} s"
+    yield f"  all replicas were there again after {back}"
+    counts = (
+        f"{outcome.num_answered} answered, {outcome.num_identical} as one engine alone, {total - outcome.num_answered} lost"
+    )
+    yield f"{total} requests in {outcome.load_s:.1f} s: {counts}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--raylets", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--streams", type=int, default=16, help="requests at once")
+    parser.add_argument("--max-tokens", type=int, default=200)
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started ends, too
+    outcome = asyncio.run(run(given.raylets, given.replicas, given.requests, given.streams, given.max_tokens))
+    for line in describe(outcome):
+        print(line)
+    is_well = outcome.num_identical == len(outcome.answers) and outcome.recovered_s is not None
+    if not is_well:
+        for answer in outcome.answers:
+            if answer.error is not None:
+                print(answer.error)
+        print(outcome.log)
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What places engine hosts on machines: Ray."""

@@ -1,0 +1,362 @@
+"""The front's side of Ray: placements whose hosts a driver process asks Ray for.
+
+Ray runs in a process of its own (`cluster.backend.ray`), since its libraries end the process that they are in when its cluster
+is lost, and so that no process that holds a request has Ray in it. Front and driver exchange lines of JSON over a socket pair:
+which host is wanted, where it is, that it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from cloister.cluster.remote.placement import Place
+from cloister.cluster.replica_set import ClusterConfig, MakeRouter, ReplicaSet
+from cloister.engine.client import EngineClient
+from cloister.types.errors import EngineError
+
+CONNECT_S: Final = 120.0
+"""Longest start of Ray, or of joining a cluster."""
+STOP_S: Final = 20.0
+"""Longest end of the driver, and of a Ray that it started."""
+DRIVER_ENDED: Final = "the driver of Ray has ended; the log may say why"
+TAKES_COMMANDS: Final = (
+    "everybody who reaches the ports of this Ray cluster can run programs on its machines; start it with RAY_AUTH_MODE=token, "
+    "and keep its network to itself"
+)
+_EXIT_POLL_S: Final = 0.02
+
+_logger = logging.getLogger(__name__)
+
+
+class RaySettings(msgspec.Struct, frozen=True):
+    """To a driver, first: what it is to ask Ray for.
+
+    Attributes:
+        address: of a running cluster; None starts one on this machine, on loopback.
+        temp_dir: where a Ray that it starts keeps its files.
+        num_cpus: of each replica; None divides those of the cluster.
+        num_gpus: of each replica.
+        front: the front's certificate, PEM.
+    """
+
+    num_replicas: int
+    address: str | None
+    temp_dir: str
+    num_cpus: int | None
+    num_gpus: int
+    front: str
+
+
+class StartHost(msgspec.Struct, frozen=True, tag=True):
+    """To a driver: a host is wanted in the place of this replica."""
+
+    host: int
+    index: int
+
+
+class KillHost(msgspec.Struct, frozen=True, tag=True):
+    """To a driver: end this host."""
+
+    host: int
+
+
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """From a driver: Ray is there, and has reserved a place for each replica."""
+
+    num_nodes: int
+    takes_commands: bool
+
+
+class HostStarted(msgspec.Struct, frozen=True, tag=True):
+    """From a driver: a host listens."""
+
+    host: int
+    address: str
+    port: int
+    certificate: str
+    num_threads: int
+    memory_share: float
+
+
+class HostEnded(msgspec.Struct, frozen=True, tag=True):
+    """From a driver: a host has ended, or could not start."""
+
+    host: int
+    how: str
+
+
+class RayFailed(msgspec.Struct, frozen=True, tag=True):
+    """From a driver: Ray cannot be used; sent once before it exits."""
+
+    message: str
+
+
+DriverCommand = StartHost | KillHost
+DriverReport = Connected | HostStarted | HostEnded | RayFailed
+
+
+def choose_num_cpus(node_cpus: list[int], num_replicas: int) -> int | None:
+    """Returns the most CPUs that each replica can have; None if there is no place for all. Pure.
+
+    Args:
+        node_cpus: CPUs of each machine.
+    """
+    fitting = (k for k in range(max(node_cpus, default=0), 0, -1) if sum(cpus // k for cpus in node_cpus) >= num_replicas)
+    return next(fitting, None)
+
+
+def share_memory(node_cpus: int, num_cpus: int, num_replicas: int) -> float:
+    """Returns the share of a machine's memory for one replica: as many as find place there may come to run there. Pure."""
+    return 1 / max(1, min(num_replicas, node_cpus // num_cpus))
+
+
+def driver_variables(address: str | None) -> dict[str, str]:
+    """Returns environment variables of a driver: no statistics leave, and a Ray of its own has a secret and loopback."""
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
+    if address is None:
+        variables |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems, every port listens on loopback
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_memory_monitor_refresh_ms": "0",  # engines have a budget
+        }
+    return variables
+
+
+@dataclass(slots=True)
+class _Host:
+    """What is known of a host."""
+
+    started: asyncio.Future[Place]
+    ended: asyncio.Future[str]
+
+
+class RayPlacer:
+    """Places engine hosts by Ray.
+
+    Args:
+        settings: `temp_dir` is chosen here.
+        driver: the module of the driver.
+    """
+
+    def __init__(self, settings: RaySettings, driver: str = "cloister.cluster.backend.ray") -> None:
+        self._settings = settings
+        self._module = driver
+        self._hosts: dict[int, _Host] = {}
+        self._num_hosts = 0
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._temp_dir: str | None = None
+        self._connecting = asyncio.Lock()
+
+    async def connect(self) -> None:
+        """Starts the driver if it does not run, and waits until Ray has a place for each replica.
+
+        Raises:
+            EngineError: it has not; the message says why.
+        """
+        async with self._connecting:
+            if self._writer is not None:
+                return
+            await self._end_driver()
+            if self._temp_dir is None and self._settings.address is None:
+                self._temp_dir = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")  # 0700; paths of Ray's sockets must be short
+            reader, writer = await self._start_driver()
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    report = await _read_report(reader)
+            except TimeoutError:
+                report = RayFailed(f"Ray was not there after {CONNECT_S:.0f} s, with a place for each replica")
+            except BaseException:
+                writer.close()
+                raise
+            if not isinstance(report, Connected):
+                writer.close()
+                await self._end_driver()
+                raise EngineError(report.message if isinstance(report, RayFailed) else DRIVER_ENDED)
+            if report.takes_commands:
+                _logger.warning(TAKES_COMMANDS)
+            self._writer = writer
+            self._reading = asyncio.create_task(self._read(reader), name="Ray's driver")
+
+    async def close(self) -> None:
+        """Ends the driver, its hosts, and a Ray that it started."""
+        await self._end_driver()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._temp_dir = None
+
+    def placement(self, index: int) -> RayPlacement:
+        """Returns the placement of a replica."""
+        return RayPlacement(self, index)
+
+    def start_host(self, index: int) -> tuple[int, _Host]:
+        """Asks for a host; returns its number."""
+        self._num_hosts += 1
+        loop = asyncio.get_running_loop()
+        host = self._hosts[self._num_hosts] = _Host(loop.create_future(), loop.create_future())
+        self._send(StartHost(self._num_hosts, index))
+        return self._num_hosts, host
+
+    def kill_host(self, number: int) -> None:
+        """Ends a host."""
+        self._send(KillHost(number))
+        self._note_end(number, "it was killed")
+
+    def _send(self, command: DriverCommand) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(msgspec.json.encode(command) + b"\n")
+
+    async def _start_driver(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        near, far = socket.socketpair()
+        with far:
+            self._driver = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, str(far.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **driver_variables(self._settings.address)},
+                pass_fds=(far.fileno(),),
+                process_group=0,
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=near)
+        # below the folder: Ray opens the one that it gets to everybody
+        temp_dir = "" if self._temp_dir is None else f"{self._temp_dir}/r"
+        settings = msgspec.structs.replace(self._settings, temp_dir=temp_dir)
+        writer.write(msgspec.json.encode(settings) + b"\n")
+        return reader, writer
+
+    async def _end_driver(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        if self._writer is not None:
+            self._writer.close()  # the driver ends with it, and what it started
+            self._writer = None
+        if self._driver is not None:
+            driver, self._driver = self._driver, None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    while driver.poll() is None:
+                        await asyncio.sleep(_EXIT_POLL_S)
+            if driver.poll() is None:
+                driver.kill()
+                await asyncio.to_thread(driver.wait)
+        for number in list(self._hosts):
+            self._note_end(number, DRIVER_ENDED)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Takes the driver's reports until it ends."""
+        while (report := await _read_report(reader)) is not None:
+            match report:
+                case HostStarted() as said:
+                    found = self._hosts.get(said.host)
+                    if found is not None and not found.started.done():
+                        found.started.set_result(
+                            Place(said.address, said.port, said.certificate, said.num_threads, said.memory_share)
+                        )
+                case HostEnded(number, how):
+                    self._note_end(number, how)
+                case _:
+                    pass
+        _logger.error(DRIVER_ENDED)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for number in list(self._hosts):
+            self._note_end(number, DRIVER_ENDED)
+
+    def _note_end(self, number: int, how: str) -> None:
+        host = self._hosts.pop(number, None)
+        if host is None:
+            return
+        if not host.started.done():
+            host.started.set_exception(EngineError(f"Ray could not start the engine's host: {how}"))
+            host.started.exception()  # perhaps nobody waits for it any more
+        if not host.ended.done():
+            host.ended.set_result(how)
+
+
+class RayPlacement:
+    """A replica's host, placed by Ray (protocol `Placement`)."""
+
+    def __init__(self, placer: RayPlacer, index: int) -> None:
+        self._placer = placer
+        self._index = index
+        self._number = 0
+        self._host: _Host | None = None
+
+    async def start(self) -> Place:
+        if self._host is None or self._host.ended.done():
+            await self._placer.connect()
+            self._number, self._host = self._placer.start_host(self._index)
+        try:
+            return await asyncio.shield(self._host.started)
+        except BaseException:
+            self.kill()
+            raise
+
+    async def wait_ended(self) -> str:
+        assert self._host is not None, "start it first"
+        return await asyncio.shield(self._host.ended)
+
+    def kill(self) -> None:
+        if self._host is not None:
+            self._placer.kill_host(self._number)
+            self._host = None
+
+
+class PlacedReplicas(ReplicaSet):
+    """Replicas that Ray places: it is there before them, and ends after them."""
+
+    def __init__(
+        self,
+        replicas: list[EngineClient],
+        make_router: MakeRouter,
+        placer: RayPlacer,
+        config: ClusterConfig,
+        block_size: int,
+        *,
+        avoids_slow: bool,
+    ) -> None:
+        super().__init__(replicas, make_router, config, block_size, avoids_slow=avoids_slow)
+        self._placer = placer
+
+    async def start(self) -> None:
+        """Starts Ray, or joins it, and then all engines at once. Raises as `ReplicaSet.start`."""
+        try:
+            await self._placer.connect()
+        except BaseException:
+            await self._placer.close()
+            raise
+        await super().start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Drains all engines at once, and ends the hosts."""
+        try:
+            await super().drain(timeout_s)
+        finally:
+            await self._placer.close()
+
+
+async def _read_report(reader: asyncio.StreamReader) -> DriverReport | None:
+    """Reads a driver's report; None if it has ended."""
+    try:
+        line = await reader.readline()
+        return msgspec.json.decode(line, type=DriverReport) if line else None
+    except (OSError, ValueError):  # ValueError: a line that is too long, or no report
+        return None

@@ -1,0 +1,222 @@
+"""The driver of Ray: `python -m cloister.cluster.backend.ray FD`. Nothing else imports Ray.
+
+Each replica has a bundle of a placement group, and in it an actor that starts the engine's host on its machine. The actor
+says where the host listens and when it ends; the host's standard input ends with the actor. What passes through Ray are
+certificates, addresses and exit statuses: no key, no settings of the engine, no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from typing import Any, Final
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cloister.cluster.backend.placer import (
+    Connected,
+    DriverCommand,
+    DriverReport,
+    HostEnded,
+    HostStarted,
+    KillHost,
+    RayFailed,
+    RaySettings,
+    StartHost,
+    choose_num_cpus,
+    share_memory,
+)
+from cloister.cluster.remote.host_process import HostProcess
+from cloister.types.errors import EngineError
+
+RESERVE_S: Final = 100.0
+"""Longest wait until a cluster has a place for each replica."""
+_OBJECT_STORE_BYTES: Final = 80 * 2**20  # Ray takes no less; nothing is put there
+_NOTE_CHARS: Final = 200
+
+
+class HostActor:
+    """Runs an engine's host on the machine where Ray puts it."""
+
+    def __init__(self) -> None:
+        self._host: HostProcess | None = None
+
+    async def start(self, front: str) -> dict[str, Any]:
+        """Starts the host for the front with this certificate; returns where it is, or an error."""
+        address = ray.util.get_node_ip_address()
+        try:
+            self._host = await HostProcess.start(front, address)
+        except EngineError as error:
+            return {"error": error.message}
+        report = self._host.report
+        node = ray.get_runtime_context().get_node_id()
+        return {"address": address, "port": report.port, "certificate": report.certificate, "node": node}
+
+    async def wait_ended(self) -> str:
+        """Waits until the host has ended; says how."""
+        return "it was not started" if self._host is None else await self._host.wait()
+
+
+class Driver:
+    """Does what the front asks for.
+
+    Args:
+        settings: the front's.
+        writer: to the front.
+    """
+
+    def __init__(self, settings: RaySettings, writer: asyncio.StreamWriter) -> None:
+        self._settings = settings
+        self._writer = writer
+        self._actors: dict[int, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_cpus = 0
+        self._group: Any = None
+
+    def connect(self) -> Connected:
+        """Starts Ray or joins it, and reserves a place for each replica.
+
+        Raises:
+            EngineError: it cannot.
+        """
+        settings = self._settings
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            if settings.address is None:
+                ray.init(
+                    "local",
+                    num_cpus=settings.num_replicas * (settings.num_cpus or 1),
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=settings.temp_dir,
+                    **quiet,
+                )
+            else:
+                ray.init(settings.address, **quiet)
+        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise EngineError(_explain(settings.address, error)) from None
+        self._reserve()
+        takes_commands = settings.address is not None and os.environ.get("RAY_AUTH_MODE") != "token"
+        return Connected(len(self._node_cpus()), takes_commands)
+
+    def _node_cpus(self) -> dict[str, int]:
+        return {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
+
+    def _reserve(self) -> None:
+        settings, nodes = self._settings, list(self._node_cpus().values())
+        num_cpus = settings.num_cpus or choose_num_cpus(nodes, settings.num_replicas)
+        if num_cpus is None:
+            raise EngineError(
+                f"the Ray cluster has {sum(nodes)} CPUs on {len(nodes)} machines, too few for {settings.num_replicas} "
+                "replicas; add machines, or set --replicas to less"
+            )
+        bundle = {"CPU": num_cpus, **({"GPU": settings.num_gpus} if settings.num_gpus else {})}
+        self._num_cpus = num_cpus
+        self._group = placement_group([bundle] * settings.num_replicas, strategy="SPREAD")
+        if not self._group.wait(RESERVE_S):
+            raise EngineError(
+                f"the Ray cluster ({sum(nodes)} CPUs on {len(nodes)} machines) has no place for {settings.num_replicas} "
+                f"replicas of {bundle} now; end other work there, add machines, or set --replicas or --num-threads to less"
+            )
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Does what the front asks for until it has ended."""
+        while line := await reader.readline():
+            match msgspec.json.decode(line, type=DriverCommand):
+                case StartHost(host, index):
+                    task = asyncio.create_task(self._run_host(host, index))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case KillHost(host):
+                    self._kill(host)
+
+    async def _run_host(self, host: int, index: int) -> None:
+        """Has a host run, and says what becomes of it."""
+        try:
+            actor = self._actors[host] = (
+                ray.remote(HostActor)
+                .options(
+                    num_cpus=self._num_cpus,
+                    num_gpus=self._settings.num_gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+                )
+                .remote()
+            )
+            said = await actor.start.remote(self._settings.front)
+            if "error" in said:
+                self.say(HostEnded(host, said["error"]))
+            else:
+                cpus = self._node_cpus().get(said["node"], self._num_cpus)
+                share = share_memory(cpus, self._num_cpus, self._settings.num_replicas)
+                self.say(HostStarted(host, said["address"], said["port"], said["certificate"], self._num_cpus, share))
+                self.say(HostEnded(host, await actor.wait_ended.remote()))
+        except RayError as error:
+            self.say(HostEnded(host, f"Ray says {_note(error)}"))
+        finally:
+            self._kill(host)
+
+    def _kill(self, host: int) -> None:
+        actor = self._actors.pop(host, None)
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)
+
+    async def close(self) -> None:
+        """Ends all hosts, and Ray if it was started here."""
+        for task in (tasks := set(self._tasks)):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        ray.shutdown()
+
+    def say(self, report: DriverReport) -> None:
+        """Reports to the front."""
+        self._writer.write(msgspec.json.encode(report) + b"\n")
+
+
+def _note(error: Exception) -> str:
+    """The first line of an error of Ray, in short."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:_NOTE_CHARS]
+
+
+def _explain(address: str | None, error: Exception) -> str:
+    if address is None:
+        return f"Ray does not start on this machine ({_note(error)})"
+    return (
+        f"the Ray cluster at {address} cannot be joined ({_note(error)}); a node of it must run on this machine: "
+        f"ray start --address={address} --num-cpus=0, with the same versions of Ray and Python"
+    )
+
+
+async def _main(fd: int) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    settings = msgspec.json.decode(await reader.readline(), type=RaySettings)
+    driver = Driver(settings, writer)
+    try:
+        driver.say(driver.connect())
+        await driver.serve(reader)
+    except EngineError as error:
+        driver.say(RayFailed(error.message))
+        await writer.drain()
+    finally:
+        await driver.close()
+
+
+def main(fd: int) -> int:
+    """Drives Ray for the front at the other end of a socket; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(_main(fd))
+    return 0
+
+
+if __name__ == "__main__":
+    from cloister.cluster.backend.ray import main as main_of_module  # actors are of a module that other machines have, too
+
+    sys.exit(main_of_module(int(sys.argv[1])))

@@ -1,0 +1,107 @@
+"""Keys and certificates with which fronts and engine hosts know each other: TLS 1.3, each side expects one certificate.
+
+Each process makes its own key, which never leaves it. Only certificates are handed over, through whatever starts the host: they
+are no secret, but must not be exchanged for others on their way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import ssl
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from cloister.types.errors import ConfigError
+
+# No machine's clock decides about a certificate: the other side knows every bit of it (RFC 5280, 4.1.2.5: no expiry).
+_ALWAYS: Final = (
+    datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC),
+    datetime.datetime(9999, 12, 31, 23, 59, 59, 0, datetime.UTC),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The key of one process, and its certificate.
+
+    Attributes:
+        certificate: PEM.
+    """
+
+    certificate: str
+    _key: bytes
+
+    @classmethod
+    def make(cls) -> Identity:
+        """Draws a key (P-256) and signs a certificate with it."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cloister")])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(_ALWAYS[0])
+            .not_valid_after(_ALWAYS[1])
+            .sign(key, hashes.SHA256())
+        )
+        return cls(
+            certificate.public_bytes(serialization.Encoding.PEM).decode(),
+            key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        )
+
+    def __repr__(self) -> str:
+        return "Identity()"
+
+    def server_context(self, peer: str) -> ssl.SSLContext:
+        """Returns the settings of a server whose only client has the certificate `peer`. Raises ConfigError as `read_peer`."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER, peer)
+        context.num_tickets = 0  # no session is resumed, so each connection shows its certificates
+        return context
+
+    def client_context(self, peer: str) -> ssl.SSLContext:
+        """Returns the settings of a client whose only server has the certificate `peer`. Raises ConfigError as `read_peer`."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT, peer)
+
+    def _context(self, protocol: int, peer: str) -> ssl.SSLContext:
+        read_peer(peer)
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the certificate is known; a name adds nothing
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=peer)
+        self._load_into(context)
+        return context
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        """Python reads keys from files only; this one is in memory."""
+        descriptor = os.memfd_create("cloister-identity", os.MFD_CLOEXEC)
+        try:
+            os.write(descriptor, self._key + self.certificate.encode())
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+
+
+def read_peer(certificate: str) -> bytes:
+    """Returns the DER form of one certificate in PEM.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(certificate.encode()).public_bytes(serialization.Encoding.DER)
+    except ValueError:
+        raise ConfigError("the other side's certificate is no PEM; start both sides with the same version") from None
+
+
+def is_peer(connection: object, certificate: bytes) -> bool:
+    """Whether the other side of a TLS connection has shown just this certificate (DER), not one that it signed."""
+    return isinstance(connection, ssl.SSLObject) and connection.getpeercert(binary_form=True) == certificate

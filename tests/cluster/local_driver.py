@@ -1,0 +1,54 @@
+"""A driver (`cluster.backend.placer`) that starts hosts on this machine, without Ray: for tests of the front's side."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+import msgspec
+
+from cloister.cluster.backend.placer import (
+    Connected,
+    DriverCommand,
+    HostEnded,
+    HostStarted,
+    KillHost,
+    RayFailed,
+    RaySettings,
+    StartHost,
+)
+from cloister.cluster.remote.host_process import HostProcess
+
+
+async def main(fd: int) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    settings = msgspec.json.decode(await reader.readline(), type=RaySettings)
+    hosts: dict[int, HostProcess] = {}
+
+    def say(report: msgspec.Struct) -> None:
+        writer.write(msgspec.json.encode(report) + b"\n")
+
+    async def run_host(number: int) -> None:
+        host = hosts[number] = await HostProcess.start(settings.front, "127.0.0.1")
+        say(HostStarted(number, "127.0.0.1", host.report.port, host.report.certificate, 1, 0.5))
+        say(HostEnded(number, await host.wait()))
+
+    if settings.address == "nowhere":
+        say(RayFailed("there is no such cluster"))
+        await writer.drain()
+        return
+    say(Connected(1, False))
+    tasks = []
+    while line := await reader.readline():
+        match msgspec.json.decode(line, type=DriverCommand):
+            case StartHost(number, 7):
+                say(HostEnded(number, "no machine is left"))
+            case StartHost(number, _):
+                tasks.append(asyncio.create_task(run_host(number)))
+            case KillHost(number) if number in hosts:
+                hosts[number].kill()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

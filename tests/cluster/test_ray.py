@@ -1,0 +1,74 @@
+"""Replicas on a Ray of several raylets, one of which is killed under load. Runs where the extra `ray` is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster_demo import ask_all, make_bodies, serving
+from tests.serving import descendants
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.slow,  # Ray takes some ten seconds to start, and longer to notice that a node is dead
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
+]
+
+
+def listening_elsewhere() -> set[str]:
+    """Addresses other than loopback on which processes below this one listen (proc(5), /proc/net/tcp)."""
+    inodes = set()
+    for pid in descendants(os.getpid()):
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+            except OSError:
+                continue
+    found = set()
+    for table, loopback in (("tcp", "0100007F"), ("tcp6", "0000000000000000FFFF00000100007F")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes and words[1].split(":")[0] != loopback:
+                found.add(words[1])
+    return found
+
+
+def left_over() -> set[Path]:
+    return set(Path("/tmp").glob("cl-ray-*"))
+
+
+def test_every_answer_is_that_of_one_engine_alone_though_a_raylet_is_killed() -> None:
+    before = left_over()
+    demo = [sys.executable, "-m", "benchmarks.cluster_demo", "--requests", "64", "--max-tokens", "100"]
+    ended = subprocess.run(demo, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "64 answered, 64 as one engine alone, 0 lost" in ended.stdout
+    assert left_over() == before
+
+
+def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:
+    before = left_over()
+    secret = "my doctor is called Okonkwo"
+
+    async def main() -> None:
+        async with serving("--replicas", "2", "--on", "ray", "--num-threads", "1", "--kv-memory-mb", "64") as (server, _):
+            bodies = [{**body, "prompt": f"{secret} {body['prompt']}"} for body in make_bodies(4, 20)]
+            answers: list = [None] * len(bodies)
+            await ask_all(server.url, bodies, 4, answers)
+            assert all(answer.error is None for answer in answers)
+            assert listening_elsewhere() == set()
+            (folder,) = left_over() - before
+            assert folder.stat().st_mode & 0o777 == 0o700
+            logs = [path for path in folder.rglob("*") if path.is_file()]
+            assert len(logs) > 5
+            assert not any(secret.encode() in path.read_bytes() for path in logs)
+
+    asyncio.run(main())
+    assert descendants(os.getpid()) == []
+    assert left_over() == before
