@@ -20,7 +20,10 @@ from tests.tree_history import Erratic, Prophet
 VOCAB, BLOCK, MAX_MODEL_LEN, MAX_TOKENS = 64, 4, 400, 24
 BACKENDS_AND_KINDS = [
     ("torch", {}),
-    *(("native", {"kernels": KERNELS[place % len(KERNELS)], "dtype": ("float32", "bfloat16")[place % 2]}) for place in range(max(2, len(KERNELS)))),
+    *(
+        ("native", {"kernels": KERNELS[place % len(KERNELS)], "dtype": ("float32", "bfloat16")[place % 2]})
+        for place in range(max(2, len(KERNELS)))
+    ),
     *(("native", {"dtype": "bfloat16", "kv_dtype": kind}) for kind in ("int8", "int4")),
 ]
 """Instruction sets and types in turns: what a step computes with them, `tests/backends` compares."""

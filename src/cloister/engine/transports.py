@@ -36,6 +36,7 @@ LOST: Final = "the engine stopped while it held this request; send it again"
 LOST_THREAD: Final = "the engine stopped while it held this request, and in a thread it cannot be restarted; load it again"
 _BUFFER_BYTES: Final = 2**20
 _EXIT_POLL_S: Final = 0.01
+_REAP_TIMEOUT_S: Final = 5.0
 _STACKS_TIMEOUT_S: Final = 1.0
 _STACKS_PAUSE_S: Final = 0.05
 
@@ -272,10 +273,15 @@ class ProcessTransport(_ChannelTransport):
         status = process.poll()
         messages.close()
         process.kill()
-        await asyncio.sleep(0)  # the loop closes the socket at its next turn
-        while status is None:  # SIGKILL ends any process, but the kernel may take a while
-            await asyncio.sleep(_EXIT_POLL_S)
-            status = process.poll()
+        try:
+            await asyncio.sleep(0)  # the loop closes the socket at its next turn
+            while status is None:  # SIGKILL ends any process, but the kernel may take a while
+                await asyncio.sleep(_EXIT_POLL_S)
+                status = process.poll()
+        except asyncio.CancelledError:  # else it would stay a zombie
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_REAP_TIMEOUT_S)
+            raise
         return f"the process ended with status {status}"
 
 
