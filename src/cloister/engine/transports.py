@@ -279,8 +279,9 @@ class ProcessTransport(_ChannelTransport):
                 await asyncio.sleep(_EXIT_POLL_S)
                 status = process.poll()
         except asyncio.CancelledError:  # else it would stay a zombie
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_REAP_TIMEOUT_S)
+            give_up_s = time.monotonic() + _REAP_TIMEOUT_S
+            while process.poll() is None and time.monotonic() < give_up_s:
+                time.sleep(_EXIT_POLL_S)
             raise
         return f"the process ended with status {status}"
 
