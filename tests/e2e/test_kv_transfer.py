@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from cloister.cluster import ReplicaSet
+from cloister.engine import EngineClient
+from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.transports import ProcessTransport
-from cloister.launch.processes import ENGINE_ENTRY
+from cloister.launch.processes import ENGINE_ENTRY, make_engine
+from cloister.launch.settings import resolve_settings
 from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event, KVLoaded, KVSource, Outputs, Scheduled, Shutdown, Stepped, Submit
 from cloister.types.request import Request, SamplingParams
@@ -125,3 +129,44 @@ def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill() -
             target.transport.send(Shutdown(5.0))
 
     asyncio.run(run())
+
+
+def test_a_running_request_moves_when_its_source_has_just_filled_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that little is left for the target to compute, and the answer does not wait for it."""
+    rests: dict[str, list[int]] = {}
+
+    def prefetch(client: EngineClient, found: InFlightRequest, source: str) -> None:
+        num_with_kv = len(found.request.token_ids) + len(found.token_ids[0]) - 1
+        rests.setdefault(found.request.request_id, []).append(num_with_kv % 16)
+        ask(client, found, source)
+
+    ask = EngineClient.prefetch
+    monkeypatch.setattr(EngineClient, "prefetch", prefetch)
+
+    async def run() -> None:
+        settings = resolve_settings({"replicas": 2, "num_threads": 1, "kv_memory_mb": 64, "kv_transfer": "unix"})
+        cluster = make_engine(settings.engine.config, settings.server.config)
+        assert isinstance(cluster, ReplicaSet)
+        await cluster.start()
+        try:
+            answers: dict[str, list[int]] = {}
+            for name in ("stays", "moves"):
+                sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+                request = Request(request_id=name, token_ids=PROMPT[:100], sampling=sampling)
+                answer = asyncio.create_task(follow(cluster, request, answers.setdefault(name, [])))
+                await wait_until(lambda name=name: len(answers[name]) > 10)
+                if name == "moves":
+                    assert await cluster.migrate(name, 1 - cluster._places[name])
+                await answer
+        finally:
+            await cluster.drain(0.0)
+        assert answers["moves"] == answers["stays"]
+
+    asyncio.run(run())
+    assert len(rests["moves"]) > 1
+    assert set(rests["moves"][1:]) <= {0, 1}
+
+
+async def follow(cluster: ReplicaSet, request: Request, token_ids: list[int]) -> None:
+    async for output in cluster.generate(request):
+        token_ids += output.token_ids

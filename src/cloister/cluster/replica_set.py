@@ -125,6 +125,7 @@ class ReplicaSet(RequestClient):
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
+        self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._costs = [StepCost() for _ in self._replicas]
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
@@ -341,14 +342,19 @@ class ReplicaSet(RequestClient):
         return self._switch(request_id, source, target, loads_kv=not has_copied)
 
     async def _copy_kv(self, request_id: str, source: int, target: int) -> bool:
-        """Has the target load the KV of a running request, until a round would bring less than a block. Returns whether it did
-        so: what is left is computed sooner than it is asked for."""
+        """Has the target load the KV of a running request, in rounds. Returns whether it did; what is left is computed sooner
+        than it is asked for.
+
+        Blocks are loaded whole, so a round after the first begins when the source has just filled one: the target then computes
+        a few tokens at most, in one step.
+        """
         endpoint = self._replicas[source].kv_endpoint
-        for _ in range(MAX_COPY_ROUNDS):
+        for number in range(MAX_COPY_ROUNDS):
+            if number and not await self._wait_for_block(request_id, source):
+                return False
             found = self._replicas[source].find(request_id)
             if endpoint is None or self._replicas[target].kv_endpoint is None or found is None or not found.has_output:
                 return False
-            num_tokens = len(found.token_ids[0])
             self._replicas[source].hold(request_id)
             loaded = self._loads[target, request_id] = asyncio.get_running_loop().create_future()
             self._replicas[target].prefetch(found, endpoint)
@@ -361,9 +367,32 @@ class ReplicaSet(RequestClient):
                 self._loads.pop((target, request_id), None)
             if not is_complete:
                 return False
-            if len(found.token_ids[0]) - num_tokens < self._block_size:
-                return True
+            if number and self._num_past_block(found) <= self._block_size // 2:
+                break
+        await self._wait_for_step(source)  # a step that the source has begun is not lost
+        return True
+
+    async def _wait_for_block(self, request_id: str, source: int) -> bool:
+        """Waits until a running request has just filled a KV block. Returns False if it has ended, or takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                while (found := self._replicas[source].find(request_id)) is not None and found.has_output:
+                    if self._num_past_block(found) <= 1:
+                        return True
+                    await self._wait_for_step(source)
         return False
+
+    async def _wait_for_step(self, index: int) -> None:
+        """Waits until a replica has made a step, for a time."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._step_waiters[index].append(waiter)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                await waiter
+
+    def _num_past_block(self, found: InFlightRequest) -> int:
+        """Returns how many tokens with KV a request has behind its last full block; its last token has none yet."""
+        return (len(found.request.token_ids) + len(found.token_ids[0]) - 1) % self._block_size
 
     def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
@@ -481,6 +510,10 @@ class ReplicaSet(RequestClient):
         if isinstance(event, Stepped):
             if not event.drafting:
                 self._costs[index].learn(StepSize(event.num_tokens, event.num_attended), event.elapsed_s)
+            waiters, self._step_waiters[index] = self._step_waiters[index], []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
             event = self._total(event)
         elif self._verifier.owns(event):
             return
