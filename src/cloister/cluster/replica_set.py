@@ -35,6 +35,8 @@ DEFAULT_BLOCK_SIZE: Final = 16
 DRAIN_EVERY_S: Final = 0.05
 REBALANCE_EVERY_S: Final = 0.5
 MAX_COPY_ROUNDS: Final = 4
+WAKE_TIMEOUT_S: Final = 10.0
+"""Longest wait of a move for an engine that was idle; the request goes on where it is."""
 COPY_TIMEOUT_S: Final = 5.0
 """Longest wait for a round of KV; what did not arrive is computed."""
 TRANSFER_WEIGHT: Final = 0.1
@@ -142,6 +144,7 @@ class ReplicaSet(RequestClient):
             replica.rescue = partial(self._rescue, index)
             replica.diagnose = partial(self._diagnose, index)
             replica.after_receive = partial(self._hand_off, index)
+            replica.after_end = partial(self._forget, index)
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -203,7 +206,8 @@ class ReplicaSet(RequestClient):
         wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
-        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow, *wrong]))
+        is_idle = all(health.is_idle for health in each)
+        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow, *wrong]), is_idle=is_idle)
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""
@@ -265,12 +269,16 @@ class ReplicaSet(RequestClient):
 
     @property
     def _moves_kv(self) -> bool:
-        return all(replica.kv_endpoint is not None for replica in self._replicas)
+        return all(replica.exchanges_kv for replica in self._replicas)
 
     def _accepting(self, but: int | None = None) -> list[ReplicaSnapshot]:
-        """Returns the replicas that requests may go to, slow ones left out."""
+        """Returns the replicas that requests may go to, without slow ones, and without idle ones that need not be started
+        because another one of the same role runs and has no request."""
         accepting = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and snapshot.index != but]
-        return self._speeds.choose(accepting, self._clock.now()) if accepting and self._avoids_slow else accepting
+        if accepting and self._avoids_slow:
+            accepting = self._speeds.choose(accepting, self._clock.now())
+        unused = {snapshot.role for snapshot in accepting if not (snapshot.is_idle or snapshot.num_requests)}
+        return [snapshot for snapshot in accepting if not (snapshot.is_idle and snapshot.role in unused)]
 
     def _place(self, request: Request) -> Placement:
         """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
@@ -288,11 +296,14 @@ class ReplicaSet(RequestClient):
         if placement.hands_off:
             self._handing_off[placement.index].add(request_id)
 
+    def _forget(self, index: int) -> None:
+        """Forgets what the engine of a replica had cached, and how fast it was: it has ended."""
+        self._speeds.forget(index)
+        if self._router is not None:
+            self._router.forget(index)
+
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
-        self._speeds.forget(lost)
-        if self._router is not None:
-            self._router.forget(lost)
         if self._verifier.has_sent(found.request.request_id):
             return False  # it asks this replica, and waits for its next engine
         placement = self._find_place(found, self._accepting())
@@ -331,10 +342,13 @@ class ReplicaSet(RequestClient):
         """Moves a request to another replica while it runs. Its client sees one answer without a gap.
 
         Where engines can load KV from each other, the target loads what there is in rounds, while the source goes on; the last
-        tokens are computed. Returns False if the request has ended or moved meanwhile, or the target does not accept it.
+        tokens are computed. An idle target is started first. Returns False if the request has ended or moved meanwhile, or the
+        target does not accept it.
         """
         source = self._places.get(request_id)
         if source is None or source == target or not self._snapshot(target).is_accepting:
+            return False
+        if not await self._replicas[target].wake(WAKE_TIMEOUT_S):
             return False
         has_copied = await self._copy_kv(request_id, source, target)
         if self._places.get(request_id) != source or not self._snapshot(target).is_accepting:
