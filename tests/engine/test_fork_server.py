@@ -180,6 +180,19 @@ def test_the_secret_of_engines_that_exchange_kv_is_in_forks_and_not_in_their_tem
     run(main())
 
 
+def test_a_front_adopts_its_engines_and_no_other_orphans(model_path: Path) -> None:
+    async def main() -> None:
+        async with forking(model_path, num_engines=2):
+            said = subprocess.run(["sh", "-c", "sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, text=True, check=True)
+            orphan = int(said.stdout)
+            try:
+                assert status_of(orphan, "PPid") != str(os.getpid())
+            finally:
+                os.kill(orphan, signal.SIGKILL)
+
+    run(main())
+
+
 def test_a_fork_shares_what_the_template_has_loaded(fresh_path: Path) -> None:
     async def main() -> None:
         entry = "tests.engine.test_fork_server:build_heavy"

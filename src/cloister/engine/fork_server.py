@@ -17,7 +17,7 @@ from cloister.engine import channel, child_process
 from cloister.engine.child_process import Fork, ProcessHandle, spawn_program
 from cloister.types.errors import EngineError, recreate
 from cloister.types.events import Failed
-from cloister.types.processes import adopt_orphans
+from cloister.types.processes import adopting_orphans
 
 FORK_TIMEOUT_S: Final = 10.0
 """A fork takes milliseconds; a template that is silent for longer hangs."""
@@ -128,8 +128,11 @@ class ForkServer:
         return engine
 
     async def _make(self, boot: channel.Boot) -> _Template:
-        if not adopt_orphans():
-            raise EngineError("this system does not let a process adopt forked engines; set fork_server to off")
+        try:
+            with adopting_orphans():
+                pass
+        except OSError:
+            raise EngineError("this system does not let a process adopt forked engines; set fork_server to off") from None
         self._num_crashes = 0
         made = _Template(boot)
         try:
@@ -187,9 +190,10 @@ class _Template:
         Raises:
             OSError: the template has died, or hangs.
         """
-        socket.send_fds(self._control, [FORK], [far.fileno()])
-        async with asyncio.timeout(FORK_TIMEOUT_S):
-            said = await self._receive(PID_BYTES)
+        with adopting_orphans():
+            socket.send_fds(self._control, [FORK], [far.fileno()])
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                said = await self._receive(PID_BYTES)
         if not said:
             raise OSError("the template has died")
         pid = int.from_bytes(said, "little")

@@ -3,12 +3,13 @@ elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ THREADS_END_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_num_adopting = 0
 _LONGEST: Final = 15  # the kernel truncates longer names
 
 
@@ -40,10 +42,26 @@ def end_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def adopt_orphans() -> bool:
-    """Makes this process the parent of descendants whose parent dies (prctl(2), PR_SET_CHILD_SUBREAPER); returns whether it
-    is."""
-    return sys.platform == "linux" and bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Makes this process the parent of descendants whose parent dies meanwhile (prctl(2), PR_SET_CHILD_SUBREAPER), and not for
+    longer: it waits for no other orphans, which would stay zombies.
+
+    Raises:
+        OSError: this system has no such thing.
+    """
+    global _num_adopting
+    if sys.platform != "linux":
+        raise OSError("only Linux has it")
+    prctl = ctypes.CDLL(None).prctl
+    _num_adopting += 1
+    try:
+        if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError("the kernel refuses it")
+        yield
+    finally:
+        _num_adopting -= 1
+        prctl(_PR_SET_CHILD_SUBREAPER, int(_num_adopting > 0), 0, 0, 0)
 
 
 def count_threads() -> int:
