@@ -144,6 +144,22 @@ def test_a_hung_engine_is_replaced(model_path: Path) -> None:
     run(main())
 
 
+def test_an_engine_whose_closing_is_cancelled_leaves_no_zombie(model_path: Path) -> None:
+    async def main() -> None:
+        transport = ProcessTransport("tests.engine.replica:build")
+        await transport.open(make_config(model_path))
+        process = transport._process
+        assert process is not None
+        closing = asyncio.create_task(transport.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert closing.cancelled()
+        assert process.returncode == -signal.SIGKILL
+
+    run(main())
+
+
 def test_a_stopped_engine_is_unhealthy_before_it_is_replaced(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path, supervision=Supervision(look_every_s=0.05), stall_timeout_s=0.5) as engine:

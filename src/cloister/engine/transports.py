@@ -260,8 +260,9 @@ class ProcessTransport(_ChannelTransport):
         if process is None or messages is None:
             return None
         messages.close()
+        status = await child_process.end(process)
         await asyncio.sleep(0)  # the loop closes the socket at its next turn
-        return f"the process ended with status {await child_process.end(process)}"
+        return f"the process ended with status {status}"
 
     async def rest(self, *, is_final: bool = False) -> None:
         if self._fork_server is None:
