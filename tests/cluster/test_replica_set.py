@@ -244,7 +244,7 @@ def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:
 
 
 def run(main: object) -> None:
-    asyncio.run(asyncio.wait_for(main, 30.0))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(main, 180.0))  # type: ignore[arg-type]
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cloister.models import locate
@@ -344,6 +344,23 @@ def test_hostile_schemas_end_soon(compiler, schema):
         assert time.process_time() - started < 0.5
         if not is_good or matcher.is_complete or not matcher.accept([int(rng.choice(allowed(mask)))]):
             return
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(number=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 2**70))
+@example(1.9999999998835847)  # the library reads 1.999999999883585
+@example(10**30)
+@example(1e-30)
+def test_a_number_is_met_exactly_or_refused(compiler, tokenizer, number):
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"enum": [{"a": [number]}]}))
+    try:
+        check_grammar(grammar, "schema")
+    except InvalidRequestError:
+        assert abs(number) >= 2**53 or len(repr(number)) > 16 or abs(number) < 1e-6
+        return
+    tokens, whole = walk(compiler, grammar, seed=0)
+    assert whole
+    assert json.loads(tokenizer.decode(tokens, skip_special_tokens=False)) == {"a": [number]}
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(-1e6, 1e6) | st.text(max_size=8)

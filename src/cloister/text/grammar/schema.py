@@ -101,6 +101,8 @@ def _names(value: Any) -> set[str]:
     return {name for name in value if isinstance(name, str)} if isinstance(value, list) else set()
 
 
+_VALUES: Final = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+"""Keywords whose numbers must be met exactly."""
 MAX_DEPTH: Final = 32
 """Schemas inside one another."""
 MAX_SCHEMAS: Final = 4000
@@ -175,6 +177,8 @@ class _Walk:
             raise self._error("", f"is too large: at most {MAX_SCHEMAS} schemas, {MAX_DEPTH} deep, are taken")
         checked: dict[str, Any] = {}
         for position, (keyword, value) in enumerate(schema.items()):
+            if keyword in _VALUES and not _is_read_exactly(value):
+                raise self._error(place, f"has a number in `{keyword}` that is not enforced exactly; 15 digits are")
             if keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
                 continue
             checked[keyword] = self._check_keyword(keyword, value, place, depth, position)
@@ -305,6 +309,28 @@ def _with_real_days(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("format") not in ("date", "date-time"):
         return schema
     return {**schema, "allOf": [*schema.get("allOf", []), {"pattern": _DAY}, {"pattern": _YEAR}]}
+
+
+def _is_read_exactly(value: object) -> bool:
+    """Whether the library reads every number of a JSON value as it is.
+
+    It does so below 2^53, with integers and with floats that one rounding makes: their digits are below 2^53 and their power of
+    ten is at least -22 (W. Clinger, "How to Read Floating Point Numbers Accurately").
+    """
+    values = [value]
+    while values:
+        match values.pop():
+            case list() as items:
+                values.extend(items)
+            case dict() as items:
+                values.extend(items.values())
+            case int() | float() as number:
+                if not abs(number) < 2**53:
+                    return False
+                _, digits, exponent = Decimal(repr(number + 0)).as_tuple()
+                if not isinstance(exponent, int) or exponent < -22 or int("".join(map(str, digits))) >= 2**53:
+                    return False
+    return True
 
 
 def _ten(value: float) -> int:

@@ -1,0 +1,228 @@
+"""Answers of clusters of real processes, while something is done to them: `python -m benchmarks.cluster_faults`.
+
+One engine alone answers all prompts first: greedy and seeded ones, a quarter with a grammar and a quarter with an adapter. Then
+each layout of replicas answers the same, several at once, without a fault and with each fault. Prints what the client saw:
+answers that came, that are the same to the letter, the longest gap in a stream, and how long until all replicas accepted
+requests again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich.table import Table
+
+from benchmarks.cluster_demo import PROMPTS, Answer, ask_all, replicas_up, serving
+from benchmarks.harness import console
+from cloister.models import locate
+from tests.adapter_factory import write_adapter
+from tests.serving import ServeProcess, descendants
+
+RECOVER_S: Final = 60.0
+SHAPE: Final = r"[a-z]{2,8}( [a-z]{2,8}){40,60}\."
+LAYOUTS: Final = {
+    "2 mixed": ("--replicas", "2"),
+    "2 mixed, KV moves": ("--replicas", "2", "--kv-transfer", "unix", "--rebalance"),
+    "1 prefill, 1 decode": ("--replicas", "2", "--kv-transfer", "unix", "--prefill", "1", "--decode", "1"),
+    "2 prefill, 2 decode": ("--replicas", "4", "--kv-transfer", "unix", "--prefill", "2", "--decode", "2"),
+    "2 prefill, 2 decode, conductor": (
+        "--replicas", "4", "--kv-transfer", "unix", "--prefill", "2", "--decode", "2", "--router", "conductor",
+    ),
+}  # fmt: skip
+
+
+def make_bodies(num_requests: int, max_tokens: int, model: str) -> list[dict[str, Any]]:
+    """Returns requests: greedy and seeded ones, and among them some with a grammar and some with the adapter `ann`."""
+    bodies = []
+    for number in range(num_requests):
+        body: dict[str, Any] = {
+            "model": model, "prompt": f"{PROMPTS[number % len(PROMPTS)]} {number}" + " and so on" * (number % 30),
+            "max_tokens": max_tokens, "stream": True,
+        }  # fmt: skip
+        body |= {"temperature": 0} if number % 2 else {"temperature": 0.8, "seed": number}
+        body |= {"guided_regex": SHAPE} if number % 4 == 2 else {"ignore_eos": True}
+        if number % 4 == 3:
+            body["model"] = "ann"
+        bodies.append(body)
+    return bodies
+
+
+def engine_pids(server: ServeProcess) -> list[int]:
+    """Returns the engines' processes, in the order of their start."""
+    named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in descendants(server.process.pid)}
+    return [pid for pid, name in named.items() if name == "cl-engine"]
+
+
+async def nothing(server: ServeProcess) -> None:
+    """No fault."""
+
+
+async def kill_first(server: ServeProcess) -> None:
+    """SIGKILL to the first engine, which computes prompts where there are roles."""
+    os.kill(engine_pids(server)[0], signal.SIGKILL)
+
+
+async def kill_last(server: ServeProcess) -> None:
+    """SIGKILL to the last engine, which goes on with answers where there are roles."""
+    os.kill(engine_pids(server)[-1], signal.SIGKILL)
+
+
+async def kill_all(server: ServeProcess) -> None:
+    """SIGKILL to every engine at once."""
+    for pid in engine_pids(server):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def stop_one(server: ServeProcess) -> None:
+    """SIGSTOP to an engine, which hangs then."""
+    os.kill(engine_pids(server)[-1], signal.SIGSTOP)
+
+
+async def starve_one(server: ServeProcess) -> None:
+    """An engine gets a tenth of the processor for five seconds."""
+    pid = engine_pids(server)[-1]
+    for _ in range(10):
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.45)
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(0.05)
+
+
+async def drain_each(server: ServeProcess) -> None:
+    """Each replica in turn is drained and returned, so that its requests move."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
+        for index in range(replicas_up(server)):
+            for verb in ("drain", "return"):
+                reply = await client.post(f"/v1/replicas/{index}/{verb}")
+                if reply.status_code != 200:
+                    console.print(f"{verb} of replica {index}: {reply.text}")
+
+
+Fault = Callable[[ServeProcess], Awaitable[None]]
+FAULTS: Final[dict[str, Fault]] = {
+    "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 all": kill_all, "SIGSTOP one": stop_one,
+    "a tenth of a CPU": starve_one, "drain each": drain_each,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a client saw of a layout under a fault.
+
+    Attributes:
+        recovered_s: from the fault until all replicas accepted requests; None: not in time.
+    """
+
+    num_answered: int
+    num_identical: int
+    num_lost: int
+    longest_gap_s: float
+    load_s: float
+    recovered_s: float | None
+    num_resumes: int
+    num_moves: int
+
+
+async def strike(
+    server: ServeProcess, bodies: list[dict[str, Any]], expected: list[Answer | None], fault: Fault, given: argparse.Namespace
+) -> Outcome:
+    """Loads a server and does something to it once a fifth of the answers have come."""
+    answers: list[Answer | None] = [None] * len(bodies)
+    num_replicas = replicas_up(server)
+    begun_s = time.monotonic()
+    loading = asyncio.create_task(ask_all(server.url, bodies, given.streams, answers))
+    while sum(answer is not None for answer in answers) < len(bodies) // 5:
+        await asyncio.sleep(0.02)
+    struck_s = time.monotonic()
+    await fault(server)
+    await loading
+    load_s = time.monotonic() - begun_s
+    recovered_s = None
+    while recovered_s is None and time.monotonic() - struck_s < RECOVER_S:
+        if await asyncio.to_thread(replicas_up, server) == num_replicas and await asyncio.to_thread(server.is_well):
+            recovered_s = time.monotonic() - struck_s
+        await asyncio.sleep(0.05)
+    seen = [answer or Answer(error="never sent") for answer in answers]
+    pairs = [(a, e or Answer()) for a, e in zip(seen, expected, strict=True)]
+    num_answered = sum(a.error is None and a.finish_reason is not None for a in seen)
+    for error in sorted({a.error for a in seen if a.error}):
+        console.print(f"  {error}")
+    return Outcome(
+        num_answered,
+        sum((a.text, a.finish_reason, a.error) == (e.text, e.finish_reason, None) for a, e in pairs),
+        len(seen) - num_answered,
+        max(answer.longest_gap_s for answer in seen),
+        load_s,
+        recovered_s,
+        round(server.metric("num_resumes_total")),
+        round(server.metric("replica_migrated_total")),
+    )
+
+
+async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
+    """Runs every layout with every fault."""
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = write_adapter(Path(folder) / "ann", locate(given.model), size=0.05)
+        flags = ("--model", given.model, "--num-threads", "1", "--kv-memory-mb", "64", "--stall-timeout-s", "2",
+                 "--lora", f"ann={adapter}", *given.flags.split())  # fmt: skip
+        bodies = make_bodies(given.requests, given.max_tokens, given.model)
+        expected: list[Answer | None] = [None] * len(bodies)
+        async with serving(*flags) as (alone, _):
+            await ask_all(alone.url, bodies, given.streams, expected)
+        num_texts = len({answer.text for answer in expected if answer})
+        console.print(
+            f"one engine alone: {sum(a is not None and a.error is None for a in expected)} answers, {num_texts} texts"
+        )
+        for layout in given.layouts:
+            for name in given.faults:
+                async with serving(*flags, *LAYOUTS[layout]) as (server, _):
+                    outcome = await strike(server, bodies, expected, FAULTS[name], given)
+                    if outcome.num_identical < len(bodies) and given.log:
+                        Path(given.log).write_text(server.printed)
+                console.print(f"{layout}; {name}: {outcome}")
+                outcomes.append((layout, name, outcome))
+    return outcomes
+
+
+def show(outcomes: list[tuple[str, str, Outcome]]) -> None:
+    """Prints a table."""
+    columns = ("layout", "fault", "answered", "identical", "lost", "longest gap, s", "all back, s", "resumed", "moved")
+    table = Table(*columns)
+    for layout, name, seen in outcomes:
+        back = "no" if seen.recovered_s is None else f"{seen.recovered_s:.1f}"
+        counts = (seen.num_answered, seen.num_identical, seen.num_lost)
+        table.add_row(
+            layout, name, *map(str, counts), f"{seen.longest_gap_s:.2f}", back, str(seen.num_resumes), str(seen.num_moves)
+        )
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="cloister-5m")
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
+    parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS), metavar="FAULT")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--streams", type=int, default=16, help="requests at once")
+    parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--flags", default="", help="further flags of cloister serve")
+    parser.add_argument("--log", help="file for what the server printed when an answer differed")
+    given = parser.parse_args()
+    outcomes = asyncio.run(run(given))
+    show(outcomes)
+    return 0 if all(seen.num_identical == given.requests and seen.recovered_s is not None for *_, seen in outcomes) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
