@@ -15,7 +15,7 @@ from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.scenario import Job, Operation, Scenario
+from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.supervision import IdleTimer, Watchdog
@@ -222,7 +222,7 @@ def test_a_migration_keeps_the_deadline_and_a_run_shows_if_it_does_not(monkeypat
         seed=0,
         router="round_robin",
         jobs=(Job(at_s=0.0, prompt="one long answer", max_tokens=200, timeout_s=1.0),),
-        operations=(Operation(at_s=0.6, kind="migrate", replica=1),),
+        operations=(OperatorAction(at_s=0.6, kind="migrate", replica=1),),
     )
     assert not fuzz.replay(moved).violations
     monkeypatch.setattr(InFlightRequest, "submission", forget_the_deadline)

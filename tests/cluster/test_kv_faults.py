@@ -36,12 +36,12 @@ def lease_nothing_to_exports(
     """Blocks that are being copied may be evicted and written."""
     if not name.startswith("export"):
         return take(leases, name, keys, until_s, of_one_request=of_one_request)
-    leases._leases[name] = _Lease(until_s)
+    leases.by_name[name] = _Lease(until_s)
     return leases._cache.match(keys)
 
 
 def forget_blocks(leases: Leases, name: str) -> None:
-    leases._leases.pop(name, None)
+    leases.by_name.pop(name, None)
 
 
 def keep_blocks(loads: KVLoads, load: KVLoad) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cloister.cluster import ROUTERS, ReplicaSnapshot
-from cloister.cluster.roles import Flip, Placement, RoleFlips, RoleRouter, assign_roles
+from cloister.cluster.roles import Flip, RoleFlips, RoleRouter, RoutingDecision, assign_roles
 from cloister.cluster.routers import RouterContext
 from cloister.kv import PrefixKeys
 from cloister.types.errors import ConfigError
@@ -42,12 +42,12 @@ def pools(**changes: Any) -> list[ReplicaSnapshot]:
 
 def test_a_prompt_is_computed_where_prompts_are_and_the_answer_goes_on_elsewhere() -> None:
     router = role_router()
-    assert router.place(ask(), pools()) == Placement(0, hands_off=True)
+    assert router.place(ask(), pools()) == RoutingDecision(0, hands_off=True)
     assert router.place_decode(ask(), pools()) in (1, 2)
 
 
 def test_a_mixed_replica_keeps_its_answers() -> None:
-    assert role_router().place(ask(), [ReplicaSnapshot(0, role="mixed")]) == Placement(0)
+    assert role_router().place(ask(), [ReplicaSnapshot(0, role="mixed")]) == RoutingDecision(0)
 
 
 def test_a_prompt_without_a_whole_block_has_nothing_to_hand_over() -> None:
@@ -59,7 +59,7 @@ def test_a_prompt_without_a_whole_block_has_nothing_to_hand_over() -> None:
 def test_beams_stay_together_and_embeddings_have_no_answer() -> None:
     assert role_router().place(ask(beams=BeamSearch(width=2)), pools()).index in (1, 2)
     embedding = msgspec.structs.replace(ask(), pooling=PoolingParams())
-    assert role_router().place(embedding, pools()) == Placement(0, hands_off=False)
+    assert role_router().place(embedding, pools()) == RoutingDecision(0, hands_off=False)
 
 
 def test_without_a_replica_for_prompts_another_one_computes_the_request() -> None:
@@ -79,7 +79,7 @@ def test_a_long_hit_of_a_decoder_is_used_there() -> None:
     assert role_router("prefix_aware").place(ask(160), replicas).hands_off
     router = role_router("prefix_aware")
     router._prefill.pick(ask(160), replicas[1:2])
-    assert router.place(ask(160), replicas) == Placement(1)
+    assert router.place(ask(160), replicas) == RoutingDecision(1)
 
 
 @pytest.mark.parametrize("name", ["round_robin", "least_load", "prefix_aware", "conductor"])

@@ -17,7 +17,7 @@ import msgspec
 from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.migration import LoadLeveller
 from cloister.cluster.replay import ReplayVerifier
-from cloister.cluster.roles import Placement, RoleFlips, RoleRouter
+from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
 from cloister.cluster.routers import Router
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
@@ -280,7 +280,7 @@ class ReplicaSet(RequestClient):
         unused = {snapshot.role for snapshot in accepting if not (snapshot.is_idle or snapshot.num_requests)}
         return [snapshot for snapshot in accepting if not (snapshot.is_idle and snapshot.role in unused)]
 
-    def _place(self, request: Request) -> Placement:
+    def _place(self, request: Request) -> RoutingDecision:
         """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
         accepting = self._accepting()
         if accepting and self._router is not None:
@@ -289,9 +289,9 @@ class ReplicaSet(RequestClient):
         running = [i for i in others if self._replicas[i].closed is None]
         if not others:
             raise EngineError(ALL_DRAINED)
-        return Placement(running[0] if running else others[0])
+        return RoutingDecision(running[0] if running else others[0])
 
-    def _settle(self, request_id: str, placement: Placement) -> None:
+    def _settle(self, request_id: str, placement: RoutingDecision) -> None:
         self._places[request_id] = placement.index
         if placement.hands_off:
             self._handing_off[placement.index].add(request_id)
@@ -325,12 +325,12 @@ class ReplicaSet(RequestClient):
             _logger.error("replica %d hangs at the same place; it is replaced too", index)
             self._replicas[index].replace_engine()
 
-    def _find_place(self, found: InFlightRequest, accepting: list[ReplicaSnapshot]) -> Placement | None:
+    def _find_place(self, found: InFlightRequest, accepting: list[ReplicaSnapshot]) -> RoutingDecision | None:
         """Returns where an accepted request can go on; None if nowhere."""
         if self._router is None or not accepting:
             return None
         if found.has_output and (index := self._router.place_decode(found.request, accepting)) is not None:
-            return Placement(index)
+            return RoutingDecision(index)
         try:
             return self._router.place(found.request, accepting)
         except QueueFullError:

@@ -53,7 +53,7 @@ def assign_roles(num_replicas: int, num_prefill: int, num_decode: int) -> list[R
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RoutingDecision:
     """Where a request begins.
 
     Attributes:
@@ -79,7 +79,7 @@ class RoleRouter:
         self._prefill, self._decode = prefill, decode
         self._block_size = block_size
 
-    def place(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> Placement:
+    def place(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> RoutingDecision:
         """Returns where a request begins. `replicas` are those that accept requests, at least one.
 
         Raises:
@@ -90,7 +90,7 @@ class RoleRouter:
         index = self._prefill.pick(request, self._choose_pool(request, replicas, whole))
         source = self._prefill.take_source()
         role = next(replica.role for replica in replicas if replica.index == index)
-        return Placement(index, hands_off=role == "prefill" and request.pooling is None, source=source)
+        return RoutingDecision(index, hands_off=role == "prefill" and request.pooling is None, source=source)
 
     def place_decode(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int | None:
         """Returns where a request goes on that has its first token; None if none of `replicas` computes answers."""

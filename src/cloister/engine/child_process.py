@@ -45,7 +45,7 @@ def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}, module:
     )
 
 
-class Fork:
+class ForkedProcess:
     """A fork of a template, which became a child of this process (`ProcessHandle`)."""
 
     def __init__(self, pid: int) -> None:

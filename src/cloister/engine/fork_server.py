@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from cloister.engine import channel, child_process
-from cloister.engine.child_process import Fork, ProcessHandle, spawn_program
+from cloister.engine.child_process import ForkedProcess, ProcessHandle, spawn_program
 from cloister.types.errors import EngineError, recreate
 from cloister.types.events import Failed
 from cloister.types.processes import adopting_orphans
@@ -197,7 +197,7 @@ class _Template:
         if not said:
             raise OSError("the template has died")
         pid = int.from_bytes(said, "little")
-        return self.process if pid == MYSELF else Fork(pid)
+        return self.process if pid == MYSELF else ForkedProcess(pid)
 
     def let_go(self) -> None:
         """Leaves it to itself: it is an engine now."""

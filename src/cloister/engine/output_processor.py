@@ -168,7 +168,6 @@ class OutputProcessor:
             stream.take(Sample(new.seq_id, new.token_ids[new.num_prompt_tokens :]))
         progressed: dict[int, Progressed] = {}
         outputs = []
-        left: dict[str, PrefillDone] = {}
         for event in events:
             match event:
                 case Progressed():
@@ -177,17 +176,13 @@ class OutputProcessor:
                     outputs.append(self._end(event, event.seq_id in progressed))
                     progressed.pop(event.seq_id, None)
                 case PrefillDone():
-                    left[event.request_id] = event
+                    for seq_id in event.seq_ids:
+                        if (gained := progressed.pop(seq_id, None)) is not None:
+                            outputs.append(self._go_on(gained, event.num_cached_tokens))
+                        self._streams.pop(seq_id, None)
                 case _:
                     pass
-        outputs = [
-            self._go_on(event, (left.get(event.request_id) or requests[event.request_id]).num_cached_tokens)
-            for event in progressed.values()
-        ] + outputs
-        for done in left.values():
-            for seq_id in done.seq_ids:
-                self._streams.pop(seq_id, None)
-        return outputs
+        return [self._go_on(event, requests[event.request_id].num_cached_tokens) for event in progressed.values()] + outputs
 
     def _open(self, new: NewSequence, index: int) -> _Stream:
         return _Stream(new, index, self.tokenizer, self._max_model_len)

@@ -37,21 +37,21 @@ class Leases:
 
     def __init__(self, pool: BlockPool, cache: PrefixCache) -> None:
         self._pool, self._cache = pool, cache
-        self._leases: dict[str, _Lease] = {}
+        self.by_name: dict[str, _Lease] = {}
         self._num_leases: Counter[int] = Counter()  # by block
         self._num_held = [0] * pool.num_groups  # blocks of each group with a lease
         self._num_most = [max(1, int(group.num_blocks * LEASE_SHARE)) for group in pool.groups]
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self.by_name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._leases
+        return name in self.by_name
 
     @property
     def next_end_s(self) -> float | None:
         """When the next lease ends."""
-        return min((lease.until_s for lease in self._leases.values()), default=None)
+        return min((lease.until_s for lease in self.by_name.values()), default=None)
 
     def take(self, name: str, keys: Sequence[bytes], until_s: float, *, of_one_request: bool = False) -> list[int]:
         """Leases what a request with these keys would find, as far as the share of leases reaches. Returns its block table,
@@ -71,7 +71,7 @@ class Leases:
             self._num_held[self._pool.group_of(block)] += block not in self._num_leases
             self._num_leases[block] += 1
         self._pool.share(_blocks(table))
-        lease = self._leases.setdefault(name, _Lease(until_s))
+        lease = self.by_name.setdefault(name, _Lease(until_s))
         lease.until_s = max(lease.until_s, until_s)
         lease.tables.append(table)
         if of_one_request:
@@ -80,7 +80,7 @@ class Leases:
 
     def drop(self, name: str) -> None:
         """Ends a lease, if it has not ended."""
-        lease = self._leases.pop(name, None)
+        lease = self.by_name.pop(name, None)
         if lease is None:
             return
         for table in lease.tables:
@@ -95,14 +95,14 @@ class Leases:
 
     def drop_one(self) -> bool:
         """Ends the lease that would end first, because its blocks are needed; returns False if there is none."""
-        if not self._leases:
+        if not self.by_name:
             return False
-        self.drop(min(self._leases, key=lambda name: self._leases[name].until_s))
+        self.drop(min(self.by_name, key=lambda name: self.by_name[name].until_s))
         return True
 
     def expire(self, now: float) -> None:
         """Ends the leases whose time is over."""
-        for name in [name for name, lease in self._leases.items() if lease.until_s <= now]:
+        for name in [name for name, lease in self.by_name.items() if lease.until_s <= now]:
             self.drop(name)
 
     def _count_excess(self, table: Sequence[int]) -> int:

@@ -91,27 +91,27 @@ class KVLoads:
         self._requests = requests
         self._pool = requests.pool
         self._full = next((number for number, group in enumerate(self._pool.groups) if group.window is None), None)
-        self._loading: dict[str, KVLoad] = {}
+        self.loading: dict[str, KVLoad] = {}
         self._held: dict[str, KVLoad] = {}  # ended; its request waits for a slot
         requests.on_end = self._forget
 
     def __len__(self) -> int:
         """Loads that have not ended."""
-        return len(self._loading)
+        return len(self.loading)
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a request waits for KV."""
-        return request_id in self._loading
+        return request_id in self.loading
 
     @property
     def num_waiting_bytes(self) -> int:
         """KV that has arrived and is in no plan."""
-        return sum(found.num_bytes for load in self._loading.values() for found in load.arrived)
+        return sum(found.num_bytes for load in self.loading.values() for found in load.arrived)
 
     @property
     def next_deadline_s(self) -> float | None:
         """When the next load ends whatever has arrived."""
-        return min((load.deadline_s for load in self._loading.values()), default=None)
+        return min((load.deadline_s for load in self.loading.values()), default=None)
 
     def begin(self, state: RequestState, now: float) -> None:
         """Begins the load of a new request, which is queued when it has ended."""
@@ -132,7 +132,7 @@ class KVLoads:
 
     def arrive(self, request_id: str, objects: Iterable[KVObject]) -> None:
         """Takes genuine objects, in the order of their entries. What comes late, or leaves a gap, is dropped."""
-        load = self._loading.get(request_id)
+        load = self.loading.get(request_id)
         if load is None or load.is_complete is not None:
             return
         for found in objects:
@@ -145,7 +145,7 @@ class KVLoads:
 
     def finish(self, request_id: str, now: float, *, is_complete: bool) -> None:
         """The source has sent what it had, or the transfer broke. The load ends when the steps have taken what arrived."""
-        load = self._loading.get(request_id)
+        load = self.loading.get(request_id)
         if load is not None and load.is_complete is None:
             load.is_complete = is_complete
             self._end_if_done(load, now)
@@ -160,7 +160,7 @@ class KVLoads:
 
     def expire(self, now: float) -> None:
         """Ends the loads whose deadline has passed."""
-        for load in [load for load in self._loading.values() if load.deadline_s <= now]:
+        for load in [load for load in self.loading.values() if load.deadline_s <= now]:
             self._cut(load, now)
 
     def give_up_one(self, now: float) -> bool:
@@ -172,7 +172,7 @@ class KVLoads:
             del self._held[load.request.request_id]
             self._release(load)
             return True
-        load = next((load for load in self._loading.values() if not load.num_in_flight and load.table), None)
+        load = next((load for load in self.loading.values() if not load.num_in_flight and load.table), None)
         if load is not None:
             self._drop_rest(load)
             self._release(load)
@@ -185,7 +185,7 @@ class KVLoads:
     def plan(self, step: Step) -> None:
         """Has a step put what arrived into blocks, as far as there are blocks that nobody else needs."""
         num_left = MAX_STEP_BYTES
-        for load in list(self._loading.values()):
+        for load in list(self.loading.values()):
             while load.arrived and num_left > 0:
                 found = load.arrived.popleft()
                 if not self._place(load, found, step):
@@ -237,9 +237,9 @@ class KVLoads:
 
     def _begin(self, load: KVLoad, now: float) -> None:
         name, cache = load.request.request_id, self._requests.prefix_cache
-        if name in self._loading:
-            self._cut(self._loading[name], now)
-        self._loading[name] = load
+        if name in self.loading:
+            self._cut(self.loading[name], now)
+        self.loading[name] = load
         if cache is None or cache.match_length(load.keys) == len(load.keys):
             load.is_complete = True
             self._end_if_done(load, now)
@@ -286,7 +286,7 @@ class KVLoads:
     def _end(self, load: KVLoad, now: float) -> None:
         """Reports a load, and queues its request."""
         name, table = load.request.request_id, self._requests
-        del self._loading[name]
+        del self.loading[name]
         load.is_open = False
         num_entries = 0 if table.prefix_cache is None else table.prefix_cache.match_length(load.keys)
         table.events.append(
@@ -312,10 +312,10 @@ class KVLoads:
     def _forget(self, state: RequestState) -> None:
         """Ends what was loaded for a request that has left."""
         name = state.request.request_id
-        load = self._held.pop(name, None) or self._loading.get(name)
+        load = self._held.pop(name, None) or self.loading.get(name)
         if load is not None and load.state is state:
             if load.is_open:
-                del self._loading[name]
+                del self.loading[name]
                 self._drop_rest(load)
                 load.is_open = False
             self._release(load)

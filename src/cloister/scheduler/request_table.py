@@ -68,7 +68,7 @@ class RequestTable:
         if self.prefix_cache is not None and self.prefix_cache.ttl.queue:
             due_s = self.prefix_cache.ttl.queue[0][0]
             first = due_s if first is None else min(first, due_s)
-        if self.leases is not None and (due := self.leases.next_end_s) is not None:
+        if self.leases is not None and self.leases.by_name and (due := self.leases.next_end_s) is not None:
             first = due if first is None else min(first, due)
         return first
 

@@ -125,6 +125,7 @@ class Scheduler:
         self.answers = self._requests.answers
         self.leases = self._requests.leases
         self.kv_loads = KVLoads(self._requests)
+        self._prefilled: list[SequenceRecord] = []  # of this step, with a token that another engine goes on from
         self.kv_exports = KVExports(self._requests)
         self._steps: deque[Step] = deque()
         self._next_plan = 0
@@ -274,10 +275,12 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Fills one step, or returns None if there is nothing to do (never while blocks wait to be wiped)."""
         self._requests.expire(now)
-        self.kv_loads.expire(now)
+        if self.kv_loads.loading:
+            self.kv_loads.expire(now)
         step = Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
         self._fill(step)
-        self.kv_loads.plan(step)
+        if self.kv_loads.loading:
+            self.kv_loads.plan(step)
         plan = step.plan
         plan.wipes = self.pool.take_wipes()
         plan.departures, self._requests.departures = self._requests.departures, []
@@ -315,8 +318,8 @@ class Scheduler:
                 self._requests.share_known(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
-        for sample in result.samples:
-            self._hand_over(sample, now)
+        if self._prefilled:
+            self._hand_over(now)
         for seq_id, message in result.failures.items():
             self._fail_sequence(seq_id, message, now)
         if step.loads:
@@ -659,14 +662,15 @@ class Scheduler:
             self._requests.end(sequence, FinishReason.STOP, now, stop_reason=stop.reason)
         elif len(token_ids) >= num_left:
             self._requests.end(sequence, FinishReason.LENGTH, now)
+        if state.prefill_only:
+            self._prefilled.append(sequence)
 
-    def _hand_over(self, sample: Sample, now: float) -> None:
-        """Lets the request of a sequence go whose first token another engine waits for."""
-        sequence = self._requests.sequences.get(sample.seq_id)
-        if sequence is not None and sequence.status is not Status.ENDED:
-            state = sequence.request_state
-            if state.prefill_only and state.beams is None:
-                self._requests.hand_over(state, now)
+    def _hand_over(self, now: float) -> None:
+        """Lets the requests go whose first token another engine waits for."""
+        prefilled, self._prefilled = self._prefilled, []
+        for sequence in prefilled:
+            if sequence.status is not Status.ENDED:
+                self._requests.hand_over(sequence.request_state, now)
 
     def _after_step(self, sequence: SequenceRecord, now: float) -> None:
         """Ends a request that needs only its prompt computed, or releases the blocks of a sequence that left while the step

@@ -77,7 +77,7 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ways: Literal["both", "to_engine", "to_front"] = "both"
 
 
-class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that an operator or a controller does.
 
     Attributes:
@@ -93,7 +93,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Role = "mixed"
 
 
-_Happening = TypeVar("_Happening", Job, InjectedFault, Operation)
+_Happening = TypeVar("_Happening", Job, InjectedFault, OperatorAction)
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -128,7 +128,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     idle_timeout_s: float | None = None
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[OperatorAction, ...] = ()
 
 
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
@@ -203,8 +203,8 @@ def _draw_moves(draw: random.Random, scenario: Scenario, span_s: float) -> Scena
     )
 
 
-def _draw_operation(draw: random.Random, scenario: Scenario, span_s: float) -> Operation:
-    return Operation(
+def _draw_operation(draw: random.Random, scenario: Scenario, span_s: float) -> OperatorAction:
+    return OperatorAction(
         at_s=round(draw.random() * (span_s + 0.5), 4),
         kind=draw.choice(("migrate", "migrate", "migrate", *OPERATION_KINDS)),
         replica=draw.randrange(scenario.num_replicas),

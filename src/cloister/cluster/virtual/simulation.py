@@ -24,7 +24,7 @@ from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import InjectedFault, Job, Operation, Scenario
+from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Restarts, Supervision
@@ -292,7 +292,7 @@ class _Simulation:
                 self.late_s += fault.lasts_s
                 self.loop.clock.advance(fault.lasts_s)
 
-    async def _operate(self, operation: Operation) -> None:
+    async def _operate(self, operation: OperatorAction) -> None:
         await asyncio.sleep(operation.at_s)
         self.faults[operation.kind] += 1
         if (front := self.front) is None:
