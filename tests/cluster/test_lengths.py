@@ -172,6 +172,8 @@ def test_a_request_of_several_answers_is_forgotten_with_the_last_one() -> None:
 
 # Routers
 
+COST = (0.01, 0.001, 0.0, 0.0)
+
 
 def pick(name: str, replicas: list[ReplicaSnapshot], seed: int = 0) -> int:
     return ROUTERS.get(name)(RouterContext(PrefixKeys("fp", 16), random.Random(seed))).pick(ask(), replicas)
@@ -196,13 +198,10 @@ def test_while_slots_are_free_the_number_of_requests_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.floats(0.0, 1e9)), min_size=1, max_size=6), st.integers(0, 3))
 def test_no_prediction_fills_one_replica_beside_others_that_are_idle(loads: list[tuple[int, float]], seed: int) -> None:
-    replicas = [full(index, number, expected) for index, (number, expected) in enumerate(loads)]
+    replicas = [full(index, number, expected, cost=COST) for index, (number, expected) in enumerate(loads)]
     for name in ("least_work", "conductor"):
         chosen = pick(name, replicas, seed)
         assert loads[chosen][0] <= 2 * min(number for number, _ in loads) + 4
-
-
-COST = (0.01, 0.001, 0.0, 0.0)
 
 
 def admit(replicas: list[ReplicaSnapshot], max_ttft_s: float) -> None:
@@ -220,6 +219,8 @@ def test_a_request_that_would_wait_too_long_for_a_slot_is_refused_early() -> Non
 @given(st.floats(0.0, 1e12))
 def test_no_prediction_refuses_a_request_while_a_slot_is_free(expected: float) -> None:
     admit([full(0, 9, expected, cost=COST), full(1, 3, expected, cost=COST)], 0.1)
+    few = full(1, 2, expected, cost=COST, num_slots=1)  # its memory is short
+    admit([few, full(0, 20, expected, cost=COST, num_slots=64)], 0.1)
 
 
 def test_a_client_is_told_to_come_back_within_a_minute_however_much_is_predicted() -> None:

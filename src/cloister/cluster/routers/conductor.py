@@ -60,7 +60,7 @@ class Conductor(Router):
 
     def admit(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> None:
         limit_s = min(self._max_ttft_s, request.timeout_s)
-        prefillers = leave_out_busy([replica for replica in replicas if replica.can_prefill] or replicas)
+        prefillers = [replica for replica in replicas if replica.can_prefill] or replicas
         hits = self._prompts.match(request, [replica.index for replica in prefillers])
         best_hit = max(hits.values())
         soonest_s = min(self._ttft_s(request, replica, hits[replica.index], best_hit) for replica in prefillers)
@@ -103,7 +103,7 @@ class Conductor(Router):
 
     def _has_room_for_answer(self, request: Request, replicas: Sequence[ReplicaSnapshot], in_s: float) -> bool:
         """Whether decoders will have blocks for this prompt beside those that are computed now and go to them next: free ones,
-        and those of answers that are expected to end until then (Mooncake, section 6.4).
+        and those of answers that are expected to end until then.
 
         Replicas that compute whole requests have a queue for that.
         """
