@@ -188,6 +188,14 @@ class _Simulation:
         }
         return engine
 
+    def _make_supervision(self) -> Supervision:
+        idle_timeout_s = self.scenario.idle_timeout_s
+        return Supervision(
+            look_every_s=Supervision().look_every_s if idle_timeout_s is None else idle_timeout_s / 2,
+            restarts=Restarts(max_restarts=NUM_RESTARTS),
+            idle_timeout_s=idle_timeout_s,
+        )
+
     async def _start_front(self) -> None:
         config = EngineConfig(
             model="history",
@@ -196,9 +204,7 @@ class _Simulation:
             stall_timeout_s=self.scenario.stall_timeout_s,
         )
         self.transports = [
-            LinkTransport(
-                host, self.draw, Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS)), partial(self._move_kv, index)
-            )
+            LinkTransport(host, self.draw, self._make_supervision(), partial(self._move_kv, index))
             for index, host in enumerate(self.hosts)
         ]
         self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
