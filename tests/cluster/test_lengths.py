@@ -55,6 +55,10 @@ def test_mean_and_quantiles_become_those_of_the_answers() -> None:
         assert below == pytest.approx(share, abs=0.03)
 
 
+def test_no_answer_exceeds_the_percentile_of_answers_that_all_have_one_length() -> None:
+    assert learned([6] * 300).quantile(ask(), 0.9) == 6
+
+
 def test_prompts_of_other_lengths_are_told_apart() -> None:
     curves = LengthCurves(ROOM)
     for _ in range(200):

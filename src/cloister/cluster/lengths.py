@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
-from math import exp
+from math import ceil, exp
 from typing import Final, Protocol
 
 from cloister.engine.replica_snapshot import LengthErrors, RequestSnapshot
@@ -183,12 +183,12 @@ class _Curve:
         return (self._at(limit)[1] - area) / survival if survival > 1e-12 else 1.0
 
     def quantile(self, share: float) -> float:
-        """Returns the length that is not exceeded with probability `share`."""
+        """Returns the length, in whole tokens, that is not exceeded with probability `share`."""
         target = 1.0 - share
         i = next((i for i, survival in enumerate(self._survival) if survival <= target), NUM_BINS)
         before, after = self._survival[i - 1], self._survival[i]
         part = 1.0 if before <= after else min(1.0, (before - target) / (before - after))
-        return EDGES[i - 1] + part * (EDGES[i] - EDGES[i - 1])
+        return float(ceil(EDGES[i - 1] + part * (EDGES[i] - EDGES[i - 1])))
 
     def _at(self, length: int) -> tuple[float, float]:
         """Returns survival and area at a length."""
