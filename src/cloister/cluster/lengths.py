@@ -32,6 +32,9 @@ HALF_LIFE: Final = 2000
 REFRESH_EVERY: Final = 16
 """Curves are computed again after so many answers; until there are so many, after each."""
 
+KEEP_TOKENS: Final = 8
+"""What is expected of an answer is asked again after so many tokens: routers ask for all answers again and again."""
+
 Group = tuple[int, ...]
 
 
@@ -219,7 +222,7 @@ class LengthForecasts:
     def add(self, request: Request) -> None:
         """Predicts the answers of a request that was accepted."""
         mean, p90 = self._predictor.expect(request), self._predictor.quantile(request, 0.9)
-        self._open[request.request_id] = _Forecast(request, mean, p90)
+        self._open[request.request_id] = _Forecast(request, mean, p90, 0, mean)
 
     def end(self, event: Ended) -> None:
         """Learns from an answer that has ended."""
@@ -240,11 +243,17 @@ class LengthForecasts:
         if found is None or not progress.num_sequences:
             return 0.0
         num_done = progress.num_output_tokens // progress.num_sequences
-        return progress.num_sequences * max(1.0, self._predictor.expect(found.request, num_done))
+        if not found.expected_at <= num_done < found.expected_at + KEEP_TOKENS:
+            found.expected_at, found.expected = num_done, self._predictor.expect(found.request, num_done)
+        return progress.num_sequences * max(1.0, found.expected - (num_done - found.expected_at))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Forecast:
+    """What was predicted of the answers of a request: at its arrival, and last, when they had `expected_at` tokens."""
+
     request: Request
     mean: float
     p90: float
+    expected_at: int
+    expected: float
