@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from cloister.cluster.health import ReplicaSpeeds, SpeedChange, _ReplicaSpeed
+from cloister.cluster.lengths import LengthForecasts
 from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_set import ReplicaSet
@@ -24,7 +25,7 @@ from cloister.kv import PrefixKeys
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState
 from cloister.types.errors import ConfigError
-from cloister.types.events import Submit
+from cloister.types.events import Ended, Submit
 from cloister.types.request import FinishReason
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
@@ -173,6 +174,10 @@ def know_nothing(verifier: ReplayVerifier, request_id: str) -> bool:
     return False
 
 
+def keep_forecasts(forecasts: LengthForecasts, event: Ended) -> None:
+    pass
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "repeated frames are taken as new": (Link, "_take", take_repeated_frames),
     "frames are taken out of order": (Link, "_take", take_frames_out_of_order),
@@ -194,6 +199,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a request does not wake an idle engine": (EngineClient, "_want", want_nothing),
     "an engine counts as idle though it computes": (IdleTimer, "note_use", note_nothing),
     "a request may kill engines for ever": (in_flight, "judge", blame_nobody),
+    "lengths of requests that have ended are predicted on": (LengthForecasts, "end", keep_forecasts),
 }
 
 

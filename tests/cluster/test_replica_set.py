@@ -121,8 +121,10 @@ class Accounting(RuleBasedStateMachine):
         try:
             self.client.submit(request, self.take)
         except QueueFullError:
-            may_refuse_early = self.router == "conductor" and self.roles
-            assert may_refuse_early or not any(snapshot.is_accepting for snapshot in self.client.snapshots())
+            accepting = [snapshot for snapshot in self.client.snapshots() if snapshot.is_accepting]
+            has_slots = any(snapshot.num_sequences < snapshot.num_slots for snapshot in accepting)
+            may_refuse_early = self.router == "conductor" and (self.roles or not has_slots)
+            assert may_refuse_early or not accepting
         except EngineError:
             assert all(client.closed is not None for client in self.engines.clients)
         else:
@@ -176,6 +178,7 @@ class Accounting(RuleBasedStateMachine):
             for index in range(NUM_REPLICAS):
                 self.engines.step(index)
         assert not self.client._places
+        assert not self.client.num_forecasts
         for replica in self.engines.replicas:
             assert replica.scheduler.pool.num_used == 0
         for request_id, request in self.requests.items():
@@ -229,6 +232,35 @@ def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None
     for request in requests:
         said = [token_id for output in outputs if output.request_id == request.request_id for token_id in output.token_ids]
         assert said == greedy_continuation(request.token_ids, 12, VOCAB_SIZE)
+
+
+def test_a_replica_says_how_much_is_expected_of_its_answers_and_learns_from_their_ends(model_path: Path) -> None:
+    engines = Engines(model_path, "least_work")
+    for number in range(3):
+        engines.client.submit(make_request([number] * 10, max_tokens=12, ignore_eos=True), lambda output: None)
+    first = engines.client.snapshots()
+    assert [(one.num_sequences, one.num_slots, one.num_expected_tokens) for one in first] == [(1, 4, 12.0)] * NUM_REPLICAS
+    engines.client.submit(make_request([7] * 10, max_tokens=5, ignore_eos=False), lambda output: None)
+    for index in [*range(NUM_REPLICAS)] * 6:
+        engines.clock.advance(0.05)
+        engines.step(index)
+    assert all(0 < one.num_expected_tokens < 12 for one in engines.client.snapshots())
+    for index in [*range(NUM_REPLICAS)] * 12:
+        engines.step(index)
+    assert sum(one.num_expected_tokens for one in engines.client.snapshots()) == 0
+    assert engines.client.num_forecasts == 0
+    lengths = engines.client._lengths
+    assert lengths is not None
+    assert lengths._predictor._num_learned == 1  # type: ignore[attr-defined]  # the others were of fixed length
+
+
+@pytest.mark.parametrize("router", ROUTERS.names())
+def test_only_routers_that_strict_profiles_refuse_learn_lengths(model_path: Path, router: str) -> None:
+    engines = Engines(model_path, router)
+    engines.client.submit(make_request([1] * 10, max_tokens=5), lambda output: None)
+    learns = router in ("least_work", "conductor")
+    assert (engines.client.length_errors() is not None) == learns
+    assert engines.client.num_forecasts == learns
 
 
 def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:

@@ -213,5 +213,5 @@ def test_what_a_restarted_replica_had_cached_attracts_nothing() -> None:
 
 
 def test_an_unknown_router_is_an_error_that_lists_them() -> None:
-    with pytest.raises(ConfigError, match="capacity_random, conductor, least_load, prefix_aware, round_robin"):
+    with pytest.raises(ConfigError, match="capacity_random, conductor, least_load, least_work, prefix_aware, round_robin"):
         ROUTERS.get("lpm")

@@ -8,6 +8,8 @@ import pytest
 
 from cloister.engine.machine import read_machine
 from cloister.launch.settings import resolve_settings
+from cloister.policy import Policy
+from cloister.policy.policy import Use
 from cloister.types.errors import ConfigError, PolicyError
 
 
@@ -44,6 +46,16 @@ def test_a_strict_profile_allows_only_a_draw(profile: str, router: str) -> None:
     with pytest.raises(PolicyError, match="capacity_random"):
         resolve_settings({"replicas": 2, "profile": profile, "router": router})
     assert resolve_settings({"replicas": 2, "profile": profile, "router": "capacity_random"}).server.config.replicas == 2
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_no_strict_profile_learns_lengths_of_answers(profile: str) -> None:
+    for router in ("least_work", "conductor"):
+        with pytest.raises(PolicyError, match="lengths are learned from answers"):
+            Policy(profile).check({"length-prediction": Use(True, f"setting `router` {router}")})
+        with pytest.raises(PolicyError, match="capacity_random"):
+            resolve_settings({"replicas": 2, "profile": profile, "router": router})
+        assert resolve_settings({"replicas": 2, "profile": "team", "router": router}).server.config.router == router
 
 
 @pytest.mark.parametrize("profile", ["private", "paranoid"])

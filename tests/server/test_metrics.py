@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cloister.engine.replica_snapshot import LengthErrors
 from cloister.policy import CountRelease
 from cloister.server.metrics import EngineGauges, Metrics, ReleasedCounts
 from cloister.types.events import Arrived, Drafting, Ended, Preempted, Progressed, Scheduled, Stepped
@@ -178,6 +179,16 @@ def test_what_was_known_at_the_start_is_shown_as_it_is_now():
     assert any(name.startswith("cloister_model_info{") and "model_name=org/served" in name for name in shown)
     engine.good = False
     assert figures(metrics.render().decode())["cloister_engine_healthy"] == 0
+
+
+def test_how_wrong_predicted_lengths_are_is_shown_where_anything_predicts_them():
+    engine = ScriptedEngine(says("x"))
+    metrics = Metrics(EngineGauges(engine, "m"))
+    assert "cloister_predicted" not in metrics.render().decode()
+    engine.length_errors = lambda: LengthErrors(num_answers=4, num_tokens=100, num_error_tokens=30.5, num_above_p90=1)
+    shown = figures(metrics.render().decode())
+    names = ("answers", "tokens", "tokens_error", "above_p90")
+    assert [shown[f"cloister_predicted_{name}_total"] for name in names] == [4, 100, 30.5, 1]
 
 
 def test_no_series_says_when_a_counter_was_made():

@@ -15,13 +15,14 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.health import ReplicaSpeeds
+from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
 from cloister.cluster.migration import LoadLeveller
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
 from cloister.cluster.routers import Router
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
-from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot, Role
+from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, RequestSnapshot, Role
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
@@ -45,6 +46,11 @@ TRANSFER_WEIGHT: Final = 0.1
 _logger = logging.getLogger(__name__)
 
 MakeRouter = Callable[[ModelInfo], Router]
+MakePredictor = Callable[[ModelInfo], LengthPredictor]
+
+
+def _make_curves(model: ModelInfo) -> LengthPredictor:
+    return LengthCurves(model.max_model_len)
 
 
 class ReplicaAdapters:
@@ -102,6 +108,7 @@ class ReplicaSet(RequestClient):
         avoids_slow: slow replicas get no requests; False: they are only reported.
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
         draw: chooses those.
+        make_predictor: makes a predictor of lengths, if the router asks for one.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class ReplicaSet(RequestClient):
         avoids_slow: bool = True,
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
+        make_predictor: MakePredictor = _make_curves,
         clock: Clock | None = None,
     ) -> None:
         self.adapters = ReplicaAdapters(replicas)
@@ -123,6 +131,8 @@ class ReplicaSet(RequestClient):
         self._block_size = block_size
         self._roles: list[Role] = list(config.roles) or ["mixed"] * len(self._replicas)
         self._router: RoleRouter | None = None
+        self._make_predictor = make_predictor
+        self._lengths: LengthForecasts | None = None
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
@@ -173,6 +183,8 @@ class ReplicaSet(RequestClient):
         """Makes the routers for `model`."""
         make = partial(self._make_router, self._replicas[0].model)
         self._router = RoleRouter(make(), make(), self._block_size)
+        if self._router.predicts_lengths:
+            self._lengths = LengthForecasts(self._make_predictor(self._replicas[0].model))
 
     async def drain(self, timeout_s: float) -> None:
         """Drains all engines at once."""
@@ -219,13 +231,24 @@ class ReplicaSet(RequestClient):
         """Requests whose replica is known: those that have not ended."""
         return len(self._places)
 
+    @property
+    def num_forecasts(self) -> int:
+        """Requests whose lengths are predicted: those that have not ended, if anything asks for it."""
+        return 0 if self._lengths is None else len(self._lengths)
+
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [self._snapshot(index) for index in range(len(self._replicas))]
 
+    def length_errors(self) -> LengthErrors | None:
+        return None if self._lengths is None else self._lengths.errors
+
     def _snapshot(self, index: int) -> ReplicaSnapshot:
         own = self._replicas[index].snapshot(index)
+        requests = [] if self._lengths is None else self._replicas[index].request_snapshots()
         return replace(
             own,
+            num_sequences=sum(request.num_sequences for request in requests),
+            num_expected_tokens=0.0 if self._lengths is None else sum(map(self._lengths.remaining, requests)),
             is_accepting=own.is_accepting and index not in self._draining and index not in self._verifier.odd,
             slowness=self._speeds.slowness(index),
             is_slow=self._speeds.is_slow(index),
@@ -255,6 +278,8 @@ class ReplicaSet(RequestClient):
             source=source,
         )
         self._settle(request.request_id, placement)
+        if self._lengths is not None:
+            self._lengths.add(request)
 
     def abandon(self, request_id: str) -> None:
         """Aborts a request at its replica."""
@@ -531,9 +556,12 @@ class ReplicaSet(RequestClient):
             event = self._total(event)
         elif self._verifier.owns(event):
             return
-        elif isinstance(event, Ended) and event.last:
-            self._places.pop(event.request_id, None)
-            self._handing_off[index].discard(event.request_id)
+        elif isinstance(event, Ended):
+            if self._lengths is not None:
+                self._lengths.end(event)
+            if event.last:
+                self._places.pop(event.request_id, None)
+                self._handing_off[index].discard(event.request_id)
         elif isinstance(event, KVLoaded):
             self._note_load(index, event)
         for listener in self._listeners:

@@ -79,6 +79,11 @@ class RoleRouter:
         self._prefill, self._decode = prefill, decode
         self._block_size = block_size
 
+    @property
+    def predicts_lengths(self) -> bool:
+        """Whether what is expected of answers decides something."""
+        return self._prefill.predicts_lengths
+
     def place(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> RoutingDecision:
         """Returns where a request begins. `replicas` are those that accept requests, at least one.
 

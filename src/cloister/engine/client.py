@@ -15,7 +15,7 @@ from typing import Final
 
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
-from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot
+from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, RequestSnapshot
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
 from cloister.engine.transports import StackSource, Transport
@@ -128,6 +128,10 @@ class RequestClient(ABC):
     @abstractmethod
     def snapshots(self) -> list[ReplicaSnapshot]:
         """Returns the load of each replica."""
+
+    def length_errors(self) -> LengthErrors | None:
+        """Returns how wrong predicted lengths of answers were; None if nothing predicts any."""
+        return None
 
     @abstractmethod
     def subscribe(self, listener: EventListener) -> None:
@@ -329,6 +333,7 @@ class EngineClient(RequestClient):
             num_waiting=self._requests.num_waiting,
             num_queued=0 if step is None else step.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
+            num_slots=self._config.max_num_seqs if step is None or not step.num_waiting else max(1, step.num_running),
             num_used_blocks=0 if step is None else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
             num_routed=self._num_routed,

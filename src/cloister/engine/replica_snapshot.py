@@ -24,6 +24,9 @@ class ReplicaSnapshot:
         num_waiting: requests without a slot yet.
         num_queued: sequences without a slot after its last step, those that came from other replicas included.
         num_pending_tokens: prompt tokens of requests without a first token.
+        num_sequences: answers of its requests that have not ended; 0 if nothing predicts their lengths.
+        num_slots: answers that it computes at once: fewer than it is set to if memory lacks; 0 if unknown.
+        num_expected_tokens: tokens that these answers are expected to get yet (`cluster.lengths`).
         num_used_blocks, num_total_blocks: KV blocks after its last step; 0 before the first one.
         num_routed: requests that it was given so far.
         num_migrated: requests among those that were moved to it while they ran.
@@ -43,6 +46,9 @@ class ReplicaSnapshot:
     num_waiting: int = 0
     num_queued: int = 0
     num_pending_tokens: int = 0
+    num_sequences: int = 0
+    num_slots: int = 0
+    num_expected_tokens: float = 0.0
     num_used_blocks: int = 0
     num_total_blocks: int = 0
     num_routed: int = 0
@@ -60,6 +66,25 @@ class ReplicaSnapshot:
         num_new = num_tokens - num_cached
         per_step, per_token, per_attended, _ = self.cost
         return per_step + per_token * num_new + per_attended * num_new * (num_cached + num_new / 2)
+
+    def decode_s(self, num_sequences: int) -> float:
+        """Returns the predicted time of a step that computes a token of each of so many answers."""
+        per_step, per_token, _, _ = self.cost
+        return per_step + per_token * num_sequences
+
+    @property
+    def num_steps_to_slot(self) -> float:
+        """Steps until one more request gets a slot: 0 while one is free, else until as many answers as are too many have ended,
+        if answers end at random after what is expected of them on average."""
+        num_over = self.num_sequences - self.num_slots + 1
+        if self.role == "prefill" or not self.num_slots or num_over <= 0:
+            return 0.0
+        return num_over * self.num_expected_tokens / (self.num_sequences * self.num_slots)
+
+    @property
+    def slot_wait_s(self) -> float:
+        """Predicted time until one more request gets a slot."""
+        return self.num_steps_to_slot * self.decode_s(self.num_slots)
 
     @property
     def can_prefill(self) -> bool:
@@ -87,3 +112,19 @@ class RequestSnapshot:
     num_output_tokens: int
     num_sequences: int = 1
     priority: int = 0
+
+
+@dataclass(slots=True)
+class LengthErrors:
+    """How wrong predictions were: counts over all answers that the model ended.
+
+    Attributes:
+        num_answers: answers that were predicted and have ended.
+        num_tokens, num_error_tokens: sum of their lengths, and of the absolute errors of the predicted means.
+        num_above_p90: those that were longer than the predicted 90th percentile; a tenth of them if it is right.
+    """
+
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_error_tokens: float = 0.0
+    num_above_p90: int = 0

@@ -244,6 +244,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
     policy.check(
         {
             "load-routing": Use(name != DRAWN, f"setting `router` {name}"),
+            "length-prediction": Use(ROUTERS.get(name).predicts_lengths, f"setting `router` {name}"),
             "disaggregation": Use(has_roles, "setting `prefill`"),
             "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
             "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),

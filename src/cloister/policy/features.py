@@ -92,6 +92,9 @@ _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and 
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
 _PLACED = "front and replicas know each other's certificates; no request passes the orchestrator, and no key leaves its process"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
+_STEERED_BY_LENGTHS = refuse(
+    "lengths are learned from answers, so others' answers would decide where a request runs; replicas are drawn by capacity"
+)
 _STEERED_BY_TIMES = refuse(
     "a replica is drawn by capacity alone; only one that is dead or hung is left out, which no request decides for another"
 )
@@ -260,6 +263,31 @@ _FEATURES: Final = (
         private=_STEERED,
         paranoid=_STEERED,
         on_by_default=(Profile.OPEN, Profile.TEAM),
+        instead="set `router` to capacity_random, or leave it out",
+    ),
+    _feature(
+        "length-prediction",
+        row="prediction",
+        setting="router least_work or conductor",
+        title="Predicted lengths of answers",
+        does="learns how long answers are by the length of their prompts, to see when a replica will have room",
+        endangers="lengths of others' answers decide where a request runs, or whether it is refused",
+        part="lengths",
+        open=allow(ONE_USER),
+        team=mitigate(
+            "learned from counts of all tenants together, never from text, tenant or key; a wrong prediction refuses nothing "
+            "while a slot is free"
+        ),
+        private=_STEERED_BY_LENGTHS,
+        paranoid=_STEERED_BY_LENGTHS,
+        residue="counts of answers by length, in groups of requests; older ones weigh less",
+        where=("memory of the front",),
+        attack="whoever sends many requests of one kind changes what is expected of others' requests of that kind",
+        mitigations=(
+            "features that a request shows anyway: length of the prompt, grammar, stop strings, temperature",
+            "nothing is learned where the profile allows no choice by load",
+            "a replica with far more requests than another one is left out, whatever is predicted",
+        ),
         instead="set `router` to capacity_random, or leave it out",
     ),
     _feature(

@@ -174,10 +174,10 @@ class ServerConfig:
     )
     router: str | None = setting(
         None,
-        "How requests are divided among replicas: least_load, prefix_aware (where the prompt is cached), conductor (where the"
-        " first token comes soonest; it refuses what would come too late), round_robin or"
-        " capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if the profile"
-        " allows no other.",
+        "How requests are divided among replicas: least_load, least_work (where a slot is free soonest), prefix_aware (where"
+        " the prompt is cached), conductor (where the first token comes soonest; it refuses what would come too late),"
+        " round_robin or capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if"
+        " the profile allows no other.",
     )
     prefill: int = setting(
         0, "Replicas that compute prompts only; after the first token others go on. The rest are mixed.", low=0, high=256

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.kv import PrefixKeys
 from cloister.types.registry import Registry
 from cloister.types.request import Request
 from cloister.types.threat import Requirement, ThreatProfile
+
+MAX_IMBALANCE: Final = 2.0
+SLACK: Final = 4
 
 ROUTER_THREAT = ThreatProfile(
     row="machine-level scheduler",
@@ -43,9 +46,11 @@ class Router(Protocol):
 
     Attributes:
         is_blind: load, text and length of a request decide nothing.
+        predicts_lengths: it uses how many tokens answers are expected to get (`ReplicaSnapshot.num_expected_tokens`).
     """
 
     is_blind: ClassVar[bool] = False
+    predicts_lengths: ClassVar[bool] = False
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
         """Returns the index of one of `replicas`, all of which accept requests; there is at least one."""
@@ -74,12 +79,34 @@ class Router(Protocol):
         """Called when a replica's engine has ended: its cache is empty."""
 
 
-ROUTERS: Registry[Callable[[RouterContext], Router]] = Registry("router")
+class RouterType(Protocol):
+    """What is registered: a class of routers."""
+
+    @property
+    def predicts_lengths(self) -> bool:
+        """As `Router.predicts_lengths`."""
+        ...
+
+    def __call__(self, context: RouterContext, /) -> Router:
+        """Returns a router."""
+        ...
+
+
+ROUTERS: Registry[RouterType] = Registry("router")
 
 
 def load_of(replica: ReplicaSnapshot) -> tuple[float, float]:
     """Returns requests and pending tokens of a replica for its capacity."""
     return replica.num_requests / replica.capacity, replica.num_pending_tokens / replica.capacity
+
+
+def leave_out_busy(replicas: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
+    """Returns the replicas without those that have more than MAX_IMBALANCE times the requests of the least busy one, and SLACK
+    more. So whatever attracts requests to one of them, its queue stays in proportion: a prompt that everybody shares is
+    computed on other replicas too, and a wrong prediction fills none."""
+    idlest = least_loaded(replicas)
+    most = MAX_IMBALANCE * idlest.num_requests / idlest.capacity + SLACK
+    return [replica for replica in replicas if replica.num_requests / replica.capacity <= most]
 
 
 def least_loaded(replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:

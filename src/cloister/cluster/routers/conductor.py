@@ -7,24 +7,29 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, leave_out_busy
 from cloister.cluster.routers.cached_prompts import CachedPrompts
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.errors import QueueFullError
 from cloister.types.request import Request
 
+MAX_RETRY_S: Final = 60.0
+"""Longest time after which a refused client is told to come back: a prediction may be wrong."""
 NEAR: Final = 1.05
 """Replicas are as good as the best one up to this multiple of its time; one of them is drawn."""
 
 
 @ROUTERS.register("conductor", ROUTER_THREAT)
 class Conductor(Router):
-    """A prompt goes to the replica that has its first token soonest: queue, transfer of cached KV from another replica, and
-    prefill of the rest. The answer goes to the replica whose steps are shortest and whose KV has room.
+    """A prompt goes to the replica that has its first token soonest: wait for a slot, queue, transfer of cached KV from another
+    replica, and prefill of the rest. The answer goes to the replica whose steps are shortest and whose KV has room.
 
     A request is refused if its first token would come too late, or if no replica will have room for its answer then: its
-    prefill would be for nothing.
+    prefill would be for nothing. How long a slot or KV is taken depends on predicted lengths of answers, which may be wrong by
+    any factor. So while a slot is free, or KV that is free now would do, no prediction makes it refuse a request.
     """
+
+    predicts_lengths = True
 
     def __init__(self, context: RouterContext) -> None:
         self._prompts = CachedPrompts(context.keys)
@@ -34,6 +39,7 @@ class Conductor(Router):
         self._max_ttft_s = math.inf if context.max_ttft_s is None else context.max_ttft_s
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
+        replicas = leave_out_busy(replicas)
         hits = self._prompts.match(request, [replica.index for replica in replicas])
         best_hit = max(hits.values())
         times = {
@@ -61,12 +67,12 @@ class Conductor(Router):
         if soonest_s > limit_s:
             raise QueueFullError(
                 f"the first token would come in {soonest_s:.1f} s, after {limit_s:.1f} s; send the request again later",
-                retry_after_s=soonest_s - limit_s,
+                retry_after_s=min(MAX_RETRY_S, soonest_s - limit_s),
             )
-        if not self._has_room_for_answer(request, replicas):
+        if not self._has_room_for_answer(request, replicas, soonest_s):
             raise QueueFullError(
                 "no replica will have memory for the answer when the prompt is computed; send the request again later",
-                retry_after_s=soonest_s,
+                retry_after_s=min(MAX_RETRY_S, soonest_s),
             )
 
     def take_source(self) -> int | None:
@@ -80,12 +86,13 @@ class Conductor(Router):
         self._prompts.forget(index)
 
     def _ttft_s(self, request: Request, replica: ReplicaSnapshot, hit: int, best_hit: int) -> float:
-        """Returns the predicted time to the first token: of what is queued, then of this prompt with the better hit."""
+        """Returns the predicted time to the first token: until a slot is free, of what is queued, then of this prompt with the
+        better hit."""
         num_tokens = len(request.token_ids)
         own_s = replica.prefill_s(num_tokens, hit)
         if self._is_worth_copying(request, replica, hit, best_hit):
             own_s = (best_hit - hit) * replica.transfer_token_s + replica.prefill_s(num_tokens, best_hit)
-        return (replica.prefill_s(replica.num_pending_tokens) + own_s) / replica.capacity
+        return (replica.slot_wait_s + replica.prefill_s(replica.num_pending_tokens) + own_s) / replica.capacity
 
     def _is_worth_copying(self, request: Request, replica: ReplicaSnapshot, hit: int, best_hit: int) -> bool:
         """Whether KV of another replica comes sooner than it is computed. Unknown before the first transfer: then it is not."""
@@ -94,8 +101,9 @@ class Conductor(Router):
         saved_s = replica.prefill_s(len(request.token_ids), hit) - replica.prefill_s(len(request.token_ids), best_hit)
         return (best_hit - hit) * replica.transfer_token_s < saved_s
 
-    def _has_room_for_answer(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> bool:
-        """Whether decoders will have blocks for this prompt beside those that are computed now and go to them next.
+    def _has_room_for_answer(self, request: Request, replicas: Sequence[ReplicaSnapshot], in_s: float) -> bool:
+        """Whether decoders will have blocks for this prompt beside those that are computed now and go to them next: free ones,
+        and those of answers that are expected to end until then.
 
         Replicas that compute whole requests have a queue for that.
         """
@@ -103,7 +111,7 @@ class Conductor(Router):
         if not decoders or any(r.role == "mixed" or r.num_total_blocks == 0 for r in decoders):
             return True
         num_coming = sum(replica.num_pending_tokens for replica in replicas) + len(request.token_ids)
-        num_free = sum(replica.num_total_blocks - replica.num_used_blocks for replica in decoders)
+        num_free = sum(r.num_total_blocks - r.num_used_blocks * (1.0 - _share_ended(r, in_s)) for r in decoders)
         return num_coming // self._block_size < num_free
 
     def _draw_near(self, times: dict[int, tuple[float, float]], replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
@@ -117,5 +125,14 @@ class Conductor(Router):
 
 def _decode_s(replica: ReplicaSnapshot) -> float:
     """Returns the predicted time between tokens with one more request."""
-    per_step, per_token, _, _ = replica.cost
-    return (per_step + per_token * (replica.num_requests + 1)) / replica.capacity
+    return replica.decode_s(replica.num_requests + 1) / replica.capacity
+
+
+def _share_ended(replica: ReplicaSnapshot, in_s: float) -> float:
+    """Returns which share of the answers of a replica is expected to end within a time, if they end at random after what is
+    expected of them on average."""
+    step_s = replica.decode_s(replica.num_sequences)
+    if not (replica.num_sequences and step_s):
+        return 0.0
+    num_tokens = in_s / step_s * replica.num_sequences
+    return 1.0 - math.exp(-num_tokens / max(1.0, replica.num_expected_tokens))

@@ -4,18 +4,12 @@ arXiv:2407.00023, section 3.2: exploitation and exploration). Pure."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
-from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, least_loaded
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, least_loaded, leave_out_busy
 from cloister.cluster.routers.cached_prompts import CachedPrompts
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.request import Request
 from cloister.types.scope import ScopeKind
-
-MAX_IMBALANCE: Final = 2.0
-SLACK: Final = 4
-"""A replica is too busy for its cache if it has more than MAX_IMBALANCE times the requests of the least busy one, and SLACK
-more. So one prompt that everybody shares is computed on other replicas too, once its own is busy."""
 
 
 @ROUTERS.register("prefix_aware", ROUTER_THREAT)
@@ -45,9 +39,7 @@ class PrefixAware(Router):
         self._prompts.forget(index)
 
     def _choose(self, num_tokens: int, hits: dict[int, int], replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
-        idlest = least_loaded(replicas)
-        most = MAX_IMBALANCE * idlest.num_requests / idlest.capacity + SLACK
-        free = [replica for replica in replicas if replica.num_requests / replica.capacity <= most]
+        free = leave_out_busy(replicas)
         longest = max(hits[replica.index] for replica in free)
         if 2 * longest > num_tokens:
             return least_loaded([replica for replica in free if hits[replica.index] == longest])

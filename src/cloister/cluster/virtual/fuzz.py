@@ -134,6 +134,8 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, rebalance=False)
     if scenario.verify_replay:
         yield replace(scenario, verify_replay=0.0)
+    if scenario.length_error != "none":
+        yield replace(scenario, length_error="none")
     if any(scenario.clock_offsets_s):
         yield replace(scenario, clock_offsets_s=())
     for name in ("max_num_seqs", "num_blocks", "max_waiting"):

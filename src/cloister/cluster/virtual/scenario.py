@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar, get_args
 
 import msgspec
 
 from cloister.engine.replica_snapshot import ROLES, Role
 
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
+LengthError = Literal["none", "noise", "zero", "hundredfold", "either"]
 OperationKind = Literal["migrate", "drain", "flip"]
+LENGTH_ERRORS: Final[tuple[LengthError, ...]] = get_args(LengthError)
 OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
     "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
@@ -108,6 +110,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
         verify_replay: share of the answers that another replica computes again.
         clock_offsets_s: by how much the clocks of the replicas' machines are ahead of the front's.
+        length_error: what predicted lengths of answers are multiplied by: for each request something near 1 (`noise`, a
+            standard deviation of 0.3), 0, 100, or one of both.
         idle_timeout_s: engines that had no request for so long end; None: they stay.
     """
 
@@ -125,6 +129,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     damages_kv: float = 0.0
     clock_offsets_s: tuple[float, ...] = ()
     verify_replay: float = 0.0
+    length_error: LengthError = "none"
     idle_timeout_s: float | None = None
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
@@ -133,6 +138,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
     """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
+    error = random.Random(f"lengths {seed}").choice(LENGTH_ERRORS)
+    return msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
+
+
+def _draw_scenario(seed: int, routers: tuple[str, ...]) -> Scenario:
     draw = random.Random(seed)
     if draw.random() < 0.01:
         return _draw_steady(seed, draw, routers)

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.routers import ROUTERS
@@ -26,6 +27,7 @@ from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
+from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Restarts, Supervision
 from cloister.kv import PrefixKeys
@@ -34,7 +36,7 @@ from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
-from cloister.types.request import FinishReason, Request, SamplingParams
+from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 
 LONGEST_S: Final = 400.0
@@ -214,11 +216,16 @@ class _Simulation:
             self.shape.block_size,
             verify_replay=self.scenario.verify_replay,
             draw=self.draw,
+            make_predictor=self._make_predictor,
             clock=self.loop.clock,
         )
         front.subscribe(self._observe)
         await front.start()
         self.front = front
+
+    def _make_predictor(self, model: ModelInfo) -> LengthPredictor:
+        draw = random.Random(self.scenario.seed)
+        return WrongLengths(LengthCurves(model.max_model_len), self.scenario.length_error, draw)
 
     def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
         """Adds to a message what a controller could tell of KV: that another replica has it, which may be wrong."""
@@ -379,6 +386,8 @@ class _Simulation:
                 self.violations.append(f"replica {replica.index} computed something else than another one")
             if replica.is_slow and replica.index not in slowed:
                 self.violations.append(f"replica {replica.index} counts as slow, and is not")
+        if self.front is not None and self.front.num_forecasts:
+            self.violations.append(f"the front still predicts the lengths of {self.front.num_forecasts} requests")
         if self.front is not None and self.front.num_places:
             self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
 

@@ -34,6 +34,7 @@ class EngineGauges:
             "cloister_engine_idle", "1 while no engine runs and the next request starts one.", value=float(health.is_idle)
         )
         yield from self._replicas()
+        yield from self._lengths()
         yield self._model()
         yield _gauges("memory_budget_bytes", "Memory budget, by what it is for.", "part", self._engine.memory)
         yield _gauges("process_memory_bytes", "Memory that a process has in RAM.", "process", self._memory())
@@ -73,6 +74,18 @@ class EngineGauges:
             moved.add_metric(label, replica.num_migrated)
             role.add_metric((*label, replica.role), 1)
         yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, role)
+
+    def _lengths(self) -> Iterator[Metric]:
+        """Yields how wrong predicted lengths are, where anything predicts them."""
+        if (errors := self._engine.length_errors()) is None:
+            return
+        for name, text, value in (
+            ("answers", "Answers whose length was predicted, and that the model ended.", errors.num_answers),
+            ("tokens", "Tokens of these answers.", errors.num_tokens),
+            ("tokens_error", "Sum of the absolute errors of their predicted mean lengths.", errors.num_error_tokens),
+            ("above_p90", "Those that were longer than their predicted 90th percentile.", errors.num_above_p90),
+        ):
+            yield CounterMetricFamily(f"cloister_predicted_{name}", text, value=value)
 
     def _processes(self) -> list[tuple[str, int | None]]:
         return [("front", None), *self._engine.processes]  # an engine in a thread has no own process
