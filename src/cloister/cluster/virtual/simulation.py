@@ -9,29 +9,24 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import msgspec
 
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
-from cloister.cluster.routers import ROUTERS
-from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
+from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import InjectedFault, Job, Operation, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
-from cloister.engine.supervision import Restarts, Supervision
-from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
-from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
 from cloister.types.request import FinishReason, Request, SamplingParams
@@ -42,8 +37,6 @@ LONGEST_S: Final = 400.0
 REST_S: Final = 70.0
 """Virtual time in which the cluster comes to rest after the last request."""
 DRAIN_S: Final = 5.0
-NUM_RESTARTS: Final = 20
-"""More than faults and requests that kill can use up, so that no front gives an engine up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,29 +180,18 @@ class _Simulation:
         return engine
 
     async def _start_front(self) -> None:
-        config = EngineConfig(
-            model="history",
-            max_waiting=self.shape.max_waiting,
-            max_num_seqs=self.shape.max_num_seqs,
-            stall_timeout_s=self.scenario.stall_timeout_s,
-        )
-        self.transports = [
-            LinkTransport(
-                host, self.draw, Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS)), partial(self._move_kv, index)
-            )
-            for index, host in enumerate(self.hosts)
-        ]
-        self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
-        make_router = ROUTERS.get(self.scenario.router)
-        front = ReplicaSet(
-            self.clients,
-            lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+        made = make_front(
+            self.hosts,
+            self.shape,
+            self.scenario.router,
             ClusterConfig(self.scenario.roles, self.scenario.rebalance),
-            self.shape.block_size,
-            verify_replay=self.scenario.verify_replay,
             draw=self.draw,
             clock=self.loop.clock,
+            stall_timeout_s=self.scenario.stall_timeout_s,
+            verify_replay=self.scenario.verify_replay,
+            amend=self._move_kv,
         )
+        front, self.transports, self.clients = made.replicas, made.transports, made.clients
         front.subscribe(self._observe)
         await front.start()
         self.front = front
