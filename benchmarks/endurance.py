@@ -29,7 +29,7 @@ import httpx
 import numpy as np
 
 from benchmarks.harness import MODEL, Bench, console, make_parser, make_progress
-from tests.serving import ServeProcess, descendants
+from tests.serving import ServeProcess, descendants, find_processes
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
@@ -329,11 +329,11 @@ def read_gauges(text: str) -> dict[str, float]:
 
 
 def find_engine(pid: int) -> int:
-    """Returns the process under `pid` that holds the most memory: the one with the model."""
-    children = descendants(pid)
-    if not children:
+    """Returns the engine's process under `pid`."""
+    engines = find_processes(pid, "engine")
+    if not engines:
         raise SystemExit("the server has no engine process")
-    return max(children, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
+    return engines[0]
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Live migrations under load, on real processes: `python -m benchmarks.migrations --migrations 100`.
 
-Answers of moved requests are compared with those of the same requests that stay. The stall of a migration is the gap between
-the last output before its request changed its replica and the first one after it, in steps: divided by the median gap between
-two outputs of all requests in the run.
+Answers of moved requests are compared with those of the same requests that stay. The gap of a migration lies between the last
+output before its request changed its replica and the first one after it; its stall is what that is longer than a step, which is
+the median gap between two outputs of all requests in the run.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ async def measure(options: argparse.Namespace) -> None:
     for one, _, switched_s in moves:
         after = next((number for number, at_s in enumerate(one.times_s) if at_s > switched_s), 0)
         if after:
-            stalls.append((one.times_s[after] - one.times_s[after - 1]) / step_s)
+            stalls.append((one.times_s[after] - one.times_s[after - 1]) / step_s - 1)
     equal = sum(a.token_ids == b.token_ids for a, b in zip(stay, go, strict=True))
     print(
         f"{len(moves)} migrations of {len({one.request.request_id for one, *_ in moves})} requests, {options.at_once} at once"
@@ -114,6 +114,7 @@ async def measure(options: argparse.Namespace) -> None:
     print(f"equal answers: {equal} of {len(go)}")
     print(f"median step {step_s * 1e3:.2f} ms, P99 of all gaps {percentile(gaps, 0.99) / step_s:.1f} steps")
     print(f"stall in steps: P50 {percentile(stalls, 0.5):.1f}, P99 {percentile(stalls, 0.99):.1f}, max {max(stalls):.1f}")
+    print(f"stalls below one step: {sum(stall < 1 for stall in stalls)} of {len(stalls)}")
 
 
 def main() -> None:

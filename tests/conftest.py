@@ -61,8 +61,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return module
 
 
+def pytest_sessionstart() -> None:
+    gc.disable()  # imports and collection make a million objects and little garbage
+
+
 def pytest_collection_finish() -> None:
-    """Exempts libraries and collected tests, a million objects, from every later garbage collection: engines collect often."""
+    """Exempts libraries and collected tests from every later garbage collection: engines collect often."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,19 @@ def build_from(path: Path, max_model_len: int | None = None, **settings: Any) ->
     return build(model.spec, model.weights, **settings)
 
 
+@cache
+def _shuffled(num_blocks: int) -> tuple[int, ...]:
+    blocks = list(range(num_blocks))
+    random.Random(num_blocks).shuffle(blocks)
+    return tuple(blocks)
+
+
 class Driver:
     """Runs steps of any raggedness; blocks are handed out in a shuffled order, so no table is contiguous."""
 
     def __init__(self, program: Program, num_blocks: int, block_size: int) -> None:
         self.program, self.block_size = program, block_size
-        self._free = list(range(num_blocks))
-        random.Random(num_blocks).shuffle(self._free)
+        self._free = list(_shuffled(num_blocks))
         self._tables: dict[object, list[int]] = {}
         self._lengths: dict[object, int] = {}
 

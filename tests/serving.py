@@ -69,8 +69,8 @@ class ServeProcess:
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process, the first child of the front."""
-        return descendants(self.process.pid)[0]
+        """The engine's process; of several, the oldest."""
+        return find_processes(self.process.pid, "engine")[0]
 
     def metric(self, name: str) -> float:
         """Returns the sum of a metric over its labels."""
@@ -130,3 +130,13 @@ def descendants(pid: int) -> list[int]:
     """Returns every process under `pid`, each before those below it."""
     children = [int(c) for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
     return [*children, *(below for child in children for below in descendants(child))]
+
+
+def find_processes(pid: int, name: str) -> list[int]:
+    """Returns the processes under `pid` that call themselves `cl-NAME`, such as engine, template."""
+    found = []
+    for child in descendants(pid):
+        with contextlib.suppress(OSError):  # it has ended
+            if Path(f"/proc/{child}/comm").read_text().strip() == f"cl-{name}":
+                found.append(child)
+    return found

@@ -161,8 +161,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "latent attention"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=() if (place + turn) % 2 else pytest.mark.slow)
+        for place, name in enumerate(name for name in CASES if name != "latent attention")
+        for turn, form in enumerate(FORMS)
+    ],
+)
 def test_no_arrangement_changes_a_bit(name: str, form: str) -> None:
     quant, options = FORMS[form]
     case = CASES[name]

@@ -24,7 +24,7 @@ from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ModelError
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
-from tests.native import KERNELS, GivenWeights, build_native, changed, relative_error
+from tests.native import KERNELS, GivenWeights, build_native, changed, in_turns, relative_error
 
 MIXTURE = MoeSpec(num_experts=6, num_chosen=2, expert=MlpSpec(96), shared=MlpSpec(160), shared_gate=True)
 SPEC = changed(make_spec(hidden=128, intermediate=96, heads=(4, 2), head_dim=32), layer={"mlp": MIXTURE})
@@ -145,8 +145,7 @@ def make(weights: Weights, kernels: str, block_size: int, num_threads: int) -> D
     return build_native(SPEC, weights, dtype="bfloat16", kernels=kernels, **settings)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "kernels"), in_turns(FORMS))
 def test_who_else_chose_an_expert_changes_no_bit(form: str, kernels: str) -> None:
     arrangements = {"chunks": (1, 33), "block_sizes": (), "companions": (3, 40)}
     make_one = partial(make, weights_in(form), kernels)

@@ -18,7 +18,7 @@ from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import Job, Operation, Scenario
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
-from cloister.engine.supervision import Watchdog
+from cloister.engine.supervision import IdleTimer, Watchdog
 from cloister.engine.suspects import Suspect, judge
 from cloister.kv import PrefixKeys
 from cloister.scheduler.request_table import RequestTable
@@ -161,6 +161,14 @@ def name_another_one(speeds: ReplicaSpeeds, index: int, speed: _ReplicaSpeed, no
     return change
 
 
+def want_nothing(client: EngineClient) -> None:
+    pass
+
+
+def note_nothing(timer: IdleTimer, now: float) -> None:
+    pass
+
+
 def know_nothing(verifier: ReplayVerifier, request_id: str) -> bool:
     return False
 
@@ -183,6 +191,8 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a request is blamed for a death that had other causes": (in_flight, "judge", blame_the_first),
     "requests computed again count as those of clients": (ReplayVerifier, "has_sent", know_nothing),
     "another replica counts as slow": (ReplicaSpeeds, "_judge", name_another_one),
+    "a request does not wake an idle engine": (EngineClient, "_want", want_nothing),
+    "an engine counts as idle though it computes": (IdleTimer, "note_use", note_nothing),
     "a request may kill engines for ever": (in_flight, "judge", blame_nobody),
 }
 

@@ -23,6 +23,7 @@ from cloister.cluster.remote.placement import Place
 from cloister.cluster.remote.session import ANOTHER, NOBODY_LISTENS, HostSession
 from cloister.cluster.remote.wire import CHUNK_BYTES, MAX_FRAME_BYTES, Assembler, ChunkKind, split
 from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.engine.child_process import ProcessHandle
 from cloister.types.errors import ConfigError, EngineError
 from tests.cluster.remote_hosts import make_remote, serving
 from tests.cluster.test_remote import answer, check
@@ -35,7 +36,7 @@ def run(main: Coroutine[None, None, None]) -> None:
     asyncio.run(asyncio.wait_for(main, 180.0))
 
 
-def never(far: socket.socket) -> host_module.ProcessHandle:
+def never(far: socket.socket) -> ProcessHandle:
     raise AssertionError("an engine was started")
 
 

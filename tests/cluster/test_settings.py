@@ -24,6 +24,20 @@ def test_the_profile_chooses_the_router(profile: str, router: str) -> None:
     assert resolve_settings({"replicas": 2, "profile": profile}).server.config.router == router
 
 
+@pytest.mark.parametrize(("profile", "forks"), [("open", True), ("team", True), ("private", False), ("paranoid", False)])
+def test_engines_are_forked_where_the_profile_allows_it(profile: str, forks: bool) -> None:
+    assert resolve_settings({"profile": profile}).server.config.fork_server is forks
+    assert resolve_settings({"profile": profile, "fork_server": False}).server.config.fork_server is False
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_strict_profile_executes_each_engine_anew_and_ends_none_while_it_is_idle(profile: str) -> None:
+    with pytest.raises(PolicyError, match="addresses of its own"):
+        resolve_settings({"profile": profile, "fork_server": True})
+    with pytest.raises(PolicyError, match="whether others were there"):
+        resolve_settings({"profile": profile, "idle_timeout_s": 60.0})
+
+
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 @pytest.mark.parametrize("router", ["least_load", "prefix_aware", "round_robin"])
 def test_a_strict_profile_allows_only_a_draw(profile: str, router: str) -> None:
@@ -63,6 +77,12 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
         ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "KV does not move between machines; leave kv_transfer out"),
         ({"on": "slurm"}, "on must be one of"),
+        ({"on": "ray", "idle_timeout_s": 5.0}, "leave idle_timeout_s out, or on ray"),
+        ({"on": "ray", "fork_server": True}, "leave fork_server out, or on ray"),
+        ({"idle_keeps": "weights"}, "set idle_timeout_s"),
+        ({"idle_timeout_s": 5.0, "idle_keeps": "weights", "fork_server": False}, "switch fork_server on"),
+        ({"idle_timeout_s": 5.0, "sealed": True, "profile": "open"}, "a sealed node has one engine"),
+        ({"fork_server": True, "sealed": True, "profile": "open"}, "a sealed node has one engine"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object], text: str) -> None:
@@ -125,10 +145,11 @@ def test_a_strict_profile_refuses_replicas_that_an_orchestrator_places(profile: 
 
 
 @pytest.mark.usefixtures("ray_is_installed")
-def test_threads_are_those_of_ray_machines_and_one_replica_has_a_router_too() -> None:
+def test_threads_are_those_of_ray_machines_one_replica_has_a_router_too_and_none_is_a_fork() -> None:
     joined = resolve_settings({"on": "ray", "ray_address": "10.0.0.1:6379"})
     assert joined.engine.config.num_threads is None
     assert joined.server.config.router == "least_load"
+    assert joined.server.config.fork_server is False
     alone = resolve_settings({"on": "ray", "replicas": 2})
     assert alone.engine.config.num_threads == max(1, read_machine().num_cpus // 2)
     assert resolve_settings({"on": "ray", "ray_address": "x:1", "num_threads": 3}).engine.config.num_threads == 3

@@ -19,7 +19,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    return take_prompts(locate(MODEL), 24)
+    return take_prompts(locate(MODEL), 16)
 
 
 @pytest.fixture(scope="module")

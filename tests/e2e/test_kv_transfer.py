@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cloister.cluster import ReplicaSet
+from cloister.engine import EngineClient
+from cloister.engine.fork_server import ForkServer
+from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.transports import ProcessTransport
-from cloister.launch.processes import ENGINE_ENTRY
+from cloister.launch.processes import ENGINE_ENTRY, make_engine
+from cloister.launch.settings import resolve_settings
 from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event, KVLoaded, KVSource, Outputs, Scheduled, Shutdown, Stepped, Submit
 from cloister.types.request import Request, SamplingParams
@@ -66,12 +74,13 @@ async def wait_until(is_done: Callable[[], bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def engines(*settings: str, **changes: Any) -> AsyncIterator[list[RunningEngine]]:
+async def engines(*settings: str, fork_server: ForkServer | None = None, **changes: Any) -> AsyncIterator[list[RunningEngine]]:
     """Starts an engine for each setting of `kv_transfer`."""
     found = []
     async with contextlib.AsyncExitStack() as stack:
         for setting in settings:
-            transport = ProcessTransport(ENGINE_ENTRY, kv_secret=SECRET)
+            transport = ProcessTransport(ENGINE_ENTRY, kv_secret=SECRET, fork_server=fork_server)
+            stack.push_async_callback(transport.rest, is_final=True)
             config = EngineConfig(num_threads=1, kv_memory_mb=64.0, prefix_cache=True, kv_transfer=setting, **changes)
             await transport.open(config)
             stack.push_async_callback(transport.close)
@@ -82,25 +91,58 @@ async def engines(*settings: str, **changes: Any) -> AsyncIterator[list[RunningE
         yield found
 
 
+async def move_prompt(source: RunningEngine, target: RunningEngine) -> int:
+    """Checks that a prompt moves as a whole; returns how many loads were not complete before."""
+    for attempt in range(NUM_ATTEMPTS):  # a busy machine may miss the deadline of a load, and computes then
+        name = f"attempt {attempt}"
+        prompt = [attempt, *PROMPT[1:]]
+        expected = await source.answer(name, prompt, hold_kv_s=300.0)
+        assert await target.answer(name, prompt, source.endpoint) == expected
+        (loaded,) = target.find(KVLoaded, name)
+        if loaded.complete:
+            break
+    assert (loaded.num_tokens, loaded.complete) == (NUM_HIT, True)
+    assert target.find(Scheduled, name)[0].num_cached_tokens == NUM_HIT
+    return attempt
+
+
 @pytest.mark.parametrize("setting", ["unix", pytest.param("tcp://127.0.0.1:0", marks=pytest.mark.slow)])
 def test_a_prompt_of_a_thousand_tokens_moves_from_one_process_to_another(setting: str) -> None:
     async def run() -> None:
         async with engines(setting, setting) as (source, target):
-            for attempt in range(NUM_ATTEMPTS):  # a busy machine may miss the deadline of a load, and computes then
-                name = f"attempt {attempt}"
-                prompt = [attempt, *PROMPT[1:]]
-                expected = await source.answer(name, prompt, hold_kv_s=300.0)
-                assert await target.answer(name, prompt, source.endpoint) == expected
-                (loaded,) = target.find(KVLoaded, name)
-                if loaded.complete:
-                    break
-            assert (loaded.num_tokens, loaded.complete) == (NUM_HIT, True)
-            assert target.find(Scheduled, name)[0].num_cached_tokens == NUM_HIT
+            attempt = await move_prompt(source, target)
             source.transport.send(Submit(make_request("short", [1, 2, 3]), 0))  # its steps tell what is used
             await wait_until(lambda: bool(source.find(Ended, "short")))
             assert target.find(Stepped)[-1].num_used_blocks <= NUM_HIT // 16 + 2
             num_held = attempt * (NUM_HIT // 16 + 2)  # of loads that were not complete
             assert source.find(Stepped)[-1].num_used_blocks <= num_held + 1, "what was held is not held any more"
+
+    asyncio.run(run())
+
+
+def sockets_of(pid: int | None) -> set[str]:
+    """The sockets that a process has, and this one has not."""
+    found: list[set[str]] = []
+    for number in (pid, os.getpid()):
+        found.append(set())
+        for link in Path(f"/proc/{number}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found[-1].add(os.readlink(link))
+    return {name for name in found[0] - found[1] if name.startswith("socket:")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+def test_forks_of_one_template_load_kv_from_each_other_through_sockets_of_their_own() -> None:
+    async def run() -> None:
+        server = ForkServer()
+        async with engines("unix", "unix", fork_server=server) as (source, target):
+            await move_prompt(source, target)
+            assert source.endpoint != target.endpoint
+            of_template, *of_engines = (sockets_of(pid) for pid in (server.pid, source.transport.pid, target.transport.pid))
+            assert len(of_template) == 1  # for the front's requests
+            assert not of_template & of_engines[0]
+            assert not (of_template | of_engines[0]) & of_engines[1]
+            assert min(map(len, of_engines)) >= 2  # its front and its listener
 
     asyncio.run(run())
 
@@ -125,3 +167,44 @@ def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill() -
             target.transport.send(Shutdown(5.0))
 
     asyncio.run(run())
+
+
+def test_a_running_request_moves_when_its_source_has_just_filled_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that little is left for the target to compute, and the answer does not wait for it."""
+    rests: dict[str, list[int]] = {}
+
+    def prefetch(client: EngineClient, found: InFlightRequest, source: str) -> None:
+        num_with_kv = len(found.request.token_ids) + len(found.token_ids[0]) - 1
+        rests.setdefault(found.request.request_id, []).append(num_with_kv % 16)
+        ask(client, found, source)
+
+    ask = EngineClient.prefetch
+    monkeypatch.setattr(EngineClient, "prefetch", prefetch)
+
+    async def run() -> None:
+        settings = resolve_settings({"replicas": 2, "num_threads": 1, "kv_memory_mb": 64, "kv_transfer": "unix"})
+        cluster = make_engine(settings.engine.config, settings.server.config)
+        assert isinstance(cluster, ReplicaSet)
+        await cluster.start()
+        try:
+            answers: dict[str, list[int]] = {}
+            for name in ("stays", "moves"):
+                sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+                request = Request(request_id=name, token_ids=PROMPT[:100], sampling=sampling)
+                answer = asyncio.create_task(follow(cluster, request, answers.setdefault(name, [])))
+                await wait_until(lambda name=name: len(answers[name]) > 10)
+                if name == "moves":
+                    assert await cluster.migrate(name, 1 - cluster._places[name])
+                await answer
+        finally:
+            await cluster.drain(0.0)
+        assert answers["moves"] == answers["stays"]
+
+    asyncio.run(run())
+    assert len(rests["moves"]) > 1
+    assert set(rests["moves"][1:]) <= {0, 1}
+
+
+async def follow(cluster: ReplicaSet, request: Request, token_ids: list[int]) -> None:
+    async for output in cluster.generate(request):
+        token_ids += output.token_ids

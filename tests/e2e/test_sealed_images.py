@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("model") / "seeing")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def node(path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
     with Node("--sealed", "--model", str(path), "--dtype", request.param, *SETTINGS) as running:
         yield running

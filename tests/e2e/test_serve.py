@@ -124,8 +124,8 @@ def test_everybody_gets_a_reply_when_the_engine_is_killed_and_the_server_serves_
             await asyncio.sleep(0.05)
         os.kill(killed, signal.SIGKILL)
 
-    ends = asyncio.run(ask_many(server.url, 60, 0, 600, kill))  # long answers: they still run when the kill comes
-    assert len(ends) == 60
+    ends = asyncio.run(ask_many(server.url, 40, 0, 500, kill))  # long answers: they still run when the kill comes
+    assert len(ends) == 40
     assert set(ends) <= {"answered", "left", "status 503", "status 429"}  # 503: while there is no engine, nothing is accepted
     assert server.metric("num_resumes_total") > 0, "the kill must have hit somebody"
     server.wait_until(server.is_well, timeout_s=60)

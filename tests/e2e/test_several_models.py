@@ -1,14 +1,13 @@
 """Several models from one file: each answers under its name, one at a time in memory."""
 
 import asyncio
-from pathlib import Path
 
 import httpx
 import pytest
 
 from cloister.launch import resolve_settings
 from cloister.types.errors import ConfigError
-from tests.serving import ServeProcess
+from tests.serving import ServeProcess, find_processes
 
 FILE = """
 kv_memory_mb = 32
@@ -43,7 +42,7 @@ def test_each_model_answers_under_its_name_and_the_other_leaves_memory(server):
         reply = ask(server, model=name).json()
         assert reply["model"] == name
         assert prints.setdefault(name, reply["system_fingerprint"]) == reply["system_fingerprint"]
-        assert len(Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()) == 1
+        assert [len(find_processes(server.process.pid, kind)) for kind in ("engine", "template")] == [1, 1]
     assert len(set(prints.values())) == 2
 
 

@@ -44,6 +44,9 @@ class FakeTransport:
     async def close(self) -> str | None:
         return None
 
+    async def rest(self, *, is_final: bool = False) -> None:
+        pass
+
 
 def opened_client(transport: FakeTransport, clock: Clock | None = None, **settings: object) -> EngineClient:
     """Returns a client that takes requests, without an event loop."""

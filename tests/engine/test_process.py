@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from cloister.engine import EngineClient, ProcessTransport, Supervision, adapters
+from cloister.engine.child_process import ProcessHandle, spawn_program
 from cloister.engine.supervision import Restarts
-from cloister.engine.transports import ProcessHandle, spawn_program
 from cloister.types.errors import (
     ConfigError,
     DeadlineError,
@@ -35,7 +35,7 @@ from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_config, make_request
 from tests.engine.soak import soak
 from tests.history_program import greedy_continuation
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -140,6 +140,22 @@ def test_a_hung_engine_is_replaced(model_path: Path) -> None:
             await until(lambda: engine.health().good)
             assert engine.pid != first
             assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+
+    run(main())
+
+
+def test_an_engine_whose_closing_is_cancelled_leaves_no_zombie(model_path: Path) -> None:
+    async def main() -> None:
+        transport = ProcessTransport("tests.engine.replica:build")
+        await transport.open(make_config(model_path))
+        process = transport._process
+        assert process is not None
+        closing = asyncio.create_task(transport.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert closing.cancelled()
+        assert process.returncode == -signal.SIGKILL
 
     run(main())
 

@@ -53,8 +53,10 @@ def test_only_those_that_hang_at_the_same_place_are_the_same() -> None:
 
 @pytest.mark.parametrize(("entry", "is_replaced"), [("build_hanging", True), ("build_hanging_elsewhere", False)])
 def test_a_replica_that_hangs_where_another_one_does_is_replaced_with_it(
-    model_path: Path, caplog: pytest.LogCaptureFixture, entry: str, is_replaced: bool
+    model_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, entry: str, is_replaced: bool
 ) -> None:
+    monkeypatch.setattr("cloister.engine.client.STOP_GRACE_S", 0.5)  # what hangs does not end by itself
+
     async def main() -> list[bool]:
         clients = [
             EngineClient(

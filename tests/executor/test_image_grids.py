@@ -49,7 +49,7 @@ def expected(path: Path, make: Make) -> list[int]:
     return serve_one(make(), *prompt_of(path))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 200])
+@pytest.mark.parametrize("chunk", [3, 200, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 7))])
 def test_chunks_that_cut_an_image_change_no_token(chunk: int, path: Path, make: Make, expected: list[int]) -> None:
     assert serve_one(make(chunk=chunk, block_size=4, num_threads=2), *prompt_of(path)) == expected
 

@@ -129,7 +129,7 @@ class Served:
 def wishes():
     rng = random.Random(3)
     shared = [rng.randrange(VOCAB) for _ in range(70)]
-    for i in range(10):
+    for i in range(8):
         tail = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 50))]
         sampling = SamplingParams(
             temperature=0.0 if i % 3 else 0.9,
@@ -170,7 +170,7 @@ def test_alone_is_what_a_loop_over_tokens_gives(name, expected):
     assert expected[wish.request_id, 0][0] == answer
 
 
-@pytest.mark.parametrize("max_tokens", [7, 24, 64])
+@pytest.mark.parametrize("max_tokens", [7, pytest.param(24, marks=pytest.mark.slow), 64])
 def test_company_chunks_and_hits_change_no_bit(name, expected, max_tokens):
     served = Served(name, max_tokens=max_tokens)
     assert served.serve(wishes()) == expected

@@ -105,6 +105,16 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_gguf(tmp_path / "none.gguf")
 
 
+def test_a_header_is_read_once_until_its_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(counts(0, 1) + entry(b"a", 4, struct.pack("<I", 1)))
+    assert read_gguf(path) is read_gguf(path)
+    other = tmp_path / "b.gguf"
+    other.write_bytes(counts(0, 1) + entry(b"a", 4, struct.pack("<I", 2)))
+    other.replace(path)
+    assert read_gguf(path).get("a", int) == 2
+
+
 def replace(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     def change(content: bytes) -> bytes:
         assert content.count(old) == 1

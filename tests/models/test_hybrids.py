@@ -18,7 +18,6 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from cloister.backends.base import LOGITS
-from cloister.backends.native import _native
 from cloister.backends.torch.cuda import limits
 from cloister.bench.roofline_operators import Numbers, Work, list_operators
 from cloister.models import load
@@ -29,6 +28,7 @@ from cloister.types.errors import ConfigError, ModelError
 from tests.adapter_factory import MergedWeights, write_adapter
 from tests.driving import build, build_from
 from tests.model_factory import centre_norms, make_model, randomise, small_fields, write_tokenizer
+from tests.native import in_turns
 from tests.reference import compare, reference_logits
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 150).tolist()
@@ -145,8 +145,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_model(tmp_path_factory.mktemp(family), family, **config)
 
 
-@pytest.mark.parametrize("kernels", _native.kernel_names())
-@pytest.mark.parametrize("model", VARIANTS, indirect=True)
+@pytest.mark.parametrize(("model", "kernels"), in_turns(VARIANTS), indirect=["model"])
 def test_native_logits_are_those_of_transformers_in_steps_of_any_size(model: Path, kernels: str) -> None:
     agreement = compare(model, backend="native", kernels=kernels)
     assert agreement.difference <= 1e-4

@@ -68,22 +68,30 @@ def build(path: Path) -> Any:
     return BACKENDS.get("torch")(num_threads=2, device="cpu", dtype="float32").build(model.spec, model.weights, KVLayout(4, 16))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True},
+    {"vision": {"hidden_act": "gelu_pytorch_tanh"}},
+    {"vision": {"spatial_merge_size": 1}, "processor": {"merge_size": 1, "max_pixels": 40 * PATCH**2}},
+    {"vision": {"temporal_patch_size": 1}, "processor": {"temporal_patch_size": 1}},
+    {"vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}},
+    {"text": {"rms_norm_eps": 0.1}},
+    {"processor": {"image_mean": [0.1, 0.9, 0.4], "rescale_factor": 0.002}},
+    {"processor": {"do_normalize": False}},
+]
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("family", "fields"),
     [
-        {},
-        {"tie_word_embeddings": True},
-        {"vision": {"hidden_act": "gelu_pytorch_tanh"}},
-        {"vision": {"spatial_merge_size": 1}, "processor": {"merge_size": 1, "max_pixels": 40 * PATCH**2}},
-        {"vision": {"temporal_patch_size": 1}, "processor": {"temporal_patch_size": 1}},
-        {"vision": {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}},
-        {"processor": {"image_mean": [0.1, 0.9, 0.4], "rescale_factor": 0.002}},
-        {"processor": {"do_normalize": False}},
-        {"text": {"rms_norm_eps": 0.1}},
+        pytest.param(
+            family, fields, id=f"{family}-{number}",
+            marks=pytest.mark.slow if "processor" in fields and (place + number) % 4 else (),
+        )
+        for place, family in enumerate(FAMILIES)
+        for number, fields in enumerate(FIELDS)
     ],
-    ids=lambda fields: "-".join(fields) or "plain",
-)
+)  # fmt: skip
 def test_the_tower_and_the_logits_are_those_of_transformers(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     compare(make_qwen_vl(tmp_path, family, **fields), "torch", "native", num_tokens=8 if fields else 40)
 

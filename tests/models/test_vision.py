@@ -70,23 +70,30 @@ def test_tiles_are_those_of_transformers(size: tuple[int, int], processor: dict[
     assert opened[0].grid(*size) == (expected["rows"][0][0], expected["cols"][0][0])
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True},
+    {"scale_factor": 1},
+    {"vision": {"hidden_act": "gelu"}},
+    {"vision": {"layer_norm_eps": 0.1}},
+    {"vision": {"image_size": TILE, "patch_size": 5}},
+    {"processor": {"image_mean": [0.1, 0.9, 0.4], "rescale_factor": 0.002}},
+    {"processor": {"do_normalize": False}},
+    {"text": {"rms_norm_eps": 0.1, "attention_bias": True}},
+]
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("backend", "family", "fields"),
     [
-        {},
-        {"tie_word_embeddings": True},
-        {"scale_factor": 1},
-        {"vision": {"hidden_act": "gelu"}},
-        {"vision": {"layer_norm_eps": 0.1}},
-        {"vision": {"image_size": TILE, "patch_size": 5}},
-        {"processor": {"image_mean": [0.1, 0.9, 0.4], "rescale_factor": 0.002}},
-        {"processor": {"do_normalize": False}},
-        {"text": {"rms_norm_eps": 0.1, "attention_bias": True}},
+        pytest.param(
+            backend, family, fields, id=f"{backend}-{family}-{place}", marks=() if (i + j + place) % 2 else pytest.mark.slow
+        )
+        for i, backend in enumerate(("native", "torch"))
+        for j, family in enumerate(("smolvlm", "idefics3"))
+        for place, fields in enumerate(FIELDS)
     ],
-    ids=lambda fields: "-".join(fields) or "plain",
 )
-@pytest.mark.parametrize("backend", ["torch", "native"])
 def test_the_tower_and_the_logits_are_those_of_transformers(
     backend: str, family: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:

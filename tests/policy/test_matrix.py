@@ -33,6 +33,8 @@ THREATS = {
     "images as input": "S",
     "stored requests and answers": "SE",
     "conversations that the web page keeps": "S",
+    "engines forked from a template": "E",
+    "engines that end while idle": "S",
 }
 STRICTNESS = [Verdict.ALLOWED, Verdict.MITIGATED, Verdict.REFUSED]
 EVERY_RULING = [*(row.rulings for row in ROWS), *(feature.rulings for feature in FEATURES.values())]

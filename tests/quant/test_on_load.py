@@ -63,7 +63,7 @@ def same_weights(first: Weights, second: Weights) -> bool:
 
 def test_four_bits_change_answers_a_good_deal_less_than_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     use_text_of(2048, monkeypatch)  # a quarter of what a server takes: the embedded model has few inputs
-    windows = cut_windows(MODEL, read_passages(HELD_OUT), 5120)
+    windows = cut_windows(MODEL, read_passages(HELD_OUT), 3072)
 
     def change(weights: Weights) -> float:
         """Root mean square of the change of log-probabilities: perplexity of so short a text moves by luck."""

@@ -29,9 +29,15 @@ GOOD, FAIR, POOR, WRONG = Pattern((0.8,)), Pattern((0.5,)), Pattern((0.2,)), Pat
 COPYING = Pattern((0.97, 0.1), (0.95, 0.3), 80)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
-@pytest.mark.parametrize("curve", sorted(CURVES))
-@pytest.mark.parametrize("pattern", [WRONG, POOR], ids=["wrong", "poor"])
+@pytest.mark.parametrize(
+    ("pattern", "curve", "batch"),
+    [
+        pytest.param(pattern, curve, batch, id=f"{name}-{curve}-{batch}", marks=() if (i + j + k) % 2 else pytest.mark.slow)
+        for i, (name, pattern) in enumerate({"wrong": WRONG, "poor": POOR}.items())
+        for j, curve in enumerate(sorted(CURVES))
+        for k, batch in enumerate((1, 4, 16, 64))
+    ],
+)
 def test_drafts_that_do_not_pay_cost_next_to_nothing(curve, batch, pattern):
     for costs in (SEARCH_S, model_costs(curve)):
         made = machine(curve, batch, {"one": Drafting(pattern, costs)})

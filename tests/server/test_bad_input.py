@@ -341,7 +341,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     path=st.sampled_from([CHAT, TEXT]),
     core=st.fixed_dictionaries({}, optional={"messages": MESSAGES | JSON_VALUES, "prompt": st.text(max_size=9) | JSON_VALUES}),

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -30,12 +31,16 @@ from tests.server.issuer import AUDIENCE, RSA, Issuer, issuing
 from tests.server.running_server import MODEL, ScriptedEngine, says, serving, serving_script, start_speaking
 from tests.server.test_bad_input import check_error
 
-OTHER = RSAKey.generate_key(2048, {"kid": "first"})
-"""An attacker's key under the name of the issuer's."""
 EC = ECKey.generate_key("P-256", {"kid": "curve"})
 ED = OKPKey.generate_key("Ed25519", {"kid": "edwards"})
 CHAT = {"realm_access": {"roles": ["chat"]}}
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+
+
+@cache
+def other() -> RSAKey:
+    """An attacker's key under the name of the issuer's."""
+    return RSAKey.generate_key(2048, {"kid": "first"})
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +159,10 @@ def forged(issuer: Issuer) -> dict[str, str]:
     crit = f"{part({'alg': 'RS256', 'kid': 'first', 'crit': ['bound'], 'bound': 1})}.{body}"
     critical = RSA.private_key.sign(crit.encode(), padding.PKCS1v15(), hashes.SHA256())
     return {
-        "another key under the same id": issuer.token(OTHER, **CHAT),
-        "an unknown key": issuer.token(OTHER, header={"kid": "unheard"}, **CHAT),
-        "its key in its own header": issuer.token(OTHER, header={"jwk": OTHER.as_dict(private=False)}, **CHAT),
-        "its address of keys in its header": issuer.token(OTHER, header={"jku": f"{issuer.url}/mine"}, **CHAT),
+        "another key under the same id": issuer.token(other(), **CHAT),
+        "an unknown key": issuer.token(other(), header={"kid": "unheard"}, **CHAT),
+        "its key in its own header": issuer.token(other(), header={"jwk": other().as_dict(private=False)}, **CHAT),
+        "its address of keys in its header": issuer.token(other(), header={"jku": f"{issuer.url}/mine"}, **CHAT),
         "no signature": f"{part({'alg': 'none', 'typ': 'at+jwt'})}.{body}.",
         "none with a key": f"{part({'alg': 'none', 'kid': 'first'})}.{body}.{signature}",
         "the public key as a secret": f"{part({'alg': 'HS256', 'kid': 'first'})}.{body}.{part(public)}",
@@ -304,7 +309,7 @@ def test_tokens_with_made_up_keys_do_not_flood_the_issuer():
     async def work(verifier: TokenVerifier) -> None:
         for i in range(50):
             with pytest.raises(AuthenticationError):
-                await verifier.admit(issuer.token(OTHER, header={"kid": f"made up {i}"}))
+                await verifier.admit(issuer.token(other(), header={"kid": f"made up {i}"}))
         assert issuer.asked.count("/keys") == 1
 
     with issuing() as issuer:

@@ -376,7 +376,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(schema=st.dictionaries(KEYWORDS, JUNK, max_size=4))
 def test_whatever_is_sent_is_refused_or_followed(compiler, tokenizer, schema):
     try:

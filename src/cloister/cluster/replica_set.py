@@ -35,6 +35,8 @@ DEFAULT_BLOCK_SIZE: Final = 16
 DRAIN_EVERY_S: Final = 0.05
 REBALANCE_EVERY_S: Final = 0.5
 MAX_COPY_ROUNDS: Final = 4
+WAKE_TIMEOUT_S: Final = 10.0
+"""Longest wait of a move for an engine that was idle; the request goes on where it is."""
 COPY_TIMEOUT_S: Final = 5.0
 """Longest wait for a round of KV; what did not arrive is computed."""
 TRANSFER_WEIGHT: Final = 0.1
@@ -125,6 +127,7 @@ class ReplicaSet(RequestClient):
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
+        self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._costs = [StepCost() for _ in self._replicas]
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
@@ -141,6 +144,7 @@ class ReplicaSet(RequestClient):
             replica.rescue = partial(self._rescue, index)
             replica.diagnose = partial(self._diagnose, index)
             replica.after_receive = partial(self._hand_off, index)
+            replica.after_end = partial(self._forget, index)
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -202,7 +206,8 @@ class ReplicaSet(RequestClient):
         wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
-        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow, *wrong]))
+        is_idle = all(health.is_idle for health in each)
+        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow, *wrong]), is_idle=is_idle)
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""
@@ -264,12 +269,16 @@ class ReplicaSet(RequestClient):
 
     @property
     def _moves_kv(self) -> bool:
-        return all(replica.kv_endpoint is not None for replica in self._replicas)
+        return all(replica.exchanges_kv for replica in self._replicas)
 
     def _accepting(self, but: int | None = None) -> list[ReplicaSnapshot]:
-        """Returns the replicas that requests may go to, slow ones left out."""
+        """Returns the replicas that requests may go to, without slow ones, and without idle ones that need not be started
+        because another one of the same role runs and has no request."""
         accepting = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and snapshot.index != but]
-        return self._speeds.choose(accepting, self._clock.now()) if accepting and self._avoids_slow else accepting
+        if accepting and self._avoids_slow:
+            accepting = self._speeds.choose(accepting, self._clock.now())
+        unused = {snapshot.role for snapshot in accepting if not (snapshot.is_idle or snapshot.num_requests)}
+        return [snapshot for snapshot in accepting if not (snapshot.is_idle and snapshot.role in unused)]
 
     def _place(self, request: Request) -> Placement:
         """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
@@ -287,11 +296,14 @@ class ReplicaSet(RequestClient):
         if placement.hands_off:
             self._handing_off[placement.index].add(request_id)
 
+    def _forget(self, index: int) -> None:
+        """Forgets what the engine of a replica had cached, and how fast it was: it has ended."""
+        self._speeds.forget(index)
+        if self._router is not None:
+            self._router.forget(index)
+
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
-        self._speeds.forget(lost)
-        if self._router is not None:
-            self._router.forget(lost)
         if self._verifier.has_sent(found.request.request_id):
             return False  # it asks this replica, and waits for its next engine
         placement = self._find_place(found, self._accepting())
@@ -330,10 +342,13 @@ class ReplicaSet(RequestClient):
         """Moves a request to another replica while it runs. Its client sees one answer without a gap.
 
         Where engines can load KV from each other, the target loads what there is in rounds, while the source goes on; the last
-        tokens are computed. Returns False if the request has ended or moved meanwhile, or the target does not accept it.
+        tokens are computed. An idle target is started first. Returns False if the request has ended or moved meanwhile, or the
+        target does not accept it.
         """
         source = self._places.get(request_id)
         if source is None or source == target or not self._snapshot(target).is_accepting:
+            return False
+        if not await self._replicas[target].wake(WAKE_TIMEOUT_S):
             return False
         has_copied = await self._copy_kv(request_id, source, target)
         if self._places.get(request_id) != source or not self._snapshot(target).is_accepting:
@@ -341,14 +356,19 @@ class ReplicaSet(RequestClient):
         return self._switch(request_id, source, target, loads_kv=not has_copied)
 
     async def _copy_kv(self, request_id: str, source: int, target: int) -> bool:
-        """Has the target load the KV of a running request, until a round would bring less than a block. Returns whether it did
-        so: what is left is computed sooner than it is asked for."""
+        """Has the target load the KV of a running request, in rounds. Returns whether it did; what is left is computed sooner
+        than it is asked for.
+
+        Blocks are loaded whole, so a round after the first begins when the source has just filled one: the target then computes
+        a few tokens at most, in one step.
+        """
         endpoint = self._replicas[source].kv_endpoint
-        for _ in range(MAX_COPY_ROUNDS):
+        for number in range(MAX_COPY_ROUNDS):
+            if number and not await self._wait_for_block(request_id, source):
+                return False
             found = self._replicas[source].find(request_id)
             if endpoint is None or self._replicas[target].kv_endpoint is None or found is None or not found.has_output:
                 return False
-            num_tokens = len(found.token_ids[0])
             self._replicas[source].hold(request_id)
             loaded = self._loads[target, request_id] = asyncio.get_running_loop().create_future()
             self._replicas[target].prefetch(found, endpoint)
@@ -361,9 +381,32 @@ class ReplicaSet(RequestClient):
                 self._loads.pop((target, request_id), None)
             if not is_complete:
                 return False
-            if len(found.token_ids[0]) - num_tokens < self._block_size:
-                return True
+            if number and self._num_past_block(found) <= self._block_size // 2:
+                break
+        await self._wait_for_step(source)  # a step that the source has begun is not lost
+        return True
+
+    async def _wait_for_block(self, request_id: str, source: int) -> bool:
+        """Waits until a running request has just filled a KV block. Returns False if it has ended, or takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                while (found := self._replicas[source].find(request_id)) is not None and found.has_output:
+                    if self._num_past_block(found) <= 1:
+                        return True
+                    await self._wait_for_step(source)
         return False
+
+    async def _wait_for_step(self, index: int) -> None:
+        """Waits until a replica has made a step, for a time."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._step_waiters[index].append(waiter)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                await waiter
+
+    def _num_past_block(self, found: InFlightRequest) -> int:
+        """Returns how many tokens with KV a request has behind its last full block; its last token has none yet."""
+        return (len(found.request.token_ids) + len(found.token_ids[0]) - 1) % self._block_size
 
     def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
@@ -481,6 +524,10 @@ class ReplicaSet(RequestClient):
         if isinstance(event, Stepped):
             if not event.drafting:
                 self._costs[index].learn(StepSize(event.num_tokens, event.num_attended), event.elapsed_s)
+            waiters, self._step_waiters[index] = self._step_waiters[index], []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
             event = self._total(event)
         elif self._verifier.owns(event):
             return

@@ -4,12 +4,12 @@ exactly once."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -17,7 +17,7 @@ from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
-from cloister.engine.supervision import Supervision, Watchdog
+from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
 from cloister.engine.transports import StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
@@ -63,10 +63,12 @@ class Health:
     Attributes:
         good: steps advance, or no request waits.
         detail: one line for an operator, free of content.
+        is_idle: no engine runs, and the next request starts one.
     """
 
     good: bool
     detail: str
+    is_idle: bool = False
 
 
 class _Mailbox:
@@ -215,7 +217,7 @@ class RequestClient(ABC):
         """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
         raise InvalidRequestError(ONE_ENGINE, param="replica")
 
-    @contextmanager
+    @contextlib.contextmanager
     def _watch_deadline(self, request: Request) -> Iterator[None]:
         """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
         patience_s = request.timeout_s + GRACE_S
@@ -242,8 +244,10 @@ class EngineClient(RequestClient):
         rescue: called with each request of an engine that has ended, if it can be resumed and need not be tried alone; returns
             whether another client has adopted it. The others wait for this client's next engine. None if there is no other
             client.
-        kv_endpoint: where other engines load KV of its engine from; None if they cannot.
+        exchanges_kv: whether its engines give KV to other engines, and load theirs.
+        kv_endpoint: where other engines load KV of its engine from; None if they cannot, or none runs.
         after_receive: called after each message of the engine was handled; None if nobody wants to know.
+        after_end: called when an engine has ended, before `rescue`: what it had cached is gone. None if nobody wants to know.
     """
 
     adapters: AdapterCalls
@@ -251,8 +255,10 @@ class EngineClient(RequestClient):
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
         self.rescue: Callable[[InFlightRequest], bool] | None = None
+        self.exchanges_kv = False
         self.kv_endpoint: str | None = None
         self.after_receive: Callable[[], None] | None = None
+        self.after_end: Callable[[], None] | None = None
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
         self._stacks = StackClusters()
         self.adapters = AdapterCalls(self._call)
@@ -263,6 +269,11 @@ class EngineClient(RequestClient):
         self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._supervision = transport.supervision or Supervision(restarts=None)
         self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
+        self._idle = IdleTimer(self._supervision.idle_timeout_s)
+        self._is_resting = False
+        self._wanted = asyncio.Event()
+        self._has_woken = asyncio.Event()
+        self._held_calls: list[FrontMessage] = []
         self._lifecycle: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_draining = False
@@ -271,7 +282,11 @@ class EngineClient(RequestClient):
             self._introduce(transport.ready)
 
     async def start(self) -> None:
-        await self._open()
+        try:
+            await self._open()
+        except BaseException:
+            await self._transport.rest(is_final=True)
+            raise
         self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
     @property
@@ -309,6 +324,7 @@ class EngineClient(RequestClient):
         return ReplicaSnapshot(
             index=index,
             is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
+            is_idle=self._is_resting,
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
             num_queued=0 if step is None else step.num_waiting,
@@ -327,6 +343,8 @@ class EngineClient(RequestClient):
     def health(self) -> Health:
         if self.closed is not None:
             return Health(False, self.closed)
+        if self._is_resting:
+            return Health(True, "idle: the engine has ended, and the next request starts another", is_idle=True)
         detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
         if self._watchdog.is_stalled:
             return Health(False, f"no step for {self._watchdog.stalled_s:.0f} s; {detail}")
@@ -358,7 +376,8 @@ class EngineClient(RequestClient):
             self._requests.check(request)
             # drawn here, so that another engine can continue the answer with the same noise
             seed = secrets.randbits(63) if request.sampling.seed is None else None
-            if not self._requests.holds_back:
+            is_sent = self._is_open and not self._requests.holds_back
+            if is_sent:
                 self._send(
                     Submit(
                         request,
@@ -372,8 +391,9 @@ class EngineClient(RequestClient):
             if observer is not None:
                 observer.refuse()
             raise
-        self._requests.add(request, sink, observer, seed=seed)
+        self._requests.add(request, sink, observer, seed=seed, is_held=not is_sent, source=source)
         self._num_routed += 1
+        self._want()
 
     def abandon(self, request_id: str) -> None:
         if self._requests.leave(request_id):
@@ -399,6 +419,8 @@ class EngineClient(RequestClient):
         if found is not None and not found.is_prefilled:
             self.hold(request_id)
             self._send(Abort(request_id))
+        if found is not None and self.kv_endpoint is not None:
+            self._idle.note_use(self._clock.now() + HOLD_KV_S)  # the other engine may load its KV for so long
         self._send_due()
         return found
 
@@ -408,6 +430,7 @@ class EngineClient(RequestClient):
 
     def prefetch(self, found: InFlightRequest, source: str) -> None:
         """Has the engine load KV of a request that another engine runs, from the endpoint `source`; `KVLoaded` says when."""
+        self._want()
         self._send(PrefetchKV(found.request, [*found.request.token_ids, *found.token_ids[0]], KVSource(source)))
 
     def hold(self, request_id: str) -> None:
@@ -423,6 +446,7 @@ class EngineClient(RequestClient):
         """
         self._requests.adopt(found, source)
         self._num_routed += 1
+        self._want()
         self._send_due()
 
     # Messages
@@ -451,7 +475,23 @@ class EngineClient(RequestClient):
     def _call(self, message: FrontMessage) -> None:
         if self.closed is not None:
             raise EngineError(self.closed)
+        if self._is_resting:
+            self._held_calls.append(message)
+        self._want()
         self._send(message)
+
+    def _want(self) -> None:
+        """Keeps the engine from becoming idle, and wakes an idle one."""
+        self._idle.note_use(self._clock.now())
+        self._wanted.set()
+
+    async def wake(self, timeout_s: float) -> bool:
+        """Starts an idle engine, and keeps one that runs from becoming idle. Returns whether one runs, within `timeout_s`."""
+        self._want()
+        if self._is_resting:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_woken.wait(), timeout_s)
+        return self._is_open
 
     # The engine's life
 
@@ -473,12 +513,14 @@ class EngineClient(RequestClient):
         assert self._transport.ready is not None
         self._introduce(self._transport.ready)
         self._watchdog.restart(self._clock.now())
-        self._is_open = True
+        self._idle.note_use(self._clock.now())
+        self._is_open, self._is_resting = True, False
+        self._has_woken.set()
         self.closed = DRAINING if self._is_draining else None
 
     def _introduce(self, ready: Ready) -> None:
         self.model, self.memory, self.startup = ready.model, ready.memory, ready.startup
-        self.kv_endpoint = ready.kv_endpoint
+        self.kv_endpoint, self.exchanges_kv = ready.kv_endpoint, ready.kv_endpoint is not None
         self.adapters.start(ready.adapters)
 
     async def _serve_until_broken(self) -> None:
@@ -486,14 +528,18 @@ class EngineClient(RequestClient):
         try:
             while self._is_open:
                 await self._serve()
-                await self._close_engine()
-                await self._replace()
+                if self._is_resting:
+                    await self._rest()
+                else:
+                    await self._close_engine()
+                    await self._replace()
         except Exception as error:
             _logger.critical("the task that keeps the engine running failed: %s", describe(error))
         finally:
-            if self._is_open:
+            if self._is_open or self._is_resting:
                 self._transport.kill()
                 await self._close_engine()
+            await self._transport.rest(is_final=True)
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
                 if self.rescue is not None:
@@ -514,6 +560,11 @@ class EngineClient(RequestClient):
             await asyncio.sleep(self._supervision.look_every_s)
             is_waited_for = self._requests.is_waited_for and not self.adapters.is_loading
             self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
+            if self._requests.is_waited_for or self.adapters.is_loading:
+                self._idle.note_use(self._clock.now())
+            if self._idle.is_over(self._clock.now()) and self._supervision.restarts is not None:
+                await self._end_idle_engine()
+                return
             if self._watchdog.is_hung and self._supervision.restarts is not None:
                 await self._report_hang()
                 self.replace_engine()
@@ -535,10 +586,31 @@ class EngineClient(RequestClient):
         """Kills the engine; another one is started, and continues what this one had."""
         self._transport.kill()
 
+    async def _end_idle_engine(self) -> None:
+        """Has an engine without requests end. Requests that come from now on wait for the next one."""
+        self._send(Shutdown(0.0))
+        self._is_open, self._is_resting = False, True
+        self.kv_endpoint = None
+        self._wanted.clear()
+        self._has_woken.clear()
+        await asyncio.sleep(STOP_GRACE_S)
+        self._transport.kill()
+
+    async def _rest(self) -> None:
+        """Cleans up after an idle engine, and starts another when it is wanted."""
+        await self._transport.close()
+        self._requests.lose_engine()
+        self._note_end()
+        await self._transport.rest()
+        _logger.info("the engine had no request for %g s and has ended", self._supervision.idle_timeout_s)
+        await self._wanted.wait()
+        await self._replace(is_wanted=True)
+
     async def _close_engine(self) -> None:
         """Cleans up after an engine that has ended."""
         self._stop_accepting()
         how = await self._transport.close()
+        self._note_end()
         num_kept, num_rescued, num_ended = self._let_go()
         if how is not None and not self._is_draining:
             fates = f"{num_rescued} requests continue in another one, {num_kept} wait for the next, {num_ended} end"
@@ -546,8 +618,15 @@ class EngineClient(RequestClient):
 
     def _stop_accepting(self) -> None:
         can_replace = self._supervision.restarts is not None
-        self._is_open = False
+        self._is_open = self._is_resting = False
+        self._has_woken.set()
+        self.kv_endpoint = None
+        self._held_calls.clear()
         self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
+
+    def _note_end(self) -> None:
+        if self.after_end is not None:
+            self.after_end()
 
     def _let_go(self) -> tuple[int, int, int]:
         """Keeps the requests of an engine that has ended for the next one, has other clients adopt them, or ends them. Returns
@@ -563,11 +642,15 @@ class EngineClient(RequestClient):
         self.adapters.fail_all(reply)
         return num_kept - num_rescued, num_rescued, num_requests - num_kept
 
-    async def _replace(self) -> None:
-        """Restarts the engine, or gives up permanently."""
+    async def _replace(self, *, is_wanted: bool = False) -> None:
+        """Restarts the engine, or gives up permanently.
+
+        Args:
+            is_wanted: the last engine was idle, so this start is none that counts.
+        """
         restarts = self._supervision.restarts
         while not (self._is_open or self._is_draining) and restarts is not None:
-            delay_s = restarts.next_delay_s(self._clock.now())
+            delay_s = 0.0 if is_wanted else restarts.next_delay_s(self._clock.now())
             if delay_s is None:
                 _logger.critical("%d restarts in %.0f s: %s", restarts.max_restarts, restarts.window_s, BROKEN)
                 return
@@ -576,5 +659,13 @@ class EngineClient(RequestClient):
                 await self._open()
             except CloisterError as error:
                 _logger.error("the engine did not start again: %s", error.message)
+                self._stop_accepting()
+                self.adapters.fail_all(RESTARTING)
+                if self.rescue is not None:
+                    self._requests.release(self.rescue)  # others may accept what came while this one was idle
+                is_wanted = False
                 continue
+            calls, self._held_calls = self._held_calls, []
+            for call in calls:
+                self._send(call)
             self._send_due()

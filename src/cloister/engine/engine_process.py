@@ -6,7 +6,6 @@ signals are handled by the front, which decides when to drain.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import logging
@@ -29,23 +28,32 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
 from cloister.types.logs import describe, set_up_logging
-from cloister.types.processes import name_process
+from cloister.types.processes import end_with_parent, name_process
 
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for this long is considered dead."""
-_PR_SET_PDEATHSIG: Final = 1
 
 _logger = logging.getLogger(__name__)
 
 CoreFactory = Callable[[EngineConfig], EngineCore]
+Send = Callable[[EngineMessage], None]
 
 
 def main(fd: int) -> int:
     """Builds and runs the engine that the front requests; returns the exit status."""
-    _tie_to_parent()
+    ignore_terminal()
+    end_with_parent()  # covers what _listen cannot: a thread that never releases the interpreter lock
     name_process("engine")
     faulthandler.enable()  # prints code locations, no values
-    sock = socket.socket(fileno=fd)
+    return serve(socket.socket(fileno=fd), build)
+
+
+def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineCore | None]) -> int:
+    """Runs an engine as the front at the other end of `sock` requests it; returns the exit status.
+
+    Args:
+        make_core: returns the engine for the front's boot message; None if there is none, after it sent the front why.
+    """
     sock.set_inheritable(False)
     sock.settimeout(SEND_TIMEOUT_S)
     frame, descriptors = channel.receive_boot(sock)
@@ -55,8 +63,7 @@ def main(fd: int) -> int:
     for stacks_fd in stacks_fds:
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
     boot = channel.decode_boot(frame)
-    set_up_logging(boot.log_format)
-    sys.path.extend(path for path in boot.import_path if path not in sys.path)
+    set_up(boot)
     input_queue = InputQueue()
     threading.Thread(target=_listen, args=(sock, input_queue), name="cloister-channel", daemon=True).start()
 
@@ -67,7 +74,7 @@ def main(fd: int) -> int:
             message = listener.deliver(message)
         sock.sendall(channel.frame(message))
 
-    core = _build(boot, send)
+    core = make_core(boot, send)
     if core is None:
         return 1
     core.input_queue = input_queue
@@ -85,6 +92,12 @@ def main(fd: int) -> int:
     return 0
 
 
+def set_up(boot: channel.Boot) -> None:
+    """Has this process log and import as the front does."""
+    set_up_logging(boot.log_format)
+    sys.path.extend(path for path in boot.import_path if path not in sys.path)
+
+
 def find_entry(entry: str) -> CoreFactory:
     """Imports the function "module:function".
 
@@ -99,7 +112,8 @@ def find_entry(entry: str) -> CoreFactory:
     return factory
 
 
-def _build(boot: channel.Boot, send: Callable[[EngineMessage], None]) -> EngineCore | None:
+def build(boot: channel.Boot, send: Send) -> EngineCore | None:
+    """Returns an engine; None if it cannot be built, after `send` was told why."""
     try:
         return find_entry(boot.entry)(boot.config)
     except CloisterError as error:
@@ -110,7 +124,7 @@ def _build(boot: channel.Boot, send: Callable[[EngineMessage], None]) -> EngineC
     return None
 
 
-def _exchange_kv(core: EngineCore, config: EngineConfig, secret: bytes, send: Callable[[EngineMessage], None]) -> bool:
+def _exchange_kv(core: EngineCore, config: EngineConfig, secret: bytes, send: Send) -> bool:
     """Connects the engine to others; sends why it cannot."""
     if config.kv_transfer is None:
         return True
@@ -122,12 +136,10 @@ def _exchange_kv(core: EngineCore, config: EngineConfig, secret: bytes, send: Ca
     return True
 
 
-def _tie_to_parent() -> None:
+def ignore_terminal() -> None:
+    """Leaves the signals of a terminal to the front."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # covers what _listen cannot: a thread that never releases the interpreter lock
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(sock: socket.socket, input_queue: InputQueue) -> None:

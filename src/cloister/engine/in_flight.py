@@ -190,10 +190,10 @@ class InFlightRequest:
         )
 
     def submission(self, now: float) -> Submit:
-        """Returns the message that hands the request to an engine: what it was, and what it had in an engine that was lost."""
-        if self.arrived_s is None:
-            return Submit(self.request, self.seed)
+        """Returns the message that hands the request to another engine: what it was, and what it had in one that was lost. It
+        has arrived."""
         stats = self.stats
+        assert self.arrived_s is not None
         resumption = Resumption(
             token_ids=self.token_ids,
             ended=tuple(index for index in range(len(self.token_ids)) if index not in self.open),
@@ -313,12 +313,26 @@ class InFlightRequests:
                 "requests with too many images wait already; try again later", retry_after_s=self._estimate_retry_s()
             )
 
-    def add(self, request: Request, sink: Sink, observer: RequestObserver | None = None, *, seed: int | None = None) -> None:
-        """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events. If `holds_back`,
-        `take_due` returns its message later; else the caller has sent it."""
+    def add(
+        self,
+        request: Request,
+        sink: Sink,
+        observer: RequestObserver | None = None,
+        *,
+        seed: int | None = None,
+        is_held: bool = False,
+        source: str | None = None,
+    ) -> None:
+        """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events.
+
+        Args:
+            is_held: the engine does not have it yet; `take_due` returns its message later.
+            source: endpoint of an engine that has KV of the prompt, for that message.
+        """
         found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
-        if self.holds_back:
+        if is_held:
             self._held[request.request_id] = found
+            found.source = source
 
     def leave(self, request_id: str) -> bool:
         """Removes the waiter of a request; one that was held ends. Returns True if it had one and its engine has it."""
@@ -337,8 +351,7 @@ class InFlightRequests:
         if found is None:
             return False
         now = self._clock.now()
-        if found.arrived_s is None:
-            self._happen(found, Arrived(request_id, found.submitted_s, len(found.request.token_ids)))
+        self._arrive(found)
         for ended in found.ends(reason, error, now):
             self._happen(found, ended)
             self._pass_on(found, end_output(ended))
@@ -346,7 +359,7 @@ class InFlightRequests:
 
     def end_all(self, error: str) -> None:
         """Ends all requests of an engine that has ended, with `error` as the reply."""
-        self._forget_engine()
+        self.lose_engine()
         self.holds_back = False
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
@@ -356,7 +369,7 @@ class InFlightRequests:
         the reply, and one that is found to kill its engines. Returns how many it keeps."""
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
         culprit = None if self._of_others else judge([found.suspect for found in sent])
-        self._forget_engine()
+        self.lose_engine()
         now = self._clock.now()
         for found in sent:
             request_id = found.request.request_id
@@ -366,15 +379,11 @@ class InFlightRequests:
                 _logger.error("a request killed its engine again and again, the last time alone; it ends with an error")
                 self.end(request_id, FinishReason.ERROR, POISONED)
             else:
+                self._arrive(found)
                 self._happen(found, Lost(request_id, now))
         self._held = dict(self._by_id)
         self.holds_back = self._has_confined()
         return len(self._by_id)
-
-    def _forget_engine(self) -> None:
-        self.last_step = None
-        self._of_others.clear()
-        self._leaving.clear()
 
     def release(self, adopts: Callable[[InFlightRequest], bool], *, confined: bool = False) -> int:
         """Passes every held request to `adopts`, confined ones only if `confined`, and forgets those that it takes over.
@@ -435,10 +444,17 @@ class InFlightRequests:
         taken = [found for found in self._held.values() if id(found.suspect) in due]
         for found in taken:
             del self._held[found.request.request_id]
+            self._arrive(found)
         return [found.submission(now) for found in taken]
 
     def _has_confined(self) -> bool:
         return any(found.suspect.standing is Standing.CONFINED for found in self._by_id.values())
+
+    def lose_engine(self) -> None:
+        """Forgets the load of an engine that has ended, and what it had yet to say."""
+        self.last_step = None
+        self._of_others.clear()
+        self._leaving.clear()
 
     def deliver(self, message: Outputs) -> None:
         """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and what is said of
@@ -479,6 +495,13 @@ class InFlightRequests:
             return False
         found.note(event, self._clock)
         return True
+
+    def _arrive(self, found: InFlightRequest) -> None:
+        """Reports the arrival of a request that no engine has reported: its time so far counts."""
+        if found.arrived_s is None:
+            request = found.request
+            self._happen(found, Arrived(request.request_id, found.submitted_s, len(request.token_ids)))
+            found.arrived_s = found.submitted_s
 
     def _happen(self, found: InFlightRequest, event: Event) -> None:
         found.note(event, self._clock)

@@ -18,7 +18,8 @@ class ReplicaSnapshot:
 
     Attributes:
         index: its place among the replicas, from 0.
-        is_accepting: it runs, its queue has room, and it is not drained.
+        is_accepting: it runs or is idle, its queue has room, and it is not drained.
+        is_idle: no engine runs, and a request starts one.
         num_requests: requests that it has, waiting ones included.
         num_waiting: requests without a slot yet.
         num_queued: sequences without a slot after its last step, those that came from other replicas included.
@@ -37,6 +38,7 @@ class ReplicaSnapshot:
 
     index: int
     is_accepting: bool = True
+    is_idle: bool = False
     num_requests: int = 0
     num_waiting: int = 0
     num_queued: int = 0

@@ -1,4 +1,4 @@
-"""Supervision of an engine: a watchdog that measures progress, and a restart policy.
+"""Supervision of an engine: a watchdog that measures progress, a restart policy, and when it is idle.
 
 Pure: all functions take `now`.
 """
@@ -82,6 +82,26 @@ class Watchdog:
         return max(self._stall_timeout_s if self._has_stepped else self._first_step_timeout_s, NUM_STEPS * self._step_s)
 
 
+class IdleTimer:
+    """Measures for how long an engine has had nothing to do.
+
+    Args:
+        timeout_s: after this time it is idle; None: never.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._used_s = 0.0
+
+    def note_use(self, now: float) -> None:
+        """Begins anew: the engine has something to do, or will have until `now`."""
+        self._used_s = max(self._used_s, now)
+
+    def is_over(self, now: float) -> bool:
+        """Whether the engine has been idle for the whole time."""
+        return self._timeout_s is not None and now - self._used_s >= self._timeout_s
+
+
 class Restarts:
     """Exponential backoff with a limit.
 
@@ -118,9 +138,12 @@ class Supervision:
         first_step_timeout_s: replaces the setting `stall_timeout_s` until the first step is done.
         look_every_s: interval of watchdog checks.
         restarts: its restart policy; None if it cannot be restarted.
+        idle_timeout_s: an engine that can be restarted is ended when it had no request for this long, until there is one
+            again; None keeps it.
     """
 
     start_timeout_s: float = 600.0
     first_step_timeout_s: float = 30.0
     look_every_s: float = 0.5
     restarts: Restarts | None = field(default_factory=Restarts)
+    idle_timeout_s: float | None = None

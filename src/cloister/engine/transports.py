@@ -7,24 +7,24 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
 
-from cloister.engine import channel
+from cloister.engine import channel, child_process
 from cloister.engine.channel import MessageStream
+from cloister.engine.child_process import ProcessHandle, spawn_program
+from cloister.engine.fork_server import ForkServer
 from cloister.engine.supervision import STACKS_SIGNAL, Supervision
 from cloister.engine.worker_channels import open_listener
-from cloister.types import errors
 from cloister.types.config import EngineConfig
-from cloister.types.errors import CloisterError, EngineError
+from cloister.types.errors import EngineError, recreate
 from cloister.types.events import Failed, FrontMessage, Outputs, Ready, Shutdown
 from cloister.types.logs import describe
 from cloister.types.processes import OVERWRITING, overwrites
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 LOST: Final = "the engine stopped while it held this request; send it again"
 LOST_THREAD: Final = "the engine stopped while it held this request, and in a thread it cannot be restarted; load it again"
 _BUFFER_BYTES: Final = 2**20
-_EXIT_POLL_S: Final = 0.01
 _STACKS_TIMEOUT_S: Final = 1.0
 _STACKS_PAUSE_S: Final = 0.05
 
@@ -87,6 +86,10 @@ class Transport(Protocol):
         """Cleans up after an engine that has ended; returns how it ended, if known."""
         ...
 
+    async def rest(self, *, is_final: bool = False) -> None:
+        """Gives up what another engine would start from, if it need not stay: none is opened for now, or ever."""
+        ...
+
 
 @runtime_checkable
 class StackSource(Protocol):
@@ -98,34 +101,8 @@ class StackSource(Protocol):
         ...
 
 
-class ProcessHandle(Protocol):
-    """A child process, with the interface of subprocess.Popen."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-
 Spawn = Callable[[socket.socket], ProcessHandle]
 """Starts a process that runs `cloister.engine.engine_process` with the given socket."""
-
-
-def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}) -> ProcessHandle:
-    """Starts an engine process by executing the interpreter again: no shell, no port, no name that another process could take.
-
-    Args:
-        variables: environment variables, in addition to those of this process.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "cloister.engine.engine_process", str(far.fileno())],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **variables},
-        pass_fds=(far.fileno(),),
-        process_group=0,  # so that Ctrl-C in a terminal reaches the front only
-    )
 
 
 class _ChannelTransport:
@@ -149,6 +126,7 @@ class ProcessTransport(_ChannelTransport):
         spawn: starts the child process. Default: executes the interpreter, with an allocator that overwrites freed memory if
             the profile requires it.
         kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
+        fork_server: starts the child process in place of `spawn`, as a fork of a template.
         keep_listener: called with the near end of the listener of each engine process (`engine.worker_channels`), and takes
             ownership of it; None: engines have no listener.
     """
@@ -160,6 +138,7 @@ class ProcessTransport(_ChannelTransport):
         supervision: Supervision | None = None,
         log_format: str = "text",
         spawn: Spawn | None = None,
+        fork_server: ForkServer | None = None,
         keep_listener: Callable[[socket.socket], None] | None = None,
         kv_secret: bytes | None = None,
     ) -> None:
@@ -169,10 +148,14 @@ class ProcessTransport(_ChannelTransport):
         self._entry = entry
         self._log_format = log_format
         self._spawn = spawn
+        self._fork_server = fork_server
         self._keep_listener = keep_listener
         self._kv_secret = kv_secret
         self._process: ProcessHandle | None = None
         self._stacks_fd: int | None = None
+        self._has_left = False
+        if fork_server is not None:
+            fork_server.num_users += 1
 
     @property
     def pid(self) -> int | None:
@@ -193,8 +176,9 @@ class ProcessTransport(_ChannelTransport):
             on_failure.pop_all()
         if self._keep_listener is not None and near is not None:
             self._keep_listener(near)
-        import_s = time.monotonic() - begun_s - sum(duration_s for _, duration_s in said.startup)
-        self.ready = msgspec.structs.replace(said, startup=[("import", import_s), *said.startup])
+        rest_s = time.monotonic() - begun_s - sum(duration_s for _, duration_s in said.startup)
+        first = "import" if said.startup else "clone"  # a fork of a template that has forked before reports nothing else
+        self.ready = msgspec.structs.replace(said, startup=[(first, rest_s), *said.startup])
 
     async def _start(self, config: EngineConfig, listener: socket.socket | None) -> None:
         """Starts the process and sends its boot message.
@@ -206,25 +190,31 @@ class ProcessTransport(_ChannelTransport):
             if listener is not None:
                 unused.enter_context(listener)
             import_path = [path for path in sys.path if path]
-            boot = channel.frame(channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret))
-            spawn = self._spawn or partial(spawn_program, variables=OVERWRITING if overwrites(config.profile) else {})
+            boot = channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret)
             near, far = socket.socketpair()
             on_failure = unused.enter_context(contextlib.ExitStack())
             on_failure.enter_context(near)
             with far:
-                process = spawn(far)
+                process = await self._make_process(far, boot)
             on_failure.callback(process.kill)
             stacks_fd, far_stacks_fd = os.pipe()
             on_failure.callback(os.close, stacks_fd)
             unused.callback(os.close, far_stacks_fd)
             for fd in (stacks_fd, far_stacks_fd):
                 os.set_blocking(fd, False)  # an engine that hangs must not wait in its signal handler too
-            socket.send_fds(near, [boot], [far_stacks_fd, *([] if listener is None else [listener.fileno()])])
+            descriptors = [far_stacks_fd, *([] if listener is None else [listener.fileno()])]
+            socket.send_fds(near, [channel.frame(boot)], descriptors)
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
             self._messages = await MessageStream.open(near)
             self._process, self._stacks_fd = process, stacks_fd
             on_failure.pop_all()
+
+    async def _make_process(self, far: socket.socket, boot: channel.Boot) -> ProcessHandle:
+        if self._fork_server is not None:
+            return await self._fork_server.start(far, boot)
+        spawn = self._spawn or partial(spawn_program, variables=OVERWRITING if overwrites(boot.config.profile) else {})
+        return spawn(far)
 
     async def _await_ready(self) -> Ready:
         assert self._messages is not None
@@ -232,7 +222,7 @@ class ProcessTransport(_ChannelTransport):
             case Ready() as ready:
                 return ready
             case Failed(message, code):
-                raise as_error(message, code)
+                raise recreate(message, code)
             case _:
                 raise EngineError("the engine died while it started; the log may say why")
 
@@ -269,14 +259,18 @@ class ProcessTransport(_ChannelTransport):
             self._stacks_fd = None
         if process is None or messages is None:
             return None
-        status = process.poll()
         messages.close()
-        process.kill()
+        status = await child_process.end(process)
         await asyncio.sleep(0)  # the loop closes the socket at its next turn
-        while status is None:  # SIGKILL ends any process, but the kernel may take a while
-            await asyncio.sleep(_EXIT_POLL_S)
-            status = process.poll()
         return f"the process ended with status {status}"
+
+    async def rest(self, *, is_final: bool = False) -> None:
+        if self._fork_server is None:
+            return
+        if is_final and not self._has_left:
+            self._has_left = True
+            self._fork_server.num_users -= 1
+        await self._fork_server.rest()
 
 
 def _read_available(fd: int) -> bytes:
@@ -286,13 +280,6 @@ def _read_available(fd: int) -> bytes:
         while piece := os.read(fd, _BUFFER_BYTES):
             pieces.append(piece)
     return b"".join(pieces)
-
-
-def as_error(message: str, code: str) -> CloisterError:
-    """Recreates the error that the engine process raised, from its code."""
-    kinds = (k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CloisterError))
-    kind = next((k for k in kinds if k.code == code and not issubclass(k, errors.RetryLaterError)), EngineError)
-    return kind(message, code=code)
 
 
 class ThreadTransport:
@@ -324,6 +311,9 @@ class ThreadTransport:
 
     async def close(self) -> str | None:
         return None
+
+    async def rest(self, *, is_final: bool = False) -> None:
+        pass
 
     def _work(self, emit: Callable[[Outputs | None], None]) -> None:
         try:
@@ -399,3 +389,6 @@ class WorkerTransport(_ChannelTransport):
         if self._messages is not None:
             self._messages.close()
         return None
+
+    async def rest(self, *, is_final: bool = False) -> None:
+        pass

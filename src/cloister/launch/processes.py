@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from cloister.launch.backend import chosen_backend
 from cloister.trust import hardening
 from cloister.types.config import EngineConfig, ServerConfig
 
@@ -17,12 +20,15 @@ if TYPE_CHECKING:
     from cloister.cluster.replica_set import MakeRouter
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
-    from cloister.engine.transports import ProcessHandle
+    from cloister.engine.child_process import ProcessHandle
+    from cloister.engine.fork_server import ForkServer
     from cloister.types.request import ModelInfo
 
 
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
+
+_logger = logging.getLogger(__name__)
 
 
 def make_engine(
@@ -32,31 +38,47 @@ def make_engine(
     where Ray puts them."""
     if front.on == "ray":
         return _make_placed_replicas(config, front)
+    fork_server = _make_fork_server(config, front)
     if front.replicas > 1:
-        return _make_replicas(config, front)
-    return _make_client(config, front, keep_listener)
+        return _make_replicas(config, front, fork_server)
+    return _make_client(config, front, fork_server, keep_listener)
+
+
+def _make_fork_server(config: EngineConfig, front: ServerConfig) -> ForkServer | None:
+    """Returns what starts engines as forks of a template; None where each is a program of its own."""
+    if not front.fork_server or sys.platform != "linux":
+        return None
+    if chosen_backend(config) != "native":
+        _logger.info("each engine starts by itself, not as a fork: torch computes this model")
+        return None
+    from cloister.engine.fork_server import ForkServer
+
+    return ForkServer(keeps_template=front.idle_keeps == "weights")
 
 
 def _make_client(
     config: EngineConfig,
     front: ServerConfig,
+    fork_server: ForkServer | None,
     keep_listener: Callable[[socket.socket], None] | None = None,
     kv_secret: bytes | None = None,
 ) -> EngineClient:
-    from cloister.engine import EngineClient, ProcessTransport
+    from cloister.engine import EngineClient, ProcessTransport, Supervision
 
     is_sealed = hardening.sealed() is not None
     transport = ProcessTransport(
         SEALED_ENGINE_ENTRY if is_sealed else ENGINE_ENTRY,
+        supervision=Supervision(idle_timeout_s=front.idle_timeout_s),
         log_format=front.log_format,
         spawn=_start_sealed_engine if is_sealed else None,
+        fork_server=fork_server,
         keep_listener=keep_listener,
         kv_secret=kv_secret,
     )
     return EngineClient(transport, config)
 
 
-def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
+def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkServer | None) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import ClusterConfig
@@ -64,7 +86,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
-    clients = [_make_client(each, front, kv_secret=kv_secret) for _ in range(front.replicas)]
+    clients = [_make_client(each, front, fork_server, kv_secret=kv_secret) for _ in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
     return ReplicaSet(
         clients,

@@ -165,6 +165,12 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) 
 
 def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
     """Refuses settings of replicas that cannot be combined, or have no effect."""
+    if server.idle_keeps is not None and server.idle_timeout_s is None:
+        raise ConfigError(
+            "idle_keeps says what stays when engines end; set idle_timeout_s, or leave it out", param="idle_keeps"
+        )
+    if server.idle_keeps == "weights" and server.fork_server is False:
+        raise ConfigError("the template of the fork server keeps the weights; switch fork_server on", param="idle_keeps")
     if server.router is not None and server.replicas == 1:
         raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
     if server.slow_replicas is not None and server.replicas == 1:
@@ -182,6 +188,14 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         raise ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
     if server.on != LOCAL and config.kv_transfer is not None:
         raise ConfigError(f"KV does not move between machines; leave kv_transfer out, or on {server.on}", param="kv_transfer")
+    if server.on != LOCAL and server.idle_timeout_s is not None:
+        raise ConfigError(
+            f"only engines of this machine end while idle; leave idle_timeout_s out, or on {server.on}", param="idle_timeout_s"
+        )
+    if server.on != LOCAL and server.fork_server:
+        raise ConfigError(
+            f"only engines of this machine are forked; leave fork_server out, or on {server.on}", param="fork_server"
+        )
     if server.on == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on")
 

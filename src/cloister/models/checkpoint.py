@@ -72,7 +72,7 @@ def _choose_source(source: Source, name: str, found: Mapping[str, TensorEntry], 
 def _take(stored: str, place: TensorSlice, found: dict[str, TensorEntry], scheme: Scheme | None) -> Stored | StackedMatrices:
     """Takes one tensor, or the parts of one, out of what the files hold."""
     shape = place.stored_shape
-    if isinstance(scheme, StackScheme) and place.expert is not None and len(shape) == 3:
+    if place.expert is not None and len(shape) == 3 and isinstance(scheme, StackScheme):  # the protocol takes longest to see
         stack = scheme.take_stack(_place_stack(stored, place), found)
         if stack is not None:
             return stack

@@ -108,6 +108,12 @@ _IMAGES_COVERED = mitigate(
     "only in a sealed request of a size class, which texts use as well, and whose answer lasts as long for both; decoded "
     "behind the seal, in a process without the request"
 )
+_TEMPLATE = mitigate(
+    "the template has had no request, and is replaced after three crashes of its engines, so that addresses cannot be learnt "
+    "crash by crash"
+)
+_OWN_ADDRESSES = refuse("every engine is executed anew, with addresses of its own")
+
 ROWS: tuple[Row, ...] = (
     _row(
         "paging",
@@ -342,6 +348,29 @@ ROWS: tuple[Row, ...] = (
         ),
         open=allow(ONE_USER), team=_PAGE_STORAGE, private=_PAGE_STORAGE,
         paranoid=refuse("content is gone when the page is closed; only the user can export it"),
+    ),
+    _row(
+        "clones",
+        _threat(
+            "engines forked from a template", "E",
+            attack="engines have the same addresses, before and after a crash: what an attacker learns of the memory of one, "
+            "crash by crash or from an answer, holds for the others",
+            mitigation="the template holds the public model and no request, and has one thread; it is replaced after three "
+            "crashes; private: refused",
+        ),
+        open=allow(ONE_USER), team=_TEMPLATE, private=_OWN_ADDRESSES, paranoid=_OWN_ADDRESSES,
+    ),
+    _row(
+        "idle",
+        _threat(
+            "engines that end while idle", "S",
+            attack="the time of a first answer shows whether anybody has used the server lately",
+            mitigation="off by default; private: refused",
+        ),
+        open=allow(ONE_USER),
+        team=mitigate("off by default; it shows only that no tenant had a request for the whole time that the operator set"),
+        private=refuse("the time of an answer must not show whether others were there"),
+        paranoid=refuse("the time of an answer must not show whether others were there"),
     ),
 )  # fmt: skip
 

@@ -110,11 +110,11 @@ def apply_profile_to_front(policy: Policy, server: Resolved[ServerConfig]) -> Re
     """Sets what the profile decides about the HTTP front, and refuses what it denies.
 
     Returns:
-        The configuration with `log_requests` set and explained.
+        The configuration with `log_requests`, `keep_responses` and `fork_server` set and explained.
 
     Raises:
         PolicyError: a setting requests what the profile denies; the message names the rule and what to change.
-        ConfigError: a sealed node is configured to accept users' tokens, or to fetch images.
+        ConfigError: a sealed node is configured to accept users' tokens, to fetch images, or to end or fork its engine.
     """
     config = server.config
     policy.check({"identity-tokens": Use(config.oidc is not None, _source_of(server, "oidc"))})
@@ -125,11 +125,32 @@ def apply_profile_to_front(policy: Policy, server: Resolved[ServerConfig]) -> Re
     policy.check({"remote-images": Use(config.remote_images, _source_of(server, "remote_images"))})
     if config.remote_images and config.sealed:
         raise ConfigError("a sealed node fetches no images; leave `remote_images` out", param="remote_images")
-    server = _resolve_kept_responses(policy, server)
+    server = _resolve_engines(policy, _resolve_kept_responses(policy, server))
     chosen = policy.resolve("request-log", config.log_requests, _source_of(server, "log_requests"))
     if config.log_requests is None:
         ruling = policy.ruling("request-log")
         server = server.explain(log_requests=(chosen, f"{ruling.rule}: {ruling.text}"))
+    return server
+
+
+def _resolve_engines(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    """Decides whether engines are forked, and refuses to end idle ones where the profile denies it."""
+    config = server.config
+    policy.check({"idle-engines": Use(config.idle_timeout_s is not None, _source_of(server, "idle_timeout_s"))})
+    if config.sealed and (config.idle_timeout_s is not None or config.fork_server):
+        raise ConfigError(
+            "a sealed node has one engine, which its starter makes; leave idle_timeout_s and fork_server out",
+            param="idle_timeout_s" if config.idle_timeout_s is not None else "fork_server",
+        )
+    chosen = policy.resolve("fork-server", config.fork_server, _source_of(server, "fork_server"))
+    if config.fork_server is None:
+        ruling = policy.ruling("fork-server")
+        why = f"{ruling.rule}: {ruling.text}"
+        if config.sealed:
+            chosen, why = False, "the starter of a sealed node makes its engine"
+        elif config.on != "local":
+            chosen, why = False, "an engine on another machine starts by itself"
+        server = server.explain(fork_server=(chosen, why))
     return server
 
 

@@ -53,7 +53,7 @@ JSON: Final = "application/json"
 class HealthResponse(msgspec.Struct, frozen=True):
     """Reply of /health."""
 
-    status: Literal["ok", "unavailable"]
+    status: Literal["ok", "idle", "unavailable"]
 
 
 class ErrorFields(msgspec.Struct, frozen=True):

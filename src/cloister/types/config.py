@@ -213,6 +213,20 @@ class ServerConfig:
     ray_address: str | None = setting(
         None, "Ray cluster to join, HOST:PORT or auto; unset, `on` ray starts a Ray of this machine alone, on loopback."
     )
+    fork_server: bool | None = setting(
+        None,
+        "Fork engines from a template that has the model in memory: a further replica, or the next engine after a crash,"
+        " takes milliseconds and shares the weights (Linux, native back end); unset, the profile's default.",
+    )
+    idle_timeout_s: float | None = setting(
+        None, "End engines that had no request for this long; the next request starts them again; unset, they stay.", low=0.001
+    )
+    idle_keeps: str | None = setting(
+        None,
+        "What stays in memory while no engine runs: `weights` in the template, for a start in milliseconds, or `nothing`;"
+        " unset, nothing.",
+        choices=("nothing", "weights"),
+    )
     served_model_name: str | None = setting(None, "Model names for clients, comma-separated; unset, the model's own.")
     api_keys: str | None = setting(None, "File of hashed API keys (`cloister keys` writes it); unset, none are required.")
     oidc: str | None = setting(

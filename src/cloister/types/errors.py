@@ -121,3 +121,10 @@ class MemoryBudgetError(ConfigError):
     """The configuration does not fit into memory; the message states a figure that does."""
 
     code = "out_of_memory_budget"
+
+
+def recreate(message: str, code: str) -> CloisterError:
+    """Returns the error that another process raised, from its message and code."""
+    kinds = (kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, CloisterError))
+    found = next((kind for kind in kinds if kind.code == code and not issubclass(kind, RetryLaterError)), EngineError)
+    return found(message, code=code)

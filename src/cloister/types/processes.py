@@ -1,13 +1,24 @@
-"""Process names as shown by `ps`, and an allocator that overwrites freed memory. Linux only; no effect elsewhere."""
+"""Process names as shown by `ps`, parents and threads, and an allocator that overwrites freed memory. Linux only; no effect
+elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
+THREADS_END_S: Final = 5.0
+"""Time in which threads that were told to end do so."""
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_num_adopting = 0
 _LONGEST: Final = 15  # the kernel truncates longer names
 
 
@@ -15,6 +26,51 @@ def name_process(name: str) -> None:
     """Names this thread, which is the process's name if it is the first one, `cl-NAME`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"cl-{name}".encode()[:_LONGEST])
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Has the kernel end this process when its parent dies; ends it now if that happened already.
+
+    Args:
+        parent: process id of the parent; None: whichever it is now.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid() if parent is None else parent
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Makes this process the parent of descendants whose parent dies meanwhile (prctl(2), PR_SET_CHILD_SUBREAPER), and not for
+    longer: it waits for no other orphans, which would stay zombies.
+
+    Raises:
+        OSError: this system has no such thing.
+    """
+    global _num_adopting
+    if sys.platform != "linux":
+        raise OSError("only Linux has it")
+    prctl = ctypes.CDLL(None).prctl
+    _num_adopting += 1
+    try:
+        if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError("the kernel refuses it")
+        yield
+    finally:
+        _num_adopting -= 1
+        prctl(_PR_SET_CHILD_SUBREAPER, int(_num_adopting > 0), 0, 0, 0)
+
+
+def count_threads() -> int:
+    """Counts the threads of this process, native ones included, once those that are about to end have ended."""
+    tasks = Path("/proc/self/task")
+    give_up_s = time.monotonic() + THREADS_END_S
+    while (found := len(os.listdir(tasks)) if tasks.exists() else 1) > 1 and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    return found
 
 
 # Environment variables for an allocator that overwrites freed memory, set before a process starts. Pure data.

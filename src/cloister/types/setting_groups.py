@@ -19,7 +19,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "scheduling": (
         "replicas", "router", "prefill", "decode", "rebalance", "max_ttft_s", "kv_transfer", "slow_replicas", "verify_replay",
         "on", "ray_address", "scheduler", "max_num_seqs", "max_n", "max_batched_tokens", "target_step_ms", "max_stall",
-        "stall_floor_ms", "max_waiting", "stall_timeout_s", "request_timeout_s", "default_max_tokens",
+        "stall_floor_ms", "max_waiting", "stall_timeout_s", "request_timeout_s", "default_max_tokens", "fork_server",
+        "idle_timeout_s", "idle_keeps",
     ),
     "speculation": ("speculate", "draft_model", "draft_tokens", "datastore"),
     "privacy": (

@@ -21,8 +21,9 @@ import msgspec
 from cloister.cluster.link import Link, LinkError, LinkFrame, LinkServer
 from cloister.cluster.remote.identity import Identity, is_peer, read_peer
 from cloister.cluster.remote.wire import STREAM_TIMES, Assembler, ChunkKind, FrameStream, split
-from cloister.engine import channel
-from cloister.engine.transports import ProcessHandle, Spawn, spawn_program
+from cloister.engine import channel, child_process
+from cloister.engine.child_process import spawn_program
+from cloister.engine.transports import Spawn
 from cloister.types.errors import CloisterError
 from cloister.types.logs import describe, set_up_logging
 from cloister.types.processes import name_process
@@ -34,7 +35,6 @@ MAX_HANDSHAKES: Final = 64
 MAX_UNREAD: Final = 512
 """Chunks of the engine that its front has not acknowledged; the engine then waits."""
 _STREAM_LIMIT_BYTES: Final = 2**20
-_EXIT_POLL_S: Final = 0.01
 _ACCEPT_AGAIN_S: Final = 0.1
 
 _logger = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class EngineHost:
                 sending.cancel()
                 writer.close()
         finally:
-            status = await _end_process(process)
+            status = await child_process.end(process)
         return status
 
     async def _send_to_engine(self, session: _EngineSession, boot: bytes, writer: asyncio.StreamWriter) -> None:
@@ -267,17 +267,6 @@ class EngineHost:
     def _send(self, session: _EngineSession, chunk: bytes) -> None:
         session.link.send(chunk)
         self._poll()
-
-
-async def _end_process(process: ProcessHandle) -> int:
-    """Kills a process if it has not exited; returns its status."""
-    status = process.poll()
-    if status is None:
-        process.kill()
-    while status is None:  # SIGKILL ends any process, but the kernel may take a while
-        await asyncio.sleep(_EXIT_POLL_S)
-        status = process.poll()
-    return status
 
 
 async def _wait_for_end_of_input() -> None:

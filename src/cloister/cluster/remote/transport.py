@@ -14,9 +14,9 @@ from cloister.cluster.remote.placement import Place, Placement
 from cloister.cluster.remote.session import LOST_LINK, HostSession
 from cloister.engine import channel
 from cloister.engine.supervision import Supervision
-from cloister.engine.transports import LOST, Deliver, as_error
+from cloister.engine.transports import LOST, Deliver
 from cloister.types.config import EngineConfig
-from cloister.types.errors import EngineError
+from cloister.types.errors import EngineError, recreate
 from cloister.types.events import EngineMessage, Failed, FrontMessage, Outputs, Ready
 
 UNREACHABLE = (
@@ -95,7 +95,7 @@ class RemoteTransport:
                 return ready
             case Failed(message, code):
                 session.lose(message)
-                raise as_error(message, code)
+                raise recreate(message, code)
             case _:
                 how = session.how or "it sent something else before it described itself"
                 session.lose(how)
@@ -130,6 +130,9 @@ class RemoteTransport:
             return None
         await session.close()
         return session.how or LOST_LINK
+
+    async def rest(self, *, is_final: bool = False) -> None:
+        """Nothing here is kept for the next engine; the host is the placement's."""
 
 
 async def _receive(session: HostSession) -> EngineMessage | None:

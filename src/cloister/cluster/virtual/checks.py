@@ -103,7 +103,8 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
     if took_s > limit_s + GRACE_S + run.late_s + _SLACK_S:
         return [f"{where} ended {took_s - limit_s:.1f} s after its deadline"]
     kills = any(job.kills_after is not None for job in run.scenario.jobs)
-    if not (run.scenario.faults or kills) and took_s > limit_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
+    is_undisturbed = not (run.scenario.faults or kills) and run.scenario.idle_timeout_s is None
+    if is_undisturbed and took_s > limit_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
         return [f"{where} ended {took_s - limit_s:.3f} s after its deadline, though nothing was wrong"]
     if end is FinishReason.REJECTED and alone is not FinishReason.REJECTED:
         return [f"{where} was rejected, which one engine alone does not"]
@@ -131,9 +132,9 @@ def longest_trouble_s(scenario: Scenario) -> float:
 
 
 def most_starts(scenario: Scenario) -> int | None:
-    """Returns how many engines may be started, if none of the faults makes an engine seem to be lost."""
+    """Returns how many engines may be started, if none ends while it is idle, or seems to be lost."""
     kinds = Counter(fault.kind for fault in scenario.faults)
-    if kinds.keys() - {"crash", "fail_step", "refuse_start"}:
+    if scenario.idle_timeout_s is not None or kinds.keys() - {"crash", "fail_step", "refuse_start"}:
         return None
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))

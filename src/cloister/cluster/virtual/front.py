@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.routers import ROUTERS
@@ -15,14 +14,11 @@ from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
-from cloister.engine.supervision import Restarts, Supervision
+from cloister.engine.supervision import Supervision
 from cloister.kv import PrefixKeys
 from cloister.types.clock import Clock
 from cloister.types.config import EngineConfig
 from cloister.types.events import FrontMessage
-
-NUM_RESTARTS: Final = 20
-"""More than faults and requests that kill can use up, so that no front gives an engine up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,7 @@ def make_front(
     clock: Clock,
     stall_timeout_s: float = EngineConfig().stall_timeout_s,
     verify_replay: float = 0.0,
+    supervise: Callable[[], Supervision] = Supervision,
     amend: Callable[[int, FrontMessage], list[FrontMessage]] = _send_as_it_is,
 ) -> VirtualFront:
     """Returns a front, which has not been started.
@@ -60,15 +57,13 @@ def make_front(
     Args:
         shape: of the engines on `hosts`.
         router: its name.
+        supervise: makes the supervision of an engine.
         amend: returns what is sent in place of a message to a replica.
     """
     engine = EngineConfig(
         model="history", max_waiting=shape.max_waiting, max_num_seqs=shape.max_num_seqs, stall_timeout_s=stall_timeout_s
     )
-    transports = [
-        LinkTransport(host, draw, Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS)), partial(amend, index))
-        for index, host in enumerate(hosts)
-    ]
+    transports = [LinkTransport(host, draw, supervise(), partial(amend, index)) for index, host in enumerate(hosts)]
     clients = [EngineClient(transport, engine, clock=clock) for transport in transports]
     make_router = ROUTERS.get(router)
     replicas = ReplicaSet(

@@ -117,6 +117,8 @@ class VirtualProcess:
                 await asyncio.sleep(took_s)
             if outputs is not None:
                 self._send(link, outputs)
+            elif core.is_done:
+                await self._woken.wait()
             else:
                 patience_s = core.patience_s()
                 if 0.0 < patience_s < TIMER_ERROR_S:

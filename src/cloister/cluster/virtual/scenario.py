@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +17,10 @@ FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
 )  # fmt: skip
 
 
+IDLE_SHARE: Final = 0.2
+"""Share of the scenarios in which engines are idle now and then."""
+IDLE_SLOWDOWN: Final = 4
+"""How many times as slowly requests come there."""
 SHARED_TEXT: Final = "Between two engines goes a text. "
 """How prompts begin in a scenario in which KV moves."""
 
@@ -89,6 +93,9 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Role = "mixed"
 
 
+_Happening = TypeVar("_Happening", Job, InjectedFault, Operation)
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run of a virtual cluster.
 
@@ -101,6 +108,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
         verify_replay: share of the answers that another replica computes again.
         clock_offsets_s: by how much the clocks of the replicas' machines are ahead of the front's.
+        idle_timeout_s: engines that had no request for so long end; None: they stay.
     """
 
     seed: int
@@ -117,6 +125,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     damages_kv: float = 0.0
     clock_offsets_s: tuple[float, ...] = ()
     verify_replay: float = 0.0
+    idle_timeout_s: float | None = None
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     operations: tuple[Operation, ...] = ()
@@ -143,9 +152,24 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
         jobs=tuple(_draw_job(draw, span_s) for _ in range(draw.randint(1, 8))),
         faults=tuple(_draw_fault(draw, num_replicas, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4)))),
     )
-    if num_replicas == 1:
-        return drawn
-    return _draw_moves(draw, _move_kv(drawn, draw) if draw.random() < 0.5 else drawn, span_s)
+    if num_replicas > 1:
+        drawn = _draw_moves(draw, _move_kv(drawn, draw) if draw.random() < 0.5 else drawn, span_s)
+    return _let_rest(drawn, draw) if draw.random() < IDLE_SHARE else drawn
+
+
+def _let_rest(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario in which engines are idle between its requests, which come more slowly."""
+    return msgspec.structs.replace(
+        scenario,
+        idle_timeout_s=draw.choice((0.05, 0.3)),
+        jobs=tuple(_delay(job) for job in scenario.jobs),
+        faults=tuple(_delay(fault) for fault in scenario.faults),
+        operations=tuple(_delay(operation) for operation in scenario.operations),
+    )
+
+
+def _delay(happening: _Happening) -> _Happening:
+    return msgspec.structs.replace(happening, at_s=round(IDLE_SLOWDOWN * happening.at_s, 4))
 
 
 def _move_kv(scenario: Scenario, draw: random.Random) -> Scenario:

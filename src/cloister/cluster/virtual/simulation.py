@@ -25,6 +25,7 @@ from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import InjectedFault, Job, Operation, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
+from cloister.engine.supervision import Restarts, Supervision
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import CloisterError, InvalidRequestError
@@ -37,6 +38,8 @@ LONGEST_S: Final = 400.0
 REST_S: Final = 70.0
 """Virtual time in which the cluster comes to rest after the last request."""
 DRAIN_S: Final = 5.0
+NUM_RESTARTS: Final = 20
+"""More than faults and requests that kill can use up, so that no front gives an engine up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,14 @@ class _Simulation:
         }
         return engine
 
+    def _make_supervision(self) -> Supervision:
+        idle_timeout_s = self.scenario.idle_timeout_s
+        return Supervision(
+            look_every_s=Supervision().look_every_s if idle_timeout_s is None else idle_timeout_s / 2,
+            restarts=Restarts(max_restarts=NUM_RESTARTS),
+            idle_timeout_s=idle_timeout_s,
+        )
+
     async def _start_front(self) -> None:
         made = make_front(
             self.hosts,
@@ -189,6 +200,7 @@ class _Simulation:
             clock=self.loop.clock,
             stall_timeout_s=self.scenario.stall_timeout_s,
             verify_replay=self.scenario.verify_replay,
+            supervise=self._make_supervision,
             amend=self._move_kv,
         )
         front, self.transports, self.clients = made.replicas, made.transports, made.clients

@@ -116,6 +116,9 @@ class LinkTransport:
         self._received.clear()
         return "the link to it was lost"
 
+    async def rest(self, *, is_final: bool = False) -> None:
+        """Keeps the engine: it belongs to its own machine."""
+
     def _connect(self) -> None:
         self._session = self._draw.getrandbits(62)
         self._received.clear()

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from cloister.engine.transports import ProcessHandle
+from cloister.engine.child_process import ProcessHandle
 from cloister.engine.worker_channels import CONNECT
 from cloister.private.http_io import Body, GoneError, Outgoing
 from cloister.private.problems import ProblemError, problem_of

@@ -7,16 +7,13 @@ the key service) and reads none of them. A worker serves one exchange and exits,
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import importlib
 import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -28,15 +25,13 @@ from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import Ready
 from cloister.types.logs import describe
-from cloister.types.processes import name_process
+from cloister.types.processes import count_threads, end_with_parent, name_process
 
 MESSAGE_BYTES: Final = 1 << 20
 ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"
 """Commands to a zygote, each with a descriptor: a new engine's listener, the key service's, and an exchange to serve."""
 TAKEN: Final = b"+"
 """The reply to `WORK`; a listener gets none."""
-_PR_SET_PDEATHSIG: Final = 1
-THREADS_END_S: Final = 5.0
 LIFE_MARGIN_S: Final = 120
 """Grace period of a worker beyond the deadline of its request."""
 
@@ -133,7 +128,7 @@ class Zygote:
         """Serves one exchange and exits; never returns."""
         status = 1
         try:
-            _end_with_parent()
+            end_with_parent()
             name_process("worker")
             confine_signals()
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -152,7 +147,7 @@ def main(descriptor: int) -> int:
     """Runs the zygote; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _end_with_parent()
+    end_with_parent()
     name_process("zygote")
     control = socket.socket(fileno=descriptor)
     boot = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES), type=ZygoteBoot)
@@ -166,7 +161,7 @@ def main(descriptor: int) -> int:
     except CloisterError as error:
         control.send(msgspec.msgpack.encode(ZygoteReady(error=error.message)))
         return 1
-    num_threads = _count_threads()
+    num_threads = count_threads()
     if num_threads != 1:
         control.send(msgspec.msgpack.encode(ZygoteReady(error=f"it has {num_threads} threads, and forks of it would hang")))
         return 1
@@ -177,15 +172,6 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _count_threads() -> int:
-    """Counts the threads of this process, including native ones, once those of the warm-up have ended."""
-    tasks = Path("/proc/self/task")
-    give_up_s = time.monotonic() + THREADS_END_S
-    while (found := len(os.listdir(tasks)) if tasks.exists() else 1) > 1 and time.monotonic() < give_up_s:
-        time.sleep(0.01)
-    return found
-
-
 def _reap() -> None:
     """Reaps finished workers."""
     try:
@@ -193,13 +179,6 @@ def _reap() -> None:
             pass
     except ChildProcessError:
         pass
-
-
-def _end_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,10 @@ class EngineGauges:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the families."""
+        health = self._engine.health()
+        yield GaugeMetricFamily("cloister_engine_healthy", "1 while steps advance or nothing waits.", value=float(health.good))
         yield GaugeMetricFamily(
-            "cloister_engine_healthy", "1 while steps advance or nothing waits.", value=float(self._engine.health().good)
+            "cloister_engine_idle", "1 while no engine runs and the next request starts one.", value=float(health.is_idle)
         )
         yield from self._replicas()
         yield self._model()

@@ -22,8 +22,9 @@ router = APIRouter()
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def report_health(request: Request) -> Response:
     """Replies 200 or 503 without details, because requests are unauthenticated."""
-    if state_of(request).engine.health().good:
-        return JSONResponse({"status": "ok"})
+    health = state_of(request).engine.health()
+    if health.good:
+        return JSONResponse({"status": "idle" if health.is_idle else "ok"})
     return JSONResponse({"status": "unavailable"}, 503, error_headers(EngineError("")))
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from cloister.trust.residue.finder import LIST_KIND, Bytes, Finder, ListFinder
 from cloister.trust.residue.processes import PAGE, Mapping, Process, read_maps, read_pages, runs_of
 
-BLOCK_BYTES: Final = 1 << 20
+BLOCK_BYTES: Final = 1 << 18  # stays in the cache of a core
 NUM_THREADS: Final = 2
 
 

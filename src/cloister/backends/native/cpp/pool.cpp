@@ -54,30 +54,22 @@ Teams& teams() {
 }  // namespace
 
 // A fork comes between two steps (pthread_atfork(3)): buffers and KV are whole in the child, and no lock is held by a thread that
-// it does not have.
+// it does not have. The threads end before, so that a process that forks and has nothing else to do has one thread.
 void Pool::before_fork() {
     teams().mutex.lock();
-    for (Pool* pool : teams().pools) pool->turn_.lock();
+    for (Pool* pool : teams().pools) {
+        pool->turn_.lock();
+        pool->end_workers();
+    }
 }
 
-void Pool::after_fork_in_parent() {
+void Pool::after_fork() {
     for (Pool* pool : teams().pools) pool->turn_.unlock();
     teams().mutex.unlock();
 }
 
-void Pool::after_fork_in_child() {
-    for (Pool* pool : teams().pools) {
-        pool->workers_.release();  // handles of threads that are not in this process can be neither joined nor detached
-        pool->workers_.reset(new std::vector<std::thread>);
-        pool->generation_ = 0;
-        pool->busy_ = 0;
-        pool->sleeping_ = 0;
-    }
-    after_fork_in_parent();
-}
-
-Pool::Pool(int num_threads) : workers_(new std::vector<std::thread>), shares_(size_t(num_threads > 1 ? num_threads : 1)) {
-    static const int watching = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+Pool::Pool(int num_threads) : shares_(size_t(num_threads > 1 ? num_threads : 1)) {
+    static const int watching = pthread_atfork(before_fork, after_fork, after_fork);
     if (watching != 0) throw std::bad_alloc();
     auto turn = take_turn();
     {
@@ -96,9 +88,9 @@ Pool::Pool(int num_threads) : workers_(new std::vector<std::thread>), shares_(si
 Pool::~Pool() { stop(); }
 
 void Pool::start() {
-    while (int(workers_->size()) < num_threads() - 1) {
-        int thread = int(workers_->size()) + 1;
-        workers_->emplace_back([this, thread] { serve(thread); });
+    while (int(workers_.size()) < num_threads() - 1) {
+        int thread = int(workers_.size()) + 1;
+        workers_.emplace_back([this, thread] { serve(thread); });
     }
 }
 
@@ -108,14 +100,21 @@ void Pool::stop() {
         std::vector<Pool*>& pools = teams().pools;
         pools.erase(std::find(pools.begin(), pools.end(), this));
     }
+    end_workers();
+}
+
+void Pool::end_workers() {
     stopping_ = true;
     generation_.fetch_add(1);
     wake_all(generation_);
-    for (std::thread& worker : *workers_) worker.join();
+    for (std::thread& worker : workers_) worker.join();
+    workers_.clear();
+    stopping_ = false;
+    generation_ = 0;  // where those that start later begin
 }
 
 void Pool::share(int num_tasks, int grain, Call call, void* work) {
-    if (int(workers_->size()) < num_threads() - 1) start();
+    if (int(workers_.size()) < num_threads() - 1) start();
     call_ = call;
     work_ = work;
     grain_ = grain;

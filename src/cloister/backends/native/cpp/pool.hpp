@@ -1,10 +1,9 @@
 // A team of threads that works on one list of tasks after another. Between lists a worker spins for a while, so that the many
 // short lists of a step cost little, then sleeps, so that an idle server takes no time. Threads are not pinned: where cores are
-// shared, the system knows better. A forked child has none of these threads, and starts others when it has work for them.
+// shared, the system knows better. The threads end before a fork; parent and child start others when they have work for them.
 #pragma once
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <type_traits>
@@ -48,16 +47,16 @@ private:
     using Call = void (*)(void*, int, int);
 
     static void before_fork();
-    static void after_fork_in_parent();
-    static void after_fork_in_child();
+    static void after_fork();
     void start();
     void stop();
+    void end_workers();
     void share(int num_tasks, int grain, Call call, void* work);
     void take(int thread);
     void serve(int thread);
 
     std::mutex turn_;
-    std::unique_ptr<std::vector<std::thread>> workers_;
+    std::vector<std::thread> workers_;
     Call call_ = nullptr;
     void* work_ = nullptr;
     int grain_ = 1;

@@ -1,0 +1,84 @@
+"""Child processes that serve an engine: executed programs, and forks of a template that this process has adopted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+ENGINE: Final = "cloister.engine.engine_process"
+TEMPLATE: Final = "cloister.engine.template"
+_EXIT_POLL_S: Final = 0.01
+_LAST_WAIT_S: Final = 1.0
+
+
+class ProcessHandle(Protocol):
+    """A child process, with the interface of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}, module: str = ENGINE) -> ProcessHandle:
+    """Starts a process by executing the interpreter again: no shell, no port, no name that another process could take.
+
+    Args:
+        far: the process's end of a socket pair; its number is the argument of the module.
+        variables: environment variables, in addition to those of this process.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(far.fileno())],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **variables},
+        pass_fds=(far.fileno(),),
+        process_group=0,  # so that Ctrl-C in a terminal reaches the front only
+    )
+
+
+class Fork:
+    """A fork of a template, which became a child of this process (`ProcessHandle`)."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns its exit status, negative for a signal; None while it runs."""
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has waited for it
+                self._status = -signal.SIGKILL
+            else:
+                self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def kill(self) -> None:
+        """Kills it if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+async def end(process: ProcessHandle) -> int:
+    """Kills a process if it still runs; returns its exit status. A caller that is cancelled waits for it too, for a second at
+    most: otherwise it would stay a zombie."""
+    process.kill()
+    try:
+        while (status := process.poll()) is None:  # SIGKILL ends any process, but the kernel may take a while
+            await asyncio.sleep(_EXIT_POLL_S)
+    except asyncio.CancelledError:
+        give_up_s = time.monotonic() + _LAST_WAIT_S
+        while process.poll() is None and time.monotonic() < give_up_s:
+            time.sleep(_EXIT_POLL_S)
+        raise
+    return status
