@@ -1,20 +1,22 @@
-"""Runs requests on an engine in the calling thread at their arrival times, to measure the engine alone."""
+"""Runs requests at their arrival times: on an engine in the calling thread, to measure it alone, or on a client of engines."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cloister.bench.recorder import EventRecorder
+from cloister.bench.recorder import EventRecorder, RequestRecord
 from cloister.bench.workloads import WorkItem
 from cloister.types.clock import WallClock
+from cloister.types.errors import CloisterError
 from cloister.types.events import Event, Outputs, Submit
-from cloister.types.request import Request, SamplingParams
+from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
 
 if TYPE_CHECKING:
-    from cloister.engine import EngineCore
+    from cloister.engine import EngineCore, RequestClient
 
 Listener = Callable[[Event], None]
 
@@ -94,3 +96,57 @@ def _take(outputs: Outputs, run: Drive, listeners: Sequence[Listener]) -> None:
             listener(event)
     for output in outputs.outputs:
         run.token_ids.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+
+
+# Through a client
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What a client has seen of one answer."""
+
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    failure: str | None = None
+
+    def take(self, output: SequenceOutput, now_s: float) -> None:
+        if output.token_ids:
+            self.deliveries.append((now_s, len(output.token_ids)))
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
+            self.failure = str(output.finish_reason)
+
+
+async def drive_client(
+    client: RequestClient, requests: Sequence[Timed], *, on_end: Callable[[], None] = lambda: None
+) -> list[RequestRecord]:
+    """Submits every request when it is due, whatever has become of the others (open loop), and returns what their sender saw.
+
+    Times are of the running event loop, real or virtual.
+
+    Args:
+        on_end: called when a request has ended.
+    """
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+
+    async def send(number: int, timed: Timed) -> RequestRecord:
+        answer = _Answer()
+        await asyncio.sleep(start_s + timed.due_s - loop.time())
+        try:
+            await client.follow(timed.request, lambda output: answer.take(output, loop.time() - start_s))
+        except CloisterError as error:
+            answer.failure = error.code
+        on_end()
+        return RequestRecord(
+            number=number,
+            due_s=timed.due_s,
+            end_s=loop.time() - start_s,
+            num_input_tokens=len(timed.request.token_ids),
+            num_output_tokens=sum(count for _, count in answer.deliveries),
+            deliveries=tuple(answer.deliveries),
+            num_cached_tokens=answer.num_cached_tokens,
+            failure=answer.failure,
+        )
+
+    return list(await asyncio.gather(*(send(number, timed) for number, timed in enumerate(requests))))

@@ -51,7 +51,9 @@ class EngineShape:
     """The sizes of an engine, and the times of its steps.
 
     Attributes:
-        step_s, token_s: a step takes `step_s` and `token_s` for each of its tokens.
+        stall_floor_s: a step up to this time is short enough for any stream (`scheduler.budget.BudgetConfig.floor_s`).
+        step_s, token_s, sample_s, key_s, read_s: a step takes `step_s`, and that much more for each of its tokens and samples,
+            for each key that a token of a prompt attends to, and for each key that an answer's next token reads.
         start_s: from the start of its process until it is ready.
     """
 
@@ -61,9 +63,22 @@ class EngineShape:
     max_waiting: int = 16
     max_model_len: int = 256
     max_batched_tokens: int = 64
+    stall_floor_s: float = 0.0
     step_s: float = 0.01
     token_s: float = 0.0002
+    sample_s: float = 0.0
+    key_s: float = 0.0
+    read_s: float = 0.0
     start_s: float = 0.5
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Returns the seconds that a step takes."""
+        elapsed_s = self.step_s + self.token_s * plan.num_tokens + self.sample_s * len(plan.forks)
+        for part in plan.sequences:
+            num_attended = part.num_tokens * (part.start + (part.num_tokens + 1) / 2)
+            is_prompt = part.num_tokens > 1 or not part.num_samples
+            elapsed_s += self.sample_s * part.num_samples + (self.key_s if is_prompt else self.read_s) * num_attended
+        return elapsed_s
 
 
 class EngineDeath(BaseException):
@@ -100,7 +115,7 @@ class TimedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs a plan (`engine.core.Runner`). Raises OSError if the step is to fail, EngineDeath if it kills."""
-        elapsed_s = self.slowness * (self._shape.step_s + self._shape.token_s * plan.num_tokens)
+        elapsed_s = self.slowness * self._shape.step_time_s(plan)
         self._clock.ahead_s += elapsed_s
         if self.kills_after:
             self._count_down(plan)
@@ -156,7 +171,7 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         SchedulerConfig(
             max_model_len=shape.max_model_len,
             max_num_seqs=shape.max_num_seqs,
-            budget=BudgetConfig(shape.max_batched_tokens),
+            budget=BudgetConfig(shape.max_batched_tokens, floor_s=shape.stall_floor_s),
             eos_token_ids=(EOS,),
         ),
         BlockPool(shape.num_blocks, shape.block_size),

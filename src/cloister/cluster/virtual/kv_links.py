@@ -57,13 +57,18 @@ class KVSwitch:
 
     Attributes:
         damages: share of frames in which a bit of KV changes on the way.
+        part_entries: entries of one datagram.
+        entry_s: time that an entry takes on the way, one after the other of those that a replica sends.
         links: those of the engine that each replica runs at present.
     """
 
     network: VirtualNetwork
     draw: random.Random
     damages: float = 0.0
+    part_entries: int = PART_ENTRIES
+    entry_s: float = 0.0
     links: dict[int, VirtualKVLinks] = field(default_factory=dict)
+    _free_s: dict[int, float] = field(default_factory=dict)
 
     def send(self, target: int, frame: KVFrame) -> None:
         """Sends a frame over the ways of both replicas."""
@@ -77,7 +82,16 @@ class KVSwitch:
             if links is not None:
                 links.receive(msgspec.msgpack.decode(data, type=KVFrame))
 
-        self.network.send(frame.sender, False, data, lambda data: self.network.send(target, True, data, arrive))
+        def leave() -> None:
+            self.network.send(frame.sender, False, data, lambda data: self.network.send(target, True, data, arrive))
+
+        if self.entry_s and frame.objects:
+            loop = asyncio.get_running_loop()
+            begins_s = max(loop.time(), self._free_s.get(frame.sender, 0.0))
+            self._free_s[frame.sender] = begins_s + self.entry_s * len(frame.objects)
+            loop.call_at(self._free_s[frame.sender], leave)
+        else:
+            leave()
 
     def _damage(self, found: KVObject) -> KVObject:
         content = bytearray(found.contents[0])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from cloister.cluster.link import RESET, TIMER_ERROR_S, Link, LinkFrame, LinkServer, LinkTimes, decode_frame, encode_frame
 from cloister.cluster.virtual.engine import VirtualEngine
-from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch, VirtualKVLinks
+from cloister.cluster.virtual.kv_links import KVSwitch, VirtualKVLinks
 from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.engine import channel
 from cloister.kv import KVFormat
@@ -61,7 +61,7 @@ class VirtualProcess:
             return self.kv_links
 
         core = self.engine.core
-        core.exchange_kv(make_links, PART_ENTRIES * self.engine.entry_bytes)
+        core.exchange_kv(make_links, switch.part_entries * self.engine.entry_bytes)
 
     def end(self) -> None:
         """Ends at once, as SIGKILL does."""

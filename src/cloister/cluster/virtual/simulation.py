@@ -9,7 +9,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,11 +16,10 @@ import msgspec
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
-from cloister.cluster.routers import ROUTERS
-from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
+from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.replica import Host
@@ -30,10 +28,8 @@ from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Restarts, Supervision
-from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
-from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
 from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
@@ -197,28 +193,20 @@ class _Simulation:
         )
 
     async def _start_front(self) -> None:
-        config = EngineConfig(
-            model="history",
-            max_waiting=self.shape.max_waiting,
-            max_num_seqs=self.shape.max_num_seqs,
-            stall_timeout_s=self.scenario.stall_timeout_s,
-        )
-        self.transports = [
-            LinkTransport(host, self.draw, self._make_supervision(), partial(self._move_kv, index))
-            for index, host in enumerate(self.hosts)
-        ]
-        self.clients = [EngineClient(transport, config, clock=self.loop.clock) for transport in self.transports]
-        make_router = ROUTERS.get(self.scenario.router)
-        front = ReplicaSet(
-            self.clients,
-            lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, self.shape.block_size), self.draw)),
+        made = make_front(
+            self.hosts,
+            self.shape,
+            self.scenario.router,
             ClusterConfig(self.scenario.roles, self.scenario.rebalance),
-            self.shape.block_size,
-            verify_replay=self.scenario.verify_replay,
             draw=self.draw,
             make_predictor=self._make_predictor,
             clock=self.loop.clock,
+            stall_timeout_s=self.scenario.stall_timeout_s,
+            verify_replay=self.scenario.verify_replay,
+            supervise=self._make_supervision,
+            amend=self._move_kv,
         )
+        front, self.transports, self.clients = made.replicas, made.transports, made.clients
         front.subscribe(self._observe)
         await front.start()
         self.front = front

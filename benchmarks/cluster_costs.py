@@ -1,0 +1,189 @@
+"""What steps, messages and transfers take in a cluster of two processes, for predictions in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.models import open_checkpoint
+from cloister.bench.drive import drive_client, make_requests
+from cloister.bench.report import fit_costs
+from cloister.bench.workloads import WorkItem, make_tokens
+from cloister.cluster import ReplicaSet
+from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.prediction import ClusterShape
+from cloister.engine.replica_snapshot import Role
+from cloister.launch.processes import make_engine
+from cloister.launch.settings import resolve_settings
+from cloister.scheduler.kv_loads import MAX_STEP_BYTES
+from cloister.types.events import Event, KVLoaded, Progressed, Stepped
+
+VOCAB: Final = 256
+"""Prompts are of bytes, which the virtual engine has as tokens."""
+BLOCK_SIZE: Final = 16
+MAX_LEN: Final = 2048
+BATCH: Final = 2
+"""Sequences that are assumed to share a step, to choose a rate."""
+MIXED: Final = "2 mixed"
+LAYOUTS: Final[dict[str, tuple[Role, ...]]] = {
+    MIXED: ("mixed", "mixed"), "1 prefill, 1 decode": ("prefill", "decode"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a step, of each token and sample, of each key that a prompt's token attends to, and that an answer's reads."""
+
+    step_s: float
+    token_s: float
+    sample_s: float
+    key_s: float
+    read_s: float
+
+    @classmethod
+    def fit(cls, steps: Sequence[tuple[Stepped, float]]) -> StepTimes:
+        """Fits steps and their times, in which either prompts or answers are computed. Errors are relative."""
+        rows = []
+        for step, _ in steps:
+            is_answers = step.num_tokens == step.num_samples
+            keys = (0.0, step.num_attended) if is_answers else (step.num_attended, 0.0)
+            rows.append((1.0, step.num_tokens, step.num_samples, *keys))
+        elapsed_s = np.array([elapsed_s for _, elapsed_s in steps])
+        return cls(*fit_costs(np.array(rows, dtype=np.float64) / elapsed_s[:, None], np.ones(len(steps))))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured on real processes.
+
+    Attributes:
+        delay_s: from the end of a step until the front has its outputs.
+        entry_s, entry_bytes: time and size of the KV of a block that moves.
+        num_blocks: of each replica.
+    """
+
+    steps: StepTimes
+    delay_s: float
+    entry_s: float
+    entry_bytes: float
+    num_blocks: int
+
+    def shape(self, router: str, layout: str) -> ClusterShape:
+        """Returns the virtual cluster."""
+        engine = EngineShape(
+            num_blocks=self.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=64, max_waiting=1024, max_model_len=2 * MAX_LEN,
+            max_batched_tokens=1024, stall_floor_s=0.045, **asdict(self.steps),
+        )  # fmt: skip
+        return ClusterShape(
+            engine, router, LAYOUTS[layout], self.delay_s, moves_kv=layout != MIXED, entry_s=self.entry_s,
+            part_entries=max(1, int(MAX_STEP_BYTES / self.entry_bytes)),
+        )  # fmt: skip
+
+    def work_s(self, item: WorkItem) -> float:
+        """Returns the time of a replica that a request takes, without a prefix hit."""
+        num_in, num_out, steps = item.num_input_tokens, item.num_output_tokens, self.steps
+        token_s = steps.step_s / BATCH + steps.token_s + steps.sample_s + steps.read_s * (num_in + num_out / 2)
+        return steps.token_s * num_in + steps.key_s * num_in**2 / 2 + num_out * token_s
+
+
+@asynccontextmanager
+async def local_cluster(options: argparse.Namespace, model: str, router: str, layout: str) -> AsyncIterator[ReplicaSet]:
+    """Runs engines in processes, of one thread each, with an empty cache.
+
+    Args:
+        model: its name, and the format of its matrices after a colon.
+    """
+    name, _, quant = model.partition(":")
+    settings: dict[str, Any] = {
+        "model": str(open_checkpoint(name)), "quant": quant or "none", "profile": "open", "replicas": 2,
+        "num_threads": 1, "block_size": BLOCK_SIZE, "router": router, "prefix_cache": True,
+        "cache_scopes": 0, "kv_memory_mb": options.kv_memory_mb, "max_model_len": 2 * MAX_LEN,
+    }  # fmt: skip
+    if layout != MIXED:
+        settings |= {"kv_transfer": "unix", "prefill": 1, "decode": 1}
+    resolved = resolve_settings(settings)
+    cluster = make_engine(resolved.engine.config, resolved.server.config)
+    assert isinstance(cluster, ReplicaSet)
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.drain(0.0)
+
+
+class Stopwatches:
+    """Listens to a cluster.
+
+    Attributes:
+        steps: of each replica.
+        delays_s: from a step until its outputs were here.
+        loads: of KV, from the other replica.
+    """
+
+    def __init__(self, cluster: ReplicaSet) -> None:
+        self.steps: list[list[Stepped]] = [[] for _ in cluster._replicas]
+        self.delays_s: list[float] = []
+        self.loads: list[KVLoaded] = []
+        for index, replica in enumerate(cluster._replicas):
+            replica.subscribe(partial(self._note, index))
+
+    def _note(self, index: int, event: Event) -> None:
+        match event:
+            case Stepped():
+                self.steps[index].append(event)
+            case Progressed():
+                self.delays_s.append(asyncio.get_running_loop().time() - event.now_s)
+            case KVLoaded(complete=True) if event.num_bytes:
+                self.loads.append(event)
+            case _:
+                pass
+
+    def timed(self) -> list[tuple[Stepped, float]]:
+        """Returns steps with their times, from one to the next: so what the engine does between two of them is in it too."""
+        pairs = [(a, b) for own in self.steps for a, b in pairwise(own)]
+        busy = [(b, b.now_s - a.now_s) for a, b in pairs if a.num_running]
+        between_s = statistics.median(period_s - step.elapsed_s for step, period_s in busy)
+        return busy + [(b, b.elapsed_s + between_s) for a, b in pairs if not a.num_running]
+
+
+def make_prompts(key: int, num: int, num_output: int) -> list[WorkItem]:
+    """Returns requests of many lengths, due at once."""
+    lengths = [int(16 * (MAX_LEN / 32) ** (n / (num - 1))) for n in range(num)]
+    return [WorkItem(0.0, make_tokens((8, key, n), length, VOCAB), length, num_output) for n, length in enumerate(lengths)]
+
+
+async def calibrate(options: argparse.Namespace, model: str) -> Costs:
+    """Measures prompts of many lengths, one on each replica; answers of many streams at once; and transfers."""
+    async with local_cluster(options, model, "round_robin", MIXED) as cluster:
+        await drive_client(cluster, make_requests(make_prompts(0, 4, 8), "warm-up"))
+        alone = Stopwatches(cluster)
+        for number, pair in enumerate(zip(make_prompts(1, 16, 2), make_prompts(2, 16, 2), strict=True)):
+            await drive_client(cluster, make_requests(pair, f"alone {number}"))
+        many = Stopwatches(cluster)
+        for num in (2, 4, 8, 16, 32):
+            await drive_client(cluster, make_requests(make_prompts(3 + num, num, 24), f"{num}"))
+        num_blocks = cluster.snapshots()[0].num_total_blocks
+    async with local_cluster(options, model, "capacity_random", "1 prefill, 1 decode") as cluster:
+        await drive_client(cluster, make_requests(make_prompts(40, 4, 8), "warm-up"))
+        moving = Stopwatches(cluster)
+        for number, item in enumerate(make_prompts(41, 8, 8)):
+            await drive_client(cluster, make_requests([item], f"{number}"))
+    answers = [(step, elapsed_s) for step, elapsed_s in many.timed() if step.num_tokens == step.num_samples]
+    prompts = [(step, elapsed_s) for step, elapsed_s in alone.timed() if step.num_tokens > step.num_samples]
+    numbers = [load.num_tokens / BLOCK_SIZE for load in moving.loads]
+    return Costs(
+        steps=StepTimes.fit(answers + prompts * max(1, len(answers) // len(prompts))),
+        delay_s=statistics.median(alone.delays_s),
+        entry_s=statistics.median(load.elapsed_s / number for load, number in zip(moving.loads, numbers, strict=True)),
+        entry_bytes=statistics.median(load.num_bytes / number for load, number in zip(moving.loads, numbers, strict=True)),
+        num_blocks=num_blocks,
+    )

@@ -1,0 +1,78 @@
+"""A front of virtual engines: clients, links and routers of production."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.routers import ROUTERS
+from cloister.cluster.routers.base import RouterContext
+from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.replica import Host
+from cloister.cluster.virtual.transport import LinkTransport
+from cloister.engine.client import EngineClient
+from cloister.engine.supervision import Supervision
+from cloister.kv import PrefixKeys
+from cloister.types.clock import Clock
+from cloister.types.config import EngineConfig
+from cloister.types.events import FrontMessage
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualFront:
+    """A front and what it is made of.
+
+    Attributes:
+        replicas: the client of all engines.
+        transports, clients: of each replica.
+    """
+
+    replicas: ReplicaSet
+    transports: list[LinkTransport]
+    clients: list[EngineClient]
+
+
+def _send_as_it_is(_: int, message: FrontMessage) -> list[FrontMessage]:
+    return [message]
+
+
+def make_front(
+    hosts: Sequence[Host],
+    shape: EngineShape,
+    router: str,
+    config: ClusterConfig,
+    *,
+    draw: random.Random,
+    clock: Clock,
+    stall_timeout_s: float = EngineConfig().stall_timeout_s,
+    verify_replay: float = 0.0,
+    supervise: Callable[[], Supervision] = Supervision,
+    amend: Callable[[int, FrontMessage], list[FrontMessage]] = _send_as_it_is,
+) -> VirtualFront:
+    """Returns a front, which has not been started.
+
+    Args:
+        shape: of the engines on `hosts`.
+        router: its name.
+        supervise: makes the supervision of an engine.
+        amend: returns what is sent in place of a message to a replica.
+    """
+    engine = EngineConfig(
+        model="history", max_waiting=shape.max_waiting, max_num_seqs=shape.max_num_seqs, stall_timeout_s=stall_timeout_s
+    )
+    transports = [LinkTransport(host, draw, supervise(), partial(amend, index)) for index, host in enumerate(hosts)]
+    clients = [EngineClient(transport, engine, clock=clock) for transport in transports]
+    make_router = ROUTERS.get(router)
+    replicas = ReplicaSet(
+        clients,
+        lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, shape.block_size), draw)),
+        config,
+        shape.block_size,
+        verify_replay=verify_replay,
+        draw=draw,
+        clock=clock,
+    )
+    return VirtualFront(replicas, transports, clients)

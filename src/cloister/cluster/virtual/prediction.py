@@ -1,0 +1,78 @@
+"""A virtual cluster without faults, whose steps and transfers take as long as measured ones: what it does is a prediction."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from cloister.cluster.link import LinkTimes
+from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.event_loop import VirtualEventLoop
+from cloister.cluster.virtual.front import make_front
+from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch
+from cloister.cluster.virtual.network import VirtualNetwork
+from cloister.cluster.virtual.replica import Host
+from cloister.engine.replica_snapshot import Role
+from cloister.text import Tokenizer
+
+DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """A cluster, and the times of its messages.
+
+    Attributes:
+        engine: of each replica.
+        router: its name.
+        roles: of each replica.
+        delay_s: of a message between front and engine, one way.
+        moves_kv: engines load KV from each other.
+        entry_s: time that an entry of KV takes from one engine to another.
+        part_entries: entries that an engine copies between two steps.
+    """
+
+    engine: EngineShape
+    router: str
+    roles: tuple[Role, ...] = ("mixed", "mixed")
+    delay_s: float = 0.001
+    moves_kv: bool = False
+    entry_s: float = 0.0
+    part_entries: int = PART_ENTRIES
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) -> AsyncIterator[ReplicaSet]:
+    """Runs a cluster in the virtual event loop of the caller (`run_virtually`). Every token of a prompt is below 256.
+
+    Args:
+        tokenizer: of `write_byte_tokenizer`.
+        seed: of what routers draw.
+    """
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualEventLoop)
+    draw = random.Random(seed)
+    network = VirtualNetwork(draw, shape.delay_s)
+    switch = KVSwitch(network, draw, part_entries=shape.part_entries, entry_s=shape.entry_s) if shape.moves_kv else None
+    hosts = [
+        Host(
+            index,
+            lambda: make_engine(shape.engine, tokenizer, loop.clock),
+            network,
+            draw,
+            start_s=shape.engine.start_s,
+            times=LinkTimes(),
+            switch=switch,
+        )
+        for index in range(len(shape.roles))
+    ]
+    front = make_front(hosts, shape.engine, shape.router, ClusterConfig(shape.roles), draw=draw, clock=loop.clock)
+    await front.replicas.start()
+    try:
+        yield front.replicas
+    finally:
+        await front.replicas.drain(DRAIN_S)

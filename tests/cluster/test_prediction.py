@@ -1,0 +1,104 @@
+"""A virtual cluster takes the times that it is given, so that what it predicts follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cloister.bench.drive import Timed, drive_client, make_request
+from cloister.bench.recorder import RequestRecord
+from cloister.bench.workloads import WorkItem, make_tokens
+from cloister.cluster.virtual.engine import EngineShape, write_byte_tokenizer
+from cloister.cluster.virtual.event_loop import run_virtually
+from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
+from cloister.text import Tokenizer
+from cloister.types.step import SequencePlan, StepPlan
+
+ENGINE = EngineShape(
+    num_blocks=2000, block_size=16, max_num_seqs=64, max_waiting=1000, max_model_len=2048, max_batched_tokens=1024,
+    step_s=0.002, token_s=0.0001, sample_s=0.0003,
+)  # fmt: skip
+DELAY_S = 0.004
+MIXED = ClusterShape(ENGINE, "least_load", delay_s=DELAY_S)
+SPLIT = replace(MIXED, router="capacity_random", roles=("prefill", "decode"), moves_kv=True, part_entries=64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("bytes")
+    return Tokenizer(write_byte_tokenizer(folder))
+
+
+def ask(number: int, num_input: int, num_output: int, at_s: float = 0.0, shared: int = 0) -> Timed:
+    prompt = [*make_tokens((1,), shared, 256), *make_tokens((2, number), num_input - shared, 256)]
+    return Timed(at_s, make_request(number, WorkItem(at_s, prompt, num_input, num_output)))
+
+
+def run(shape: ClusterShape, requests: Sequence[Timed], tokenizer: Tokenizer) -> tuple[list[RequestRecord], list[int]]:
+    """Returns what the senders saw, and how many requests each replica got."""
+
+    async def drive() -> tuple[list[RequestRecord], list[int]]:
+        async with running_cluster(shape, tokenizer, seed=1) as cluster:
+            records = await drive_client(cluster, requests)
+            return records, [replica.num_routed for replica in cluster.snapshots()]
+
+    return run_virtually(drive())
+
+
+def test_a_request_alone_takes_its_steps_and_two_messages(tokenizer: Tokenizer) -> None:
+    [record], _ = run(MIXED, [ask(0, 500, 4)], tokenizer)
+    assert record.ttft_s == pytest.approx(0.002 + 500 * 0.0001 + 0.0003 + 2 * DELAY_S)
+    assert record.gaps_s == pytest.approx([0.002 + 0.0001 + 0.0003] * 3)
+
+
+def test_keys_of_prompts_and_of_answers_take_times_of_their_own() -> None:
+    shape = EngineShape(step_s=1.0, token_s=0.0, key_s=0.01, read_s=0.5)
+    prompt = SequencePlan(seq_id=0, start=10, num_tokens=4, table_start=0, new_block_ids=[], num_samples=0)
+    answer = SequencePlan(seq_id=1, start=7, num_tokens=1, table_start=0, new_block_ids=[], num_samples=1)
+    assert shape.step_time_s(StepPlan(plan_id=0, sequences=[prompt, answer])) == 1.0 + 0.01 * (11 + 12 + 13 + 14) + 0.5 * 8
+
+
+def test_a_slow_answer_delays_the_sending_of_none(tokenizer: Tokenizer) -> None:
+    records, _ = run(MIXED, [ask(0, 10, 200), ask(1, 10, 1, at_s=0.05)], tokenizer)
+    assert records[0].end_s > 0.4
+    assert records[1].due_s == 0.05
+    assert records[1].end_s < 0.1
+
+
+def test_kv_that_moves_takes_its_time(tokenizer: Tokenizer) -> None:
+    num_entries = 499 // 16
+    first_gaps = []
+    for entry_s in (0.001, 0.003):
+        [record], _ = run(replace(SPLIT, entry_s=entry_s), [ask(0, 500, 4)], tokenizer)
+        first_gaps.append(record.gaps_s[0])
+        assert record.gaps_s[1:] == pytest.approx([0.002 + 0.0001 + 0.0003] * 2)
+    assert first_gaps[0] > num_entries * 0.001
+    assert first_gaps[1] - first_gaps[0] == pytest.approx(num_entries * 0.002)
+
+
+def test_kv_of_two_requests_goes_one_after_the_other(tokenizer: Tokenizer) -> None:
+    records, _ = run(replace(SPLIT, entry_s=0.01), [ask(0, 480, 3), ask(1, 480, 3)], tokenizer)
+    ends = sorted(record.end_s for record in records)
+    assert ends[1] - ends[0] > 0.2
+
+
+def test_a_prediction_is_repeated_to_the_bit(tokenizer: Tokenizer) -> None:
+    requests = [ask(number, 30 + 7 * number, 5, at_s=0.01 * number) for number in range(12)]
+    assert run(SPLIT, requests, tokenizer) == run(SPLIT, requests, tokenizer)
+
+
+def test_a_system_prompt_that_all_share_heats_no_replica_once_it_is_busy(tokenizer: Tokenizer) -> None:
+    requests = [ask(number, 320, 20, at_s=0.006 * number, shared=256) for number in range(80)]
+    shared, routed = run(replace(MIXED, router="prefix_aware"), requests, tokenizer)
+    apart, _ = run(replace(MIXED, router="round_robin"), requests, tokenizer)
+    assert min(routed) > 80 / 4
+    assert max(record.e2e_s for record in shared) < 1.25 * max(record.e2e_s for record in apart)
+    assert sum(record.num_cached_tokens for record in shared) >= sum(record.num_cached_tokens for record in apart)
+
+
+def test_a_request_that_an_engine_refuses_is_a_failure_of_its_own(tokenizer: Tokenizer) -> None:
+    records, _ = run(MIXED, [ask(0, 3000, 4), ask(1, 10, 2)], tokenizer)
+    assert [record.failure is None for record in records] == [False, True]
