@@ -49,7 +49,7 @@ MakeRouter = Callable[[ModelInfo], Router]
 MakePredictor = Callable[[ModelInfo], LengthPredictor]
 
 
-def _make_curves(model: ModelInfo) -> LengthPredictor:
+def make_length_curves(model: ModelInfo) -> LengthPredictor:
     return LengthCurves(model.max_model_len)
 
 
@@ -121,7 +121,7 @@ class ReplicaSet(RequestClient):
         avoids_slow: bool = True,
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
-        make_predictor: MakePredictor = _make_curves,
+        make_predictor: MakePredictor = make_length_curves,
         clock: Clock | None = None,
     ) -> None:
         self.adapters = ReplicaAdapters(replicas)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.replica_set import ClusterConfig, MakePredictor, ReplicaSet, make_length_curves
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.engine import EngineShape
@@ -51,6 +51,7 @@ def make_front(
     verify_replay: float = 0.0,
     supervise: Callable[[], Supervision] = Supervision,
     amend: Callable[[int, FrontMessage], list[FrontMessage]] = _send_as_it_is,
+    make_predictor: MakePredictor = make_length_curves,
 ) -> VirtualFront:
     """Returns a front, which has not been started.
 
@@ -59,6 +60,7 @@ def make_front(
         router: its name.
         supervise: makes the supervision of an engine.
         amend: returns what is sent in place of a message to a replica.
+        make_predictor: makes what predicts lengths of answers, for routers that use it.
     """
     engine = EngineConfig(
         model="history", max_waiting=shape.max_waiting, max_num_seqs=shape.max_num_seqs, stall_timeout_s=stall_timeout_s
@@ -73,6 +75,7 @@ def make_front(
         shape.block_size,
         verify_replay=verify_replay,
         draw=draw,
+        make_predictor=make_predictor,
         clock=clock,
     )
     return VirtualFront(replicas, transports, clients)
