@@ -54,7 +54,7 @@ def close_nothing(exports: KVExports, number: int, *, is_complete: bool) -> None
 
 PLANTED: dict[str, tuple[Any, str, Any, int]] = {  # and the seed to begin with
     "KV that nobody has authenticated is accepted": (KVSealer, "is_genuine", believe_anything, 80),
-    "a block is free while it is copied": (Leases, "take", lease_nothing_to_exports, 270),
+    "a block is free while it is copied": (Leases, "take", lease_nothing_to_exports, 500),
     "a lease ends and its blocks stay": (Leases, "drop", forget_blocks, 0),
     "a load ends and its blocks stay": (KVLoads, "_release", keep_blocks, 0),
     "an export never ends": (KVExports, "close", close_nothing, 0),

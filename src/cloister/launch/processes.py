@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import secrets
 import socket
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 
-_logger = logging.getLogger(__name__)
-
 
 def make_engine(
     config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
@@ -49,8 +46,7 @@ def _make_fork_server(config: EngineConfig, front: ServerConfig) -> ForkServer |
     if not front.fork_server or sys.platform != "linux":
         return None
     if chosen_backend(config) != "native":
-        _logger.info("each engine starts by itself, not as a fork: torch computes this model")
-        return None
+        return None  # `describe_start` says so
     from cloister.engine.fork_server import ForkServer
 
     return ForkServer(keeps_template=front.idle_keeps == "weights")

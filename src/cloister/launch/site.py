@@ -43,6 +43,8 @@ def describe_start(
         yield f"{front.replicas} replicas{where}{_say_roles(front)}, router {front.router}; each:"
     threads = "as many threads as it gets CPUs" if config.num_threads is None else f"{config.num_threads} threads"
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {threads}"
+    if front.fork_server and model.backend != "native":
+        yield f"each engine starts by itself, not as a fork: {model.backend} computes this model"
     yield f"profile {config.profile}, scheduler {config.scheduler}, prefix cache {'on' if config.prefix_cache else 'off'}"
     yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"
     yield f"drafts: {_say_drafts(config, model.drafters)}"

@@ -221,7 +221,7 @@ class ServeProgram:
     def role(self, process: Process) -> str:
         if process.pid in self.roots:
             return "front"
-        return "engine" if "cloister.engine.engine_process" in process.command else "other"
+        return "engine" if process.name == "cl-engine" else "other"  # a fork has the command of its template
 
     def holds_content(self, process: Process) -> bool:
         return self.role(process) in ("front", "engine")
