@@ -408,7 +408,8 @@ class ReplicaSet(RequestClient):
                 return False
             if number and self._num_past_block(found) <= self._block_size // 2:
                 break
-        await self._wait_for_step(source)  # a step that the source has begun is not lost
+        if self._replicas[source].find(request_id) is not None:
+            await self._wait_for_step(source)  # a step that the source has begun is not lost
         return True
 
     async def _wait_for_block(self, request_id: str, source: int) -> bool:
