@@ -2,14 +2,15 @@
 
 One engine alone answers all prompts first: greedy and seeded ones, a quarter with a grammar and a quarter with an adapter. Then
 each layout of replicas answers the same, several at once, without a fault and with each fault. Prints what the client saw:
-answers that came, that are the same to the letter, the longest gap in a stream, and how long until all replicas accepted
-requests again.
+answers that came, that are the same to the letter, requests that were refused because no engine ran (503) and were not sent
+again, those that were lost after they were accepted, the longest gap in a stream, and how long a replica was seen to be gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import tempfile
@@ -120,15 +121,20 @@ class Outcome:
     """What a client saw of a layout under a fault.
 
     Attributes:
-        recovered_s: from the fault until all replicas accepted requests; None: not in time.
+        num_refused: requests that got a 503.
+        num_lost: requests that were accepted and not answered.
+        gone_s: from when a replica was first seen to accept nothing until all accepted requests; None if none was.
+        is_whole: all replicas accepted requests in the end.
     """
 
     num_answered: int
     num_identical: int
+    num_refused: int
     num_lost: int
     longest_gap_s: float
     load_s: float
-    recovered_s: float | None
+    gone_s: float | None
+    is_whole: bool
     num_resumes: int
     num_moves: int
 
@@ -143,15 +149,11 @@ async def strike(
     loading = asyncio.create_task(ask_all(server.url, bodies, given.streams, answers))
     while sum(answer is not None for answer in answers) < len(bodies) // 5:
         await asyncio.sleep(0.02)
-    struck_s = time.monotonic()
+    watching = asyncio.create_task(watch_replicas(server, num_replicas, loading))
     await fault(server)
     await loading
     load_s = time.monotonic() - begun_s
-    recovered_s = None
-    while recovered_s is None and time.monotonic() - struck_s < RECOVER_S:
-        if await asyncio.to_thread(replicas_up, server) == num_replicas and await asyncio.to_thread(server.is_well):
-            recovered_s = time.monotonic() - struck_s
-        await asyncio.sleep(0.05)
+    gone_s, is_whole = await watching
     seen = [answer or Answer(error="never sent") for answer in answers]
     pairs = [(a, e or Answer()) for a, e in zip(seen, expected, strict=True)]
     num_answered = sum(a.error is None and a.finish_reason is not None for a in seen)
@@ -160,13 +162,38 @@ async def strike(
     return Outcome(
         num_answered,
         sum((a.text, a.finish_reason, a.error) == (e.text, e.finish_reason, None) for a, e in pairs),
-        len(seen) - num_answered,
+        sum(_is_refused(answer) for answer in seen),
+        sum(not _is_refused(answer) for answer in seen) - num_answered,
         max(answer.longest_gap_s for answer in seen),
         load_s,
-        recovered_s,
+        gone_s,
+        is_whole,
         round(server.metric("num_resumes_total")),
         round(server.metric("replica_migrated_total")),
     )
+
+
+async def watch_replicas(server: ServeProcess, num_replicas: int, loading: asyncio.Task[None]) -> tuple[float | None, bool]:
+    """Returns `Outcome.gone_s` and `Outcome.is_whole`, some time after the load at most."""
+    first_s: float | None = None
+    gone_s: float | None = None
+    give_up_s = math.inf
+    while time.monotonic() < give_up_s:
+        is_whole = await asyncio.to_thread(replicas_up, server) == num_replicas
+        if not is_whole and first_s is None:
+            first_s = time.monotonic()
+        if is_whole and first_s is not None:
+            gone_s = gone_s or time.monotonic() - first_s
+        if loading.done():
+            if is_whole:
+                return gone_s, True
+            give_up_s = min(give_up_s, time.monotonic() + RECOVER_S)
+        await asyncio.sleep(0.02)
+    return gone_s, False
+
+
+def _is_refused(answer: Answer) -> bool:
+    return answer.error is not None and answer.error.startswith("503") and not answer.times_s
 
 
 async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
@@ -197,13 +224,14 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
 
 def show(outcomes: list[tuple[str, str, Outcome]]) -> None:
     """Prints a table."""
-    columns = ("layout", "fault", "answered", "identical", "lost", "longest gap, s", "all back, s", "resumed", "moved")
+    columns = ("layout", "fault", "answered", "identical", "refused", "lost", "longest gap, s", "gone, s", "resumed", "moved")
     table = Table(*columns)
     for layout, name, seen in outcomes:
-        back = "no" if seen.recovered_s is None else f"{seen.recovered_s:.1f}"
-        counts = (seen.num_answered, seen.num_identical, seen.num_lost)
+        gone = "not seen" if seen.gone_s is None else f"{seen.gone_s:.2f}"
+        gone = gone if seen.is_whole else "for good"
+        counts = (seen.num_answered, seen.num_identical, seen.num_refused, seen.num_lost)
         table.add_row(
-            layout, name, *map(str, counts), f"{seen.longest_gap_s:.2f}", back, str(seen.num_resumes), str(seen.num_moves)
+            layout, name, *map(str, counts), f"{seen.longest_gap_s:.2f}", gone, str(seen.num_resumes), str(seen.num_moves)
         )
     console.print(table)
 
@@ -221,7 +249,8 @@ def main() -> int:
     given = parser.parse_args()
     outcomes = asyncio.run(run(given))
     show(outcomes)
-    return 0 if all(seen.num_identical == given.requests and seen.recovered_s is not None for *_, seen in outcomes) else 1
+    is_well = all(seen.num_identical + seen.num_refused == given.requests and seen.is_whole for *_, seen in outcomes)
+    return 0 if is_well else 1
 
 
 if __name__ == "__main__":
