@@ -105,3 +105,18 @@ def test_what_is_no_list_of_names_is_not_repeated(model_path, asked):
 def test_what_is_no_origin_is_refused_with_an_example(setting):
     with pytest.raises(ConfigError, match=r"such as https://chat\.example\.org"):
         parse_origins(setting)
+
+
+@pytest.mark.parametrize(("origin", "status"), [(None, 400), ("own", 400), (GOOD, 400), (EVIL, 403)])
+def test_a_page_of_another_origin_cannot_send_what_has_no_body(model_path, origin, status):
+    """A browser sends it without a preflight."""
+    with (
+        serving_script(model_path, ScriptedEngine(says("ok")), config=replace(CONFIG, api_keys=None)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        headers = {} if origin is None else {"origin": server.url if origin == "own" else origin}
+        for verb in ("drain", "return"):
+            reply = client.post(f"/v1/replicas/0/{verb}", headers={"content-type": "text/plain", **headers})
+            error = check_error(reply, status)
+            assert error["code"] == "origin_not_allowed" if status == 403 else "one engine" in error["message"]
+        assert check_error(client.post("/v1/replicas/text/drain"), 404)["code"] == "unknown_route"

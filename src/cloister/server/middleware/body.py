@@ -37,7 +37,7 @@ class BodyMiddleware:
         paths: paths that read a body. For other paths (some are unauthenticated) its media type is not checked and nothing of
             it is kept; the router reports errors.
         forms: paths among them whose body is a form with a file.
-        origins: origins of pages that may send one, in addition to the server's own.
+        origins: origins of pages that may send a form or no body, in addition to the server's own.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class BodyMiddleware:
 
     async def _read(self, scope: Scope, receive: Receive, charge: BodyCharge) -> bytes:
         is_wanted = scope["method"] == "POST" and scope["path"] in self._paths
+        is_form = scope["path"] in self._forms
+        if scope["method"] == "POST" and (is_form or not is_wanted):  # a browser sends it without a preflight
+            _check_origin(scope, self._origins)
         if is_wanted:
-            is_form = scope["path"] in self._forms
             _check_media_type(scope, is_form=is_form)
-            if is_form:
-                _check_origin(scope, self._origins)
         if _declared_bytes(scope) > self._limit_bytes:
             raise self._too_large()
         try:

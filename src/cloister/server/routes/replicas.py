@@ -27,14 +27,14 @@ class ReturnedReplica(msgspec.Struct, frozen=True):
     replica: int
 
 
-@router.post("/v1/replicas/{index}/drain")
+@router.post("/v1/replicas/{index:int}/drain")
 async def drain(request: Request, index: int) -> Response:
     """Moves the requests of a replica to others while they run, and gives it no new ones."""
     state = _check_operator(request)
     return json_response(DrainedReplica(index, await state.engine.drain_replica(index)))
 
 
-@router.post("/v1/replicas/{index}/return")
+@router.post("/v1/replicas/{index:int}/return")
 async def give_back(request: Request, index: int) -> Response:
     """Gives a replica requests again."""
     state = _check_operator(request)
