@@ -105,6 +105,21 @@ def test_a_replica_is_not_slow_at_once() -> None:
     assert fleet.changed_s - begun_s >= SLOW_FOR_S + NUM_STEPS / 2 * STEP_EVERY_S
 
 
+def test_time_without_a_step_is_no_evidence() -> None:
+    fleet = Fleet(2)
+    fleet.step(100)
+    fleet.factors[1] = 5.0
+    fleet.step(NUM_STEPS)  # not yet for long enough
+    assert fleet.changes == []
+    fleet.now += 2 * SLOW_FOR_S  # an operator has drained it, say
+    fleet.step(1)
+    assert fleet.changes == []
+    begun_s = fleet.now
+    fleet.step(NUM_STEPS)
+    assert [change.is_slow for change in fleet.changes] == [True]
+    assert fleet.changed_s - begun_s >= SLOW_FOR_S - STEP_EVERY_S
+
+
 @pytest.mark.parametrize("num", [2, 3, 5])
 def test_what_slows_all_replicas_alike_makes_none_slow(num: int) -> None:
     fleet = Fleet(num)

@@ -63,6 +63,11 @@ class _ReplicaSpeed:
         return len(self._ratios) == NUM_STEPS
 
     @property
+    def last_s(self) -> float | None:
+        """When the last step that counts was."""
+        return self._ratios[-1][0] if self._ratios else None
+
+    @property
     def since_s(self) -> float:
         """When the oldest step that counts was."""
         return self._ratios[0][0]
@@ -117,6 +122,8 @@ class ReplicaSpeeds:
         own.learn(size, step.elapsed_s)
         if not known:
             return None
+        if own.last_s is not None and now - own.last_s > SLOW_FOR_S:
+            own.slow_since_s = inf  # it was idle, which shows nothing
         own.compare(step.elapsed_s / median(known), now)
         return self._judge(index, own, now)
 
