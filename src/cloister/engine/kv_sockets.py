@@ -230,7 +230,9 @@ class KVSocketLinks:
         is_sent = False
         try:
             with sock:
-                is_sent = self._serve(peer, sock, time.monotonic() + KV_LOAD_TIMEOUT_S)
+                deadline_s = time.monotonic() + KV_LOAD_TIMEOUT_S
+                if (query := self._greet(sock, deadline_s)) is not None:
+                    is_sent = self._serve(peer, query, sock, deadline_s)
         except (OSError, CloisterError, msgspec.MsgspecError) as error:
             _logger.warning("KV was not sent whole to another engine: %s", describe(error))
         finally:
@@ -240,22 +242,33 @@ class KVSocketLinks:
                 self._demands.append(KVDemand(peer, is_sent=is_sent))
             self._wake()
 
-    def _serve(self, peer: int, sock: socket.socket, deadline_s: float) -> bool:
-        """Sends what a peer asks for; returns whether it got all."""
+    def _greet(self, sock: socket.socket, deadline_s: float) -> KVQuery | None:
+        """Returns what a peer asks for; None if it does not know the engines' secret, which anybody can cause."""
+        try:
+            return self._receive_query(sock, deadline_s)
+        except (OSError, CloisterError, msgspec.MsgspecError) as error:
+            _logger.debug("a peer asked for KV without the engines' secret: %s", describe(error))
+            return None
+
+    def _receive_query(self, sock: socket.socket, deadline_s: float) -> KVQuery:
         hello = _Hello(secrets.token_bytes(32))
         _send(sock, hello, deadline_s)
         ask = _receive(sock, _Ask, _MAX_QUERY_BYTES, deadline_s)
         if not hmac.compare_digest(ask.mac, self._authenticate(hello, ask.query)):
             raise KVLinkError("a peer that does not know the engines' secret asked for KV")
-        query: KVQuery | None = msgspec.msgpack.decode(ask.query, type=KVQuery)
+        return msgspec.msgpack.decode(ask.query, type=KVQuery)
+
+    def _serve(self, peer: int, query: KVQuery, sock: socket.socket, deadline_s: float) -> bool:
+        """Sends what a peer asks for; returns whether it got all."""
+        wanted: KVQuery | None = query
         while True:
-            self._put(KVDemand(peer, query))
+            self._put(KVDemand(peer, wanted))
             entries, is_complete = self._await_reply(peer, deadline_s)
             objects = [self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in entries]
             _send(sock, _Part(objects, is_complete), deadline_s)
             if is_complete is not None:
                 return is_complete
-            query = None
+            wanted = None
 
     def _put(self, demand: KVDemand) -> None:
         with self._changed:
