@@ -58,6 +58,11 @@ def test_no_strict_profile_learns_lengths_of_answers(profile: str) -> None:
         assert resolve_settings({"replicas": 2, "profile": "team", "router": router}).server.config.router == router
 
 
+def test_a_profile_that_refuses_ray_says_so_before_anybody_installs_it() -> None:
+    with pytest.raises(PolicyError, match="start more sealed nodes"):
+        resolve_settings({"replicas": 2, "profile": "private", "on": "ray"})
+
+
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile: str) -> None:
     assert resolve_settings({"replicas": 2, "profile": profile}).server.config.slow_replicas == "report"
@@ -81,9 +86,11 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicas": 2, "prefill": 2, "kv_transfer": "unix"}, "no replica is left to decode"),
         ({"replicas": 2, "prefill": 1, "decode": 1}, "set kv_transfer to unix"),
         ({"replicas": 2, "max_ttft_s": 1.0}, "set router to conductor"),
+        ({"max_ttft_s": 1.0}, "set router to conductor, and replicas to 2 or more"),
+        ({"replicas": 2, "kv_transfer": "tcp://127.0.0.1:9560"}, "set kv_transfer to tcp://HOST:0"),
         ({"kv_transfer": "unix"}, "set replicas to 2 or more"),
         ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: unix, tcp"),
-        ({"replicas": 2, "kv_transfer": "tcp:somewhere"}, "write tcp://HOST:PORT"),
+        ({"replicas": 2, "kv_transfer": "tcp:somewhere"}, "write tcp://HOST:0"),
         ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
         ({"on": "ray", "sealed": True}, "start more nodes"),
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
@@ -113,7 +120,7 @@ def test_kv_moves_between_replicas_of_one_machine_in_all_but_strict_profiles(whe
 
 
 def test_kv_that_is_not_encrypted_leaves_the_machine_in_open_only() -> None:
-    flags = {"replicas": 2, "kv_transfer": "tcp://192.0.2.1:9000"}
+    flags = {"replicas": 2, "kv_transfer": "tcp://192.0.2.1:0"}
     assert resolve_settings({**flags, "profile": "open"}).engine.config.kv_transfer == flags["kv_transfer"]
     with pytest.raises(PolicyError, match="kv-transfer-network"):
         resolve_settings({**flags, "profile": "team"})

@@ -121,7 +121,7 @@ def _split(where: str) -> tuple[str, int]:
     """Reads "//HOST:PORT"."""
     host, _, port = where.removeprefix("//").rpartition(":")
     if not where.startswith("//") or not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"kv_transfer tcp:{where} is no address; write tcp://HOST:PORT", param="kv_transfer")
+        raise ConfigError(f"kv_transfer tcp:{where} is no address; write tcp://HOST:0", param="kv_transfer")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -150,6 +150,12 @@ def transport_of(setting: str) -> tuple[KVTransport, str]:
     """
     name, _, where = setting.partition(":")
     return KV_TRANSPORTS.get(name), where
+
+
+def has_fixed_port(setting: str) -> bool:
+    """Whether a setting names a port, which only one engine could have. Raises ConfigError if it is no address."""
+    name, _, where = setting.partition(":")
+    return name == "tcp" and _split(where)[1] != 0
 
 
 def leaves_machine(setting: str) -> bool:

@@ -139,7 +139,10 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
         ),
     )
     _check_kv_transfer(policy, engine.config, server.config.replicas if listens else 1)
-    return Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
+    resolved = Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
+    if server.config.on == "ray" and importlib.util.find_spec("ray") is None:  # last: the profile may refuse it anyway
+        raise ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on")
+    return resolved
 
 
 def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) -> None:
@@ -151,12 +154,14 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) 
     """
     if config.kv_transfer is None:
         return
-    from cloister.engine.kv_transports import KV_TRANSPORTS, leaves_machine  # only when it was asked for
+    from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, leaves_machine  # only when it was asked for
 
     entry = Entry.of(KV_TRANSPORTS, config.kv_transfer.partition(":")[0])
     source = f"setting `kv_transfer` {config.kv_transfer}"
     policy.check({"kv-transfer": Use(True, source), "kv-transfer-network": Use(leaves_machine(config.kv_transfer), source)})
     policy.check_entry(entry.kind, entry.name, entry.threat)
+    if has_fixed_port(config.kv_transfer):
+        raise ConfigError("each replica listens on a port of its own; set kv_transfer to tcp://HOST:0", param="kv_transfer")
     if num_replicas == 1:
         raise ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
     if not config.prefix_cache:
@@ -196,8 +201,11 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         raise ConfigError(
             f"only engines of this machine are forked; leave fork_server out, or on {server.on}", param="fork_server"
         )
-    if server.on == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on")
+    if server.max_ttft_s is not None and server.router != "conductor":
+        raise ConfigError(
+            "max_ttft_s needs the router that predicts it; set router to conductor, and replicas to 2 or more",
+            param="max_ttft_s",
+        )
 
 
 def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
@@ -212,8 +220,6 @@ def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
         raise ConfigError(
             "with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to unix", param="prefill"
         )
-    if server.max_ttft_s is not None and server.router != "conductor":
-        raise ConfigError("max_ttft_s needs the router that predicts it; set router to conductor", param="max_ttft_s")
 
 
 def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:

@@ -349,7 +349,7 @@ _FEATURES: Final = (
     _feature(
         "kv-transfer-network",
         row="disaggregation",
-        setting="kv_transfer tcp://HOST:PORT",
+        setting="kv_transfer tcp://HOST:0",
         title="KV between machines",
         does="lets engines on other machines load cached KV over TCP, authenticated and not encrypted",
         endangers="whoever reads the network reads KV, from which prompts can be recovered",

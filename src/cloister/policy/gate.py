@@ -224,7 +224,7 @@ class Gate:
         if not admission.is_operator:
             raise PolicyError(
                 "only an operator may do this: with a key made by `cloister keys add NAME --operator`, or, on a server without "
-                "keys, from this machine alone"
+                "keys that listens on loopback only, from this machine"
             )
 
     def notice(self) -> str | None:

@@ -112,8 +112,8 @@ class EngineConfig:
     )
     kv_transfer: str | None = setting(
         None,
-        "How replicas load KV from each other: unix (on one machine) or tcp://HOST:PORT, where each listens (port 0: a free"
-        " one); unset, they compute it.",
+        "How replicas load KV from each other: unix (on one machine) or tcp://HOST:0, where each listens on a port"
+        " of its own; unset, they compute it.",
     )
     profile: str | None = setting(
         None,
