@@ -90,5 +90,8 @@ def test_the_command_ranks_placements_and_says_what_it_lacks(tmp_path: Path, cap
     assert out.splitlines()[-1] == f"cloister serve {ranked[0]['flags']}"
     assert "goodput needs a limit; give --slo-ttft-ms" in run(capsys, *given)[2]
     assert "unknown router" in run(capsys, *given, "--slo-ttft-ms", "9", "--router", "nearest")[2]
+    trace = tmp_path / "texts.jsonl"
+    trace.write_text('{"prompt": "hello", "output_length": 4}\n')
+    assert "give one with lengths" in run(capsys, *given, "--slo-ttft-ms", "9", "--trace", str(trace))[2]
     path.write_text('{"num_threads": 1}')
     assert "is no profile of a replica" in run(capsys, *given, "--slo-ttft-ms", "9")[2]

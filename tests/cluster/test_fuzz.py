@@ -204,7 +204,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 FIRST_SEEDS = {
-    "repeated frames are taken as new": 50,
+    "repeated frames are taken as new": 180,
     "a resumed request forgets which sequences have ended": 140,
     "a hung engine is not replaced": 450,
     "what an engine says of a request that left it is taken": 215,

@@ -57,6 +57,8 @@ def placement(
     placements = list_placements([_read_profile(path) for path in profile], threads)
     longest = min(each.profile.max_model_len for each in placements)
     workload = load_workload(work, settings.resolve(ArrivalsConfig), max_model_len=longest, vocab_size=VOCAB_SIZE)
+    if any(isinstance(item.prompt, str) for item in workload.items):
+        raise ConfigError("this trace has prompts as text; give one with lengths of prompts and answers", param="trace")
     predicted = []
     with make_progress() as progress:
         task = progress.add_task("placements", total=len(placements))

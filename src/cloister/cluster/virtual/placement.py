@@ -14,13 +14,15 @@ import msgspec
 from cloister.cluster.roles import assign_roles
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.prediction import ClusterShape
-from cloister.engine.replica_snapshot import ROLES, Role
+from cloister.engine.replica_snapshot import Role
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
+from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
 
-MAX_WAITING: Final = 1024
 MAX_BATCHED_TOKENS: Final = 1024
-STALL_FLOOR_S: Final = 0.045
+"""Tokens of a step, as of `serve` on a CPU."""
+DEFAULTS: Final = EngineConfig()
+SHOWN_ROLES: Final[tuple[Role, ...]] = ("prefill", "decode", "mixed")
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -69,9 +71,7 @@ class ReplicaPlacement:
     def words(self) -> str:
         """Such as `1 prefill, 2 decode`."""
         counts = Counter(self.roles)
-        return ", ".join(
-            f"{counts[role]} {role}" for role in sorted(ROLES, key=("prefill", "decode", "mixed").index) if counts[role]
-        )
+        return ", ".join(f"{counts[role]} {role}" for role in SHOWN_ROLES if counts[role])
 
     def flags(self, router: str) -> str:
         """Returns the flags of `cloister serve`."""
@@ -90,10 +90,10 @@ class ReplicaPlacement:
             num_blocks=own.num_blocks,
             block_size=own.block_size,
             max_num_seqs=own.max_num_seqs,
-            max_waiting=MAX_WAITING,
+            max_waiting=DEFAULTS.max_waiting,
             max_model_len=own.max_model_len,
             max_batched_tokens=MAX_BATCHED_TOKENS,
-            stall_floor_s=STALL_FLOOR_S,
+            stall_floor_s=DEFAULTS.stall_floor_ms / 1e3,
             step_s=own.step_s,
             token_s=own.token_s,
             sample_s=own.sample_s,
