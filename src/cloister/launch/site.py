@@ -1,4 +1,4 @@
-"""Servers of one model, and of several that take turns in memory: engine, access control, startup messages."""
+"""Builds the server of one model, or of several, one of them in memory at a time: engine, access control, startup messages."""
 
 from __future__ import annotations
 
