@@ -189,7 +189,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     return ServerApp(app, engine, reread_sources(settings, gate), close, engine.fault)
 
 
-async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
+async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the first of several models, and the front that routes requests by model name."""
     from cloister.server.app import request_log, surround
     from cloister.server.calls import HttpCalls
