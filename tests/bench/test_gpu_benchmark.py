@@ -85,6 +85,7 @@ def test_the_pack_brings_the_tests_and_the_benchmark() -> None:
     assert {"benchmarks/gpu/__main__.py", "tests/device.py", "tests/gpu/test_program.py", "LICENSE"} <= paths
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter stands for a device only where there is none")
 def test_the_stages_run_in_the_interpreter_and_say_that_they_measure_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from cloister.executor.state import BatchState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
 from tests.samplers import SAMPLERS, make_sampler
+from tests.thinning import cover
 
 VOCAB = 6
 NUM_DRAWS = 20_000
@@ -157,8 +158,7 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.parametrize(("kind", "parameters"), cover(SAMPLERS, PARAMETERS))
 def test_the_distribution_is_the_one_that_the_sampler_draws_from(parameters, kind):
     logits = np.random.default_rng(1).normal(size=(1, 12)).astype(np.float32) * 2
     batch = BatchState(vocab_size=12, max_model_len=8)
