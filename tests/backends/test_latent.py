@@ -65,7 +65,9 @@ def make(spec: DecoderSpec, weights: RandomWeights, block_size: int, num_threads
 
 
 @pytest.mark.parametrize("arrangements", [FEW, pytest.param({}, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("spec", [SPEC, LITE, INDEXED], ids=["queries with a latent", "queries without", "a sparse index"])
+@pytest.mark.parametrize(
+    "spec", thin([SPEC, LITE, INDEXED], [SPEC, INDEXED]), ids=["queries with a latent", "queries without", "a sparse index"]
+)
 def test_company_chunks_blocks_threads_and_hits_change_no_bit(spec: DecoderSpec, arrangements: dict[str, Any]) -> None:
     check = partial(make, spec, RandomWeights(spec))
     assert differing_arrangements(check, TOKENS, vocab=spec.vocab_size, **arrangements) == []

@@ -20,6 +20,7 @@ if HAS_TRITON:
 
 pytestmark = needs_triton
 NARROW = make_spec(hidden=48, intermediate=40, heads=(4, 2), head_dim=16, vocab=96)
+ONE_LAYER = replace(NARROW, layers=NARROW.layers[:1])
 WINDOWED = make_spec(hidden=48, intermediate=40, heads=(3, 1), head_dim=24, window=50, qk_norm=True, vocab=96)
 
 
@@ -41,8 +42,8 @@ def test_logits_are_the_oracles(spec: DecoderSpec) -> None:
 
 
 def test_hidden_states_are_the_oracles() -> None:
-    weights, tokens, rows = RandomWeights(NARROW), tokens_of(NARROW, 40), [0, 17, 39]
-    oracle, ours = build(NARROW, weights), open_driver(NARROW, weights)
+    weights, tokens, rows = RandomWeights(ONE_LAYER), tokens_of(ONE_LAYER, 40), [0, 17, 39]
+    oracle, ours = build(ONE_LAYER, weights), open_driver(ONE_LAYER, weights)
     expected = oracle.program.step(oracle.plan({"a": tokens}, rows), HIDDEN).hidden
     found = ours.program.step(ours.plan({"a": tokens}, rows), HIDDEN).hidden
     assert np.abs(found - expected).max() < 2e-4
@@ -90,10 +91,9 @@ class Prefilled:
 
 @pytest.fixture(scope="module")
 def prefilled() -> Prefilled:
-    spec = replace(NARROW, layers=NARROW.layers[:1])
-    weights, tokens = RandomWeights(spec), tokens_of(spec, 260)
-    driver = open_driver(spec, weights, dtype=torch.bfloat16)
-    return Prefilled(spec, weights, tokens, driver, driver.run("a", tokens))
+    weights, tokens = RandomWeights(ONE_LAYER), tokens_of(ONE_LAYER, 260)
+    driver = open_driver(ONE_LAYER, weights, dtype=torch.bfloat16)
+    return Prefilled(ONE_LAYER, weights, tokens, driver, driver.run("a", tokens))
 
 
 def test_company_chunks_and_hits_change_no_bit(prefilled: Prefilled) -> None:
@@ -107,7 +107,7 @@ def test_company_chunks_and_hits_change_no_bit(prefilled: Prefilled) -> None:
 
 
 def test_a_greedy_step_returns_the_largest_logit_of_each_row() -> None:
-    driver = open_driver(NARROW, RandomWeights(NARROW))
+    driver = open_driver(ONE_LAYER, RandomWeights(ONE_LAYER))
     logits = driver.run("a", tokens_of(NARROW, 9))
     best = driver.program.step(driver.plan({"b": tokens_of(NARROW, 9)}, logit_rows=[8, 2]), GREEDY).tokens
     assert best.tolist() == logits[[8, 2]].argmax(1).tolist()
@@ -140,7 +140,7 @@ class Uncaptured:
 
 
 def test_wiped_blocks_hold_nothing_and_copied_ones_the_same() -> None:
-    driver, tokens = open_driver(NARROW, RandomWeights(NARROW), block_size=8), tokens_of(NARROW, 20)
+    driver, tokens = open_driver(ONE_LAYER, RandomWeights(ONE_LAYER), block_size=8), tokens_of(ONE_LAYER, 20)
     alone = driver.run("a", tokens)
     driver.share("a", "b", 12)
     assert driver.run("b", tokens[12:]).tobytes() == alone[12:].tobytes()
@@ -157,6 +157,6 @@ def test_a_step_without_tokens_returns_no_logits() -> None:
 
 
 def test_a_position_past_the_table_is_refused() -> None:
-    driver = open_driver(replace(NARROW, max_positions=16), RandomWeights(NARROW))
+    driver = open_driver(replace(ONE_LAYER, max_positions=16), RandomWeights(ONE_LAYER))
     with pytest.raises(Exception, match="past position 15"):
         driver.run("a", tokens_of(NARROW, 17))
