@@ -24,7 +24,7 @@ Prompt = tuple[list[int], tuple[ImageTile, ...]]
 Make = Callable[..., Served]
 
 
-@pytest.fixture(scope="module", params=thin(ARCHITECTURES, 2))
+@pytest.fixture(scope="module", params=thin(ARCHITECTURES, ["qwen2_5_vl"]))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen_vl(tmp_path_factory.mktemp("model"), request.param)
 
