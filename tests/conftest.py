@@ -10,7 +10,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import certifi
@@ -86,6 +86,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The same for what the tests of a directory have imported."""
+    yield
+    if nextitem is not None and nextitem.path.parent != item.path.parent:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -91,6 +91,8 @@ def test_whatever_a_schema_lets_pass_is_valid(compiler, tokenizer, name):
         if whole:
             validator.validate(json.loads(tokenizer.decode(tokens, skip_special_tokens=False)))
             num_whole += 1
+        if num_whole == 6:
+            break
     assert num_whole >= 5
 
 
