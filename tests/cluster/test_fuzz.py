@@ -41,14 +41,14 @@ def no_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 1000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.slow)], ids=str)
 def test_every_seed_keeps_every_promise(seeds: range) -> None:
     found = {seed: fuzz.run_seed(seed).violations for seed in seeds}
     assert {seed: violations for seed, violations in found.items() if violations} == {}
 
 
 def test_a_seed_runs_twice_the_same() -> None:
-    for seed in range(20):
+    for seed in range(8):
         first, second = fuzz.run_seed(seed), fuzz.run_seed(seed)
         assert first == second
         assert first.digest
@@ -211,6 +211,7 @@ FIRST_SEEDS = {
     "the time waited is that between two clocks": 50,
     "a request is blamed for a death that had other causes": 80,
     "another replica counts as slow": 330,
+    "tenants share prefixes": 110,
 }
 """Where the search for a bug begins that few seeds show, so that the test is quick."""
 
