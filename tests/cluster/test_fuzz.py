@@ -204,10 +204,10 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 FIRST_SEEDS = {
-    "repeated frames are taken as new": 50,
+    "repeated frames are taken as new": 180,
     "a resumed request forgets which sequences have ended": 140,
-    "a hung engine is not replaced": 370,
-    "what an engine says of a request that left it is taken": 120,
+    "a hung engine is not replaced": 450,
+    "what an engine says of a request that left it is taken": 215,
     "the time waited is that between two clocks": 50,
     "a request is blamed for a death that had other causes": 80,
     "another replica counts as slow": 330,

@@ -22,7 +22,14 @@ from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
 from cloister.cluster.routers import Router
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
-from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, ReplicaState, RequestSnapshot, Role
+from cloister.engine.replica_snapshot import (
+    LengthErrors,
+    ReplicaSnapshot,
+    ReplicaState,
+    RequestSnapshot,
+    Role,
+    StepCoefficients,
+)
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
@@ -138,7 +145,7 @@ class ReplicaSet(RequestClient):
         self._draining: set[int] = set()
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
-        self._costs = [StepCost() for _ in self._replicas]
+        self._cost = StepCost()
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
         self._num_kv_loads = [0 for _ in self._replicas]
@@ -258,7 +265,7 @@ class ReplicaSet(RequestClient):
             num_migrated=self._num_migrated[index],
             num_kv_loads=self._num_kv_loads[index],
             role=self._roles[index],
-            cost=self._costs[index].coefficients,
+            cost=self._cost_of(index),
             transfer_token_s=self._transfer_token_s[index],
         )
 
@@ -273,6 +280,12 @@ class ReplicaSet(RequestClient):
         if index in self._verifier.odd:
             return "suspicious"
         return "slow" if self._speeds.is_slow(index) else own
+
+    def _cost_of(self, index: int) -> StepCoefficients:
+        """Returns the step times of a replica: those of all, which have equal settings, and longer if it is clearly slower."""
+        factor = self._speeds.correction(index, self._clock.now())
+        per_step, per_token, per_attended, per_read = self._cost.coefficients
+        return per_step * factor, per_token * factor, per_attended * factor, per_read * factor
 
     # Requests
 
@@ -564,7 +577,8 @@ class ReplicaSet(RequestClient):
     def _observe(self, index: int, event: Event) -> None:
         if isinstance(event, Stepped):
             if not event.drafting:
-                self._costs[index].learn(StepSize(event.num_tokens, event.num_attended), event.elapsed_s)
+                elapsed_s = event.elapsed_s / self._speeds.correction(index)
+                self._cost.learn(StepSize(event.num_tokens, event.num_attended), elapsed_s)
             waiters, self._step_waiters[index] = self._step_waiters[index], []
             for waiter in waiters:
                 if not waiter.done():
