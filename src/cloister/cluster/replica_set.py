@@ -592,7 +592,7 @@ class ReplicaSet(RequestClient):
             if event.last:
                 self._places.pop(event.request_id, None)
                 self._handing_off[index].discard(event.request_id)
-        elif isinstance(event, KVLoaded):
+        elif isinstance(event, KVLoaded) and not event.tier:
             self._note_load(index, event)
         for listener in self._listeners:
             listener(event)
