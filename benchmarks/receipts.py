@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from cloister.engine.worker_channels import CONNECT
+from cloister.engine.sealed_channels import CONNECT
 from cloister.private.workers.key_service import MESSAGE_BYTES, KeyServiceBoot
-from cloister.private.workers.remote import RemoteUnsealer
+from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.trust.receipts import Claims, Transcript, is_signed
 from cloister.trust.sealing import (
     Header,

@@ -22,7 +22,7 @@ from cloister.backends import BACKENDS
 from cloister.backends.base import Capability, KVLayout, Program
 from cloister.executor import Grammars, ModelRunner
 from cloister.executor.drafters import Drafter, DrafterContext
-from cloister.executor.drafters.guessing import make_guesser
+from cloister.executor.drafters.head_runner import make_head_runner
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.launch.drafters import MtpLayer
 from cloister.models import LoadedModel, load
@@ -285,7 +285,7 @@ class Replica:
             eos_token_ids=model.info.eos_token_ids,
             files=None,
             open_model=open_small,
-            guesser=partial(make_guesser, program=program) if Capability.HEAD in program.capabilities else None,
+            head_runner=partial(make_head_runner, program=program) if Capability.HEAD in program.capabilities else None,
             sampling_metadata=lambda states, rows: self.runner.sampling_metadata(states, rows),
             open_mtp=lambda: self._open_mtp(model, block_size),
         )

@@ -10,7 +10,7 @@ import pytest
 
 from cloister.backends.base import Program
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
-from cloister.executor.drafters.guessing import NumpyGuesser, ProgramGuesser, guess_hidden, make_guesser
+from cloister.executor.drafters.head_runner import NumpyHeadRunner, ProgramHeadRunner, guess_hidden, make_head_runner
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.memory_search import CAN_SEARCH, Needle
 from tests.native import build_native, in_turns
@@ -76,20 +76,20 @@ def test_a_heads_guess_does_not_depend_on_its_company() -> None:
 
 def test_two_sets_of_heads_are_kept_apart() -> None:
     program = draft_program(build_native(SPEC, RandomWeights(SPEC)))
-    guessers = [make_guesser(heads, program) for heads in HEADS.values()]
-    assert all(isinstance(guesser, ProgramGuesser) for guesser in guessers)
-    for guesser, heads in zip(guessers, HEADS.values(), strict=True):
-        wanted = NumpyGuesser(heads, program.project).guess(hidden_states(3), 2, 1)
-        assert (guesser.guess(hidden_states(3), 2, 1) == wanted).all()
+    runners = [make_head_runner(heads, program) for heads in HEADS.values()]
+    assert all(isinstance(head_runner, ProgramHeadRunner) for head_runner in runners)
+    for head_runner, heads in zip(runners, HEADS.values(), strict=True):
+        wanted = NumpyHeadRunner(heads, program.project).guess(hidden_states(3), 2, 1)
+        assert (head_runner.guess(hidden_states(3), 2, 1) == wanted).all()
 
 
 def test_without_heads_of_its_own_a_back_end_lends_the_models_head() -> None:
     program = build(SPEC, RandomWeights(SPEC), backend="torch").program
-    guesser = make_guesser(HEADS["blockwise"], program)
-    assert isinstance(guesser, NumpyGuesser)
+    head_runner = make_head_runner(HEADS["blockwise"], program)
+    assert isinstance(head_runner, NumpyHeadRunner)
     native = draft_program(build_native(SPEC, RandomWeights(SPEC)))
     assert (
-        guesser.guess(hidden_states(2), 4, 1) == make_guesser(HEADS["blockwise"], native).guess(hidden_states(2), 4, 1)
+        head_runner.guess(hidden_states(2), 4, 1) == make_head_runner(HEADS["blockwise"], native).guess(hidden_states(2), 4, 1)
     ).all()
 
 
@@ -109,10 +109,10 @@ def test_what_heads_read_stays_until_it_is_wiped() -> None:
 
 def test_rows_that_are_not_finite_guess_a_token_that_exists() -> None:
     program = draft_program(build_native(SPEC, RandomWeights(SPEC)))
-    guesser = make_guesser(HEADS["medusa"], program)
+    head_runner = make_head_runner(HEADS["medusa"], program)
     hidden = hidden_states(2)
     hidden[0] = np.nan
-    assert guesser.guess(hidden, 2, 3).min() >= 0
+    assert head_runner.guess(hidden, 2, 3).min() >= 0
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:

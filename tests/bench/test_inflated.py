@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.inflated import Inflation, write_inflated
 from benchmarks.inflated_drafters import widen, write_drafters
 from cloister.executor.drafters import blockwise, medusa
-from cloister.executor.drafters.guessing import guess_hidden
+from cloister.executor.drafters.head_runner import guess_hidden
 from cloister.models import locate
 
 UNTYPED: Any = AutoModelForCausalLM  # its constructors carry no types

@@ -19,8 +19,8 @@ from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
+from cloister.engine.poison_requests import Suspect, judge
 from cloister.engine.supervision import IdleTimer, Watchdog
-from cloister.engine.suspects import Suspect, judge
 from cloister.kv import PrefixKeys
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.engine.in_flight import POISONED
-from cloister.engine.suspects import NUM_SAFE_LOSSES
+from cloister.engine.poison_requests import NUM_SAFE_LOSSES
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Arrived, Ended, Event, Lost, Progressed, Scheduled
 from cloister.types.request import BeamSearch, FinishReason, PoolingParams, Request, SequenceOutput

@@ -249,7 +249,7 @@ def test_steps_overlap_on_another_device_and_where_nothing_needs_them_apart() ->
 
 def test_an_engine_that_takes_turns_reads_every_step_before_the_next(model_path: Path) -> None:
     replica, device = make_device(model_path)
-    replica.core.take_turns()
+    replica.core.disable_overlap()
     outcome(replica, [make_request(max_tokens=3)])
     assert device.log[:6] == ["plan 0", "start 0", "done 0", "read 0", "plan 1", "start 1"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cloister.engine import EngineClient, ProcessTransport, Supervision, WorkerTransport
+from cloister.engine import EngineClient, ProcessTransport, SealedWorkerTransport, Supervision
 from cloister.engine.client import NOT_STARTED
+from cloister.engine.sealed_channels import CONNECT
 from cloister.engine.supervision import Restarts
 from cloister.engine.transports import LOST, Deliver
-from cloister.engine.worker_channels import CONNECT
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Event, Outputs, Progressed, Ready, Submit
@@ -69,7 +69,7 @@ class EngineProcess:
         near, far = socket.socketpair()
         with far:
             socket.send_fds(self.listeners[-1], [CONNECT], [far.fileno()])
-        transport = WorkerTransport(Ready(self.engine.model, self.engine.memory))
+        transport = SealedWorkerTransport(Ready(self.engine.model, self.engine.memory))
         engine = EngineClient(transport, self.config)
         transport.attach(near)
         await engine.start()
@@ -216,4 +216,4 @@ def test_a_worker_that_asks_for_more_sequences_than_run_at_once_loses_its_channe
 def test_an_engine_that_was_not_reached_takes_no_request() -> None:
     info = ModelInfo(name="none", path="", max_model_len=8, vocab_size=8, eos_token_ids=())
     with pytest.raises(EngineError, match=NOT_STARTED):
-        asyncio.run(complete(EngineClient(WorkerTransport(Ready(info, [])), CONFIG), "a"))
+        asyncio.run(complete(EngineClient(SealedWorkerTransport(Ready(info, [])), CONFIG), "a"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cloister.private.workers.figures import BOUNDS_S, Figures
+from cloister.private.workers.metrics import BOUNDS_S, Figures
 
 MINUTE = 1_800_000_000
 

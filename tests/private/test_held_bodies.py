@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from cloister.private.http_io import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
-from cloister.private.workers.figures import Figures
+from cloister.private.workers.metrics import Figures
 from cloister.private.workers.wire import BodyPiece, SealedPart, Start, frame, receive_for_worker
 from cloister.private.workers.worker_pool import (
     SEAL_BYTES,

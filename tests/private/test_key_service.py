@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from cloister.engine.worker_channels import CONNECT
+from cloister.engine.sealed_channels import CONNECT
 from cloister.private.workers.key_service import KeyService, KeyServiceBoot, KeyServiceReady, Question
-from cloister.private.workers.remote import RemoteUnsealer
+from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.trust.sealing import (
     CHUNKED,
     ChunkOpener,

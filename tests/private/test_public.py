@@ -7,7 +7,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from cloister.private.serving import File
-from cloister.private.workers.remote import RemoteUnsealer
+from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.trust.sealing import KEYS_MEDIA_TYPE
 
 

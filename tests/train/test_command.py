@@ -15,7 +15,7 @@ import torch
 from cloister.backends.base import LOGITS
 from cloister.cli import main
 from cloister.executor.drafters import DRAFTERS
-from cloister.executor.drafters.guessing import NumpyGuesser
+from cloister.executor.drafters.head_runner import NumpyHeadRunner
 from cloister.executor.drafters.heads import heads_directory, read_card
 from cloister.launch import build_program, resolve_settings
 from cloister.models import load
@@ -73,7 +73,7 @@ def test_heads_lie_in_the_models_directory_and_draft_for_it(
         replace(
             context_for(model, vocab_size=opened.spec.vocab_size),
             hidden_size=opened.spec.hidden_size,
-            guesser=lambda heads: NumpyGuesser(heads, lambda hidden: hidden),
+            head_runner=lambda heads: NumpyHeadRunner(heads, lambda hidden: hidden),
             fingerprint=opened.info.fingerprint,
         )
     )

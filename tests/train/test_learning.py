@@ -12,7 +12,7 @@ import torch
 
 from cloister.backends.base import LOGITS, IntArray, Program
 from cloister.executor.drafters import blockwise, medusa
-from cloister.executor.drafters.guessing import guess_hidden
+from cloister.executor.drafters.head_runner import guess_hidden
 from cloister.launch import build_program, resolve_settings
 from cloister.models import LoadedModel, load, locate
 from cloister.quant.passages import HELD_OUT, read_passages

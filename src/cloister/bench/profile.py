@@ -97,7 +97,7 @@ def profile_engine(engine: EngineCore, requests: Sequence[Request]) -> list[Prof
     Raises:
         EngineError: a request was not answered, or the engine does not finish.
     """
-    engine.take_turns()
+    engine.disable_overlap()
     for request in requests:
         engine.input_queue.put(Submit(request))
     steps: list[ProfiledStep] = []

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from cloister.engine.output_processor import OutputProcessor as OutputProcessor
     from cloister.engine.supervision import Supervision as Supervision
     from cloister.engine.transports import ProcessTransport as ProcessTransport
+    from cloister.engine.transports import SealedWorkerTransport as SealedWorkerTransport
     from cloister.engine.transports import ThreadTransport as ThreadTransport
-    from cloister.engine.transports import WorkerTransport as WorkerTransport
 
 _HOMES = {
     "adapters": ("AdapterRegister",),
@@ -23,7 +23,7 @@ _HOMES = {
     "core": ("EngineCore",),
     "output_processor": ("OutputProcessor",),
     "supervision": ("Supervision",),
-    "transports": ("ProcessTransport", "ThreadTransport", "WorkerTransport"),
+    "transports": ("ProcessTransport", "ThreadTransport", "SealedWorkerTransport"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

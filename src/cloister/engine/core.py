@@ -163,7 +163,7 @@ class EngineCore:
 
         self._tier = KVTier(self._scheduler, self._kv_blocks, TierSetting.parse(setting))
 
-    def take_turns(self) -> None:
+    def disable_overlap(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""
         self._ahead = None
 

@@ -22,8 +22,8 @@ from cloister.engine import channel
 from cloister.engine.channel import InputQueue
 from cloister.engine.core import EngineCore
 from cloister.engine.kv_sockets import KVSocketLinks
+from cloister.engine.sealed_channels import SealedChannels
 from cloister.engine.supervision import STACKS_SIGNAL
-from cloister.engine.worker_channels import WorkerChannels
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
@@ -67,7 +67,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     input_queue = InputQueue()
     threading.Thread(target=_listen, args=(sock, input_queue), name="cloister-channel", daemon=True).start()
 
-    listener = WorkerChannels(socket.socket(fileno=listeners[0]), input_queue, boot.config.max_num_seqs) if listeners else None
+    listener = SealedChannels(socket.socket(fileno=listeners[0]), input_queue, boot.config.max_num_seqs) if listeners else None
 
     def send(message: EngineMessage) -> None:
         if listener is not None and isinstance(message, Outputs):

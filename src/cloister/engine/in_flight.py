@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from cloister.engine.poison_requests import Standing, Suspect, choose_due, judge
 from cloister.engine.replica_snapshot import RequestSnapshot
-from cloister.engine.suspects import Standing, Suspect, choose_due, judge
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import (
@@ -234,7 +234,7 @@ class InFlightRequests:
 
     Attributes:
         last_step: the engine's last step; None before the first one of an engine.
-        holds_back: requests wait because one that may kill the engine is tried alone (`engine.suspects`).
+        holds_back: requests wait because one that may kill the engine is tried alone (`engine.poison_requests`).
     """
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:

@@ -21,8 +21,8 @@ from cloister.engine import channel, child_process
 from cloister.engine.channel import MessageStream
 from cloister.engine.child_process import ProcessHandle, spawn_program
 from cloister.engine.fork_server import ForkServer
+from cloister.engine.sealed_channels import open_listener
 from cloister.engine.supervision import STACKS_SIGNAL, Supervision
-from cloister.engine.worker_channels import open_listener
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, recreate
 from cloister.types.events import Failed, FrontMessage, Outputs, Ready, Shutdown
@@ -127,7 +127,7 @@ class ProcessTransport(_ChannelTransport):
             the profile requires it.
         kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
         fork_server: starts the child process in place of `spawn`, as a fork of a template.
-        keep_listener: called with the near end of the listener of each engine process (`engine.worker_channels`), and takes
+        keep_listener: called with the near end of the listener of each engine process (`engine.sealed_channels`), and takes
             ownership of it; None: engines have no listener.
     """
 
@@ -184,7 +184,7 @@ class ProcessTransport(_ChannelTransport):
         """Starts the process and sends its boot message.
 
         Args:
-            listener: through which other processes send it channels (`engine.worker_channels`); it is closed here.
+            listener: through which other processes send it channels (`engine.sealed_channels`); it is closed here.
         """
         with contextlib.ExitStack() as unused:
             if listener is not None:
@@ -352,8 +352,8 @@ class _Post:
                 self._loop.call_soon(self._deliver)
 
 
-class WorkerTransport(_ChannelTransport):
-    """Transport to an engine over a channel that another process opened (`engine.worker_channels`), for one request.
+class SealedWorkerTransport(_ChannelTransport):
+    """Transport to an engine over a channel that another process opened (`engine.sealed_channels`), for one request.
 
     Args:
         ready: the engine's description of itself from its start.

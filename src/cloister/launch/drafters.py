@@ -21,7 +21,7 @@ from cloister.types.errors import CloisterError, ConfigError, EngineError
 
 if TYPE_CHECKING:
     from cloister.executor.drafters import Drafter, DrafterContext
-    from cloister.executor.drafters.base import Guesser
+    from cloister.executor.drafters.base import HeadRunner
     from cloister.executor.state import SequenceState
 
 _logger = logging.getLogger(__name__)
@@ -123,12 +123,12 @@ class _Lent:
         self.program: Program | None = None
         self.metadata_of: Callable[[list[SequenceState], list[int]], SamplingMetadata] | None = None
 
-    def guesser(self, heads: DraftHeads) -> Guesser:
-        from cloister.executor.drafters.guessing import make_guesser
+    def head_runner(self, heads: DraftHeads) -> HeadRunner:
+        from cloister.executor.drafters.head_runner import make_head_runner
 
         if self.program is None or Capability.HEAD not in self.program.capabilities:
             raise EngineError("this back end lends no head to drafters")
-        return make_guesser(heads, self.program)
+        return make_head_runner(heads, self.program)
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
         if self.metadata_of is None:
@@ -325,7 +325,7 @@ def _make_context(
         eos_token_ids=model.info.eos_token_ids,
         files=None,
         open_model=open_model,
-        guesser=lent.guesser,
+        head_runner=lent.head_runner,
         sampling_metadata=lent.sampling_metadata,
         open_mtp=lambda: _open_mtp(config, model, backend, lent, max_batched_tokens),
         fingerprint=model.info.fingerprint,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.scheduler.speculation import DraftDecision, Speculation
-from cloister.scheduler.step import Step
 from cloister.types.step import Sample, StepResult
 
 
@@ -32,7 +32,7 @@ class DraftAllocator:
         self._cost = cost
         self._max_num_seqs = max_num_seqs
 
-    def choose(self, step: Step, decodes: list[SequenceRecord], plain: StepSize) -> list[DraftDecision]:
+    def choose(self, step: PlannedStep, decodes: list[SequenceRecord], plain: StepSize) -> list[DraftDecision]:
         """Returns the draft decision of each sequence.
 
         Drafts displace nothing: they use spare blocks only, and leave half of the step's tokens and three quarters of the time
@@ -69,7 +69,7 @@ class DraftAllocator:
                 choices[place] = choice._replace(num_drafts=num_drafts)
         return choices
 
-    def _count_others(self, step: Step, decodes: list[SequenceRecord], num_spare: int) -> tuple[int, int]:
+    def _count_others(self, step: PlannedStep, decodes: list[SequenceRecord], num_spare: int) -> tuple[int, int]:
         """Returns the sequences that may still join a step in addition to its decodes, and the blocks that they need.
 
         Args:
@@ -89,7 +89,7 @@ class DraftAllocator:
             return len(others), num_blocks
         return len(others) + 1, num_blocks + num_more
 
-    def release_rejected(self, step: Step, result: StepResult) -> StepSize:
+    def release_rejected(self, step: PlannedStep, result: StepResult) -> StepSize:
         """Reads which drafts were accepted, and releases the blocks of the others immediately. Returns the actual size of the
         step, without planned drafts that were not made."""
         samples = {sample.seq_id: sample for sample in result.samples}
@@ -114,7 +114,7 @@ class DraftAllocator:
             self._speculation.learn_cost(asked, result.draft_s)
         return size
 
-    def learn(self, step: Step, size: StepSize, result: StepResult, elapsed_s: float) -> None:
+    def learn(self, step: PlannedStep, size: StepSize, result: StepResult, elapsed_s: float) -> None:
         """Adds the measured time of a step.
 
         Args:

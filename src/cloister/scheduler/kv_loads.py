@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
+from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.request_table import RequestTable, kept_root
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
-from cloister.scheduler.step import Step
 from cloister.types.events import KVLoaded
 from cloister.types.request import Request
 from cloister.types.scope import ScopeKind
@@ -212,7 +212,7 @@ class KVLoads:
 
     # Steps
 
-    def plan(self, step: Step) -> None:
+    def plan(self, step: PlannedStep) -> None:
         """Has a step put what arrived into blocks, as far as there are blocks that nobody else needs."""
         num_left = MAX_STEP_BYTES
         for load in list(self.loading.values()):
@@ -223,7 +223,7 @@ class KVLoads:
                     break
                 num_left -= found.num_bytes
 
-    def commit(self, step: Step, now: float) -> None:
+    def commit(self, step: PlannedStep, now: float) -> None:
         """Offers what a step has put into blocks to the prefix cache."""
         cache = self._requests.prefix_cache
         for load, entry in step.loads:
@@ -236,7 +236,7 @@ class KVLoads:
                     cache.renew(load.root, now + scope.lifetime_s)
             self._settle_in_flight(load, now)
 
-    def fail(self, step: Step, now: float) -> None:
+    def fail(self, step: PlannedStep, now: float) -> None:
         """A step failed: what it would have put into blocks is lost."""
         for load, _ in step.loads:
             load.num_in_flight -= 1
@@ -245,7 +245,7 @@ class KVLoads:
             else:
                 self._settle_in_flight(load, now)
 
-    def _place(self, load: KVLoad, found: KVObject, step: Step) -> bool:
+    def _place(self, load: KVLoad, found: KVObject, step: PlannedStep) -> bool:
         pool, num_groups, entry = self._pool, self._pool.num_groups, found.header.entry
         groups = [
             group

@@ -21,11 +21,11 @@ from cloister.scheduler.image_encodings import ImageEncodings
 from cloister.scheduler.kv_exports import KVExports
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.kv_restores import KVRestores, TierRead
+from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies import POLICIES
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
-from cloister.scheduler.step import Step
 from cloister.types.events import Event, Progressed, Resumption, Scheduled
 from cloister.types.request import FinishReason, Request
 from cloister.types.step import EncodedImage, Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
@@ -136,7 +136,7 @@ class Scheduler:
             if quotas is None
             else min((q.per_scope for q, group in zip(quotas, pool.groups, strict=True) if group.window is None), default=None)
         )  # entries of a prefix that the cache keeps for one scope
-        self._steps: deque[Step] = deque()
+        self._steps: deque[PlannedStep] = deque()
         self._next_plan = 0
 
     def use_tier(self, index: KVTierIndex) -> None:
@@ -281,7 +281,7 @@ class Scheduler:
                 self._requests.release_blocks(sequence)
             self.pool.wipe_again(step.plan.wipes)
 
-    def _find_others(self, step: Step) -> list[SequenceRecord]:
+    def _find_others(self, step: PlannedStep) -> list[SequenceRecord]:
         """Returns the sequences that a plan introduces, or whose images it has encoded, without computing them."""
         named = {new.seq_id for new in step.plan.arrivals} | {seq_id for seq_id, _ in step.plan.encodes}
         others = [self._requests.sequences.get(seq_id) for seq_id in sorted(named - step.planned())]
@@ -294,7 +294,7 @@ class Scheduler:
         self._requests.expire(now)
         if self.kv_loads.loading:
             self.kv_loads.expire(now)
-        step = Step(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
+        step = PlannedStep(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
         self._fill(step)
         if self.kv_loads.loading:
             self.kv_loads.plan(step)
@@ -362,7 +362,7 @@ class Scheduler:
         else:
             self._encodings.note(image.seq_id, image.offset)
 
-    def _land(self, step: Step) -> None:
+    def _land(self, step: PlannedStep) -> None:
         """Counts a step as no longer in flight."""
         for sequence, _, _ in step.parts:
             sequence.num_in_flight -= 1
@@ -373,7 +373,7 @@ class Scheduler:
 
     # Filling a step
 
-    def _fill(self, step: Step) -> None:
+    def _fill(self, step: PlannedStep) -> None:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in the remaining time."""
         step.may_admit = self._policy.may_admit(len(self._requests.running))
         by_level: dict[int, tuple[list[SequenceRecord], list[SequenceRecord]]] = {}
@@ -396,7 +396,7 @@ class Scheduler:
         if self._encodings.sequences:
             step.plan.encodes = self._encodings.begin(lambda sequence: (level_of(sequence), self._policy.rank(sequence)))
 
-    def _fill_decodes(self, step: Step, decodes: list[SequenceRecord], prefills: list[SequenceRecord]) -> None:
+    def _fill_decodes(self, step: PlannedStep, decodes: list[SequenceRecord], prefills: list[SequenceRecord]) -> None:
         """Plans one position for each sequence, which then limits the time of the rest of the step.
 
         Args:
@@ -417,7 +417,7 @@ class Scheduler:
                 return
             self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
 
-    def _are_of_burst(self, step: Step, prefills: list[SequenceRecord]) -> bool:
+    def _are_of_burst(self, step: PlannedStep, prefills: list[SequenceRecord]) -> bool:
         """True if all decoding sequences, of any level, have just begun and arrived in one burst with prompts that are not
         computed yet.
 
@@ -435,7 +435,7 @@ class Scheduler:
                 return False
         return True
 
-    def _extend_chunk(self, step: Step, sequence: SequenceRecord) -> None:
+    def _extend_chunk(self, step: PlannedStep, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
         has_images = bool(sequence.request_state.request.images)
@@ -447,7 +447,7 @@ class Scheduler:
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
 
-    def _admit(self, step: Step, before: int | None) -> None:
+    def _admit(self, step: PlannedStep, before: int | None) -> None:
         """Admits waiting sequences while there is capacity for them.
 
         Args:
@@ -489,7 +489,7 @@ class Scheduler:
         self.kv_loads.settle(sequence.request_state.request.request_id)
         self.kv_restores.begin(sequence, read, now)
 
-    def _make_room(self, step: Step, sequence: SequenceRecord) -> bool:
+    def _make_room(self, step: PlannedStep, sequence: SequenceRecord) -> bool:
         """Frees slots for a waiting sequence, by preempting others if the policy permits it."""
         num_taken = sum(s.num_slots for s in self._requests.running.values())
         while num_taken + sequence.num_slots > self.config.max_num_seqs:
@@ -500,7 +500,7 @@ class Scheduler:
             self._requests.preempt(victim, step.now)
         return True
 
-    def _reserve(self, step: Step, sequence: SequenceRecord) -> bool:
+    def _reserve(self, step: PlannedStep, sequence: SequenceRecord) -> bool:
         """True if the pool can hold all known tokens of the sequence, in addition to what running prompts still need."""
         needed = self._count_needed(sequence)
         loading = self.kv_loads.count_promised() if self.kv_restores is not None else []
@@ -531,7 +531,7 @@ class Scheduler:
         groups = range(self.pool.num_groups)
         return [max(0, self.pool.count_most(group, num_entries) - table.count_held(group)) for group in groups]
 
-    def _start(self, step: Step, sequence: SequenceRecord, num_hit: int) -> None:
+    def _start(self, step: PlannedStep, sequence: SequenceRecord, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
         self._requests.num_waiting -= 1
@@ -561,7 +561,7 @@ class Scheduler:
         )
         step.plan.arrivals.append(introduce(sequence))
 
-    def _extend(self, step: Step, sequence: SequenceRecord, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
+    def _extend(self, step: PlannedStep, sequence: SequenceRecord, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
         """Puts the next `num_tokens` positions of a running sequence into the plan, followed by its drafts, and preempts others
         for blocks if needed."""
         num_left = step.budget.num_left - num_tokens
@@ -610,7 +610,7 @@ class Scheduler:
                 self._fork(step, sequence)
         return True
 
-    def _grow(self, step: Step, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
+    def _grow(self, step: PlannedStep, sequence: SequenceRecord, table: BlockTable, start: int, end: int) -> bool:
         """Makes positions [start, end) writable; returns False if the blocks are not available in this step."""
         snapshots = [] if self.pool.state_group is None else self._snapshots_within(sequence, start, end)
         while True:
@@ -640,7 +640,7 @@ class Scheduler:
             return []
         return [number - 1 for number in sequence.snapshots if start < number * size < end]
 
-    def _fork(self, step: Step, parent: SequenceRecord) -> None:
+    def _fork(self, step: PlannedStep, parent: SequenceRecord) -> None:
         """Forks the request's other sequences from the one that has just computed the prompt."""
         state = parent.request_state
         for index in range(len(state.sequences), state.request.sampling.n):
@@ -655,7 +655,7 @@ class Scheduler:
             step.forked.append(child)
             step.plan.forks.append(Fork(parent.seq_id, child.seq_id, index))
 
-    def _choose_victim(self, step: Step, behind: SequenceRecord | None) -> SequenceRecord | None:
+    def _choose_victim(self, step: PlannedStep, behind: SequenceRecord | None) -> SequenceRecord | None:
         """Returns the least urgent running sequence that is not in this step.
 
         Args:

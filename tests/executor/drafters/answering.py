@@ -115,6 +115,6 @@ def context_for(
         files=files,
         open_model=refuse,  # type: ignore[arg-type]
         open_mtp=refuse,  # type: ignore[arg-type]
-        guesser=None,
+        head_runner=None,
         sampling_metadata=refuse,  # type: ignore[arg-type]
     )

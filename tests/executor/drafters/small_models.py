@@ -47,7 +47,7 @@ def make_context(batch: BatchState, **fields: Any) -> DrafterContext:
 
     given: dict[str, Any] = {
         "model_path": Path("nowhere"), "vocab_size": VOCAB, "hidden_size": 48, "max_model_len": 4096, "max_num_seqs": 8,
-        "block_size": BLOCK, "eos_token_ids": (1,), "files": None, "open_model": refuse, "guesser": None,
+        "block_size": BLOCK, "eos_token_ids": (1,), "files": None, "open_model": refuse, "head_runner": None,
         "open_mtp": lambda: refuse("the layer behind the last"), "sampling_metadata": batch.sampling_metadata,
     }  # fmt: skip
     return DrafterContext(**{**given, **fields})

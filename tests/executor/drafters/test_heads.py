@@ -13,7 +13,7 @@ import pytest
 
 from cloister.executor.drafters import DRAFTERS, NOTHING, Draft, Drafter, DrafterContext, DraftRequest, VerifyFeedback
 from cloister.executor.drafters.base import FloatArray
-from cloister.executor.drafters.guessing import NumpyGuesser
+from cloister.executor.drafters.head_runner import NumpyHeadRunner
 from cloister.executor.drafters.heads import CARD, TENSORS, HeadsCard, heads_directory, write_heads
 from cloister.executor.state import SequenceState
 from cloister.types.errors import CloisterError, ConfigError, ModelError
@@ -60,7 +60,7 @@ def make_card(kind: str, **fields: Any) -> HeadsCard:
 
 def make_context(path: Path, **fields: Any) -> DrafterContext:
     return replace(
-        context_for(path), **{"guesser": lambda heads: NumpyGuesser(heads, project), "fingerprint": "ab" * 32, **fields}
+        context_for(path), **{"head_runner": lambda heads: NumpyHeadRunner(heads, project), "fingerprint": "ab" * 32, **fields}
     )
 
 
@@ -194,7 +194,7 @@ def test_heads_of_another_model_are_refused(model: Path, kind: str) -> None:
         ({"hidden_size": 16}, "hidden size"),
         ({"vocab_size": 299}, "299"),
         ({"fingerprint": "cd" * 32}, "another model"),
-        ({"guesser": None}, "lends no head"),
+        ({"head_runner": None}, "lends no head"),
     ):
         error = refusal(kind, make_context(model, **fields))
         assert isinstance(error, ConfigError)

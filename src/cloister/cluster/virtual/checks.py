@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from cloister.cluster.virtual.scenario import Job, Scenario
 from cloister.engine.client import GRACE_S
-from cloister.engine.suspects import NUM_SAFE_LOSSES
+from cloister.engine.poison_requests import NUM_SAFE_LOSSES
 from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
 

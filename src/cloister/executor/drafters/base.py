@@ -178,7 +178,7 @@ class Drafter:
         """Overwrites residue of steps outside of the state of sequences."""
 
 
-class Guesser(Protocol):
+class HeadRunner(Protocol):
     """Draft heads, ready for inference."""
 
     def guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
@@ -220,7 +220,7 @@ class DrafterContext:
         vocab_size, hidden_size, max_model_len, max_num_seqs, block_size, eos_token_ids: of the model and its engine.
         files: directory or file from the settings for this drafter (draft model, heads, datastore); None searches `model_path`.
         open_model: reads a small model: an embedded model's name or a directory.
-        guesser: prepares draft heads, once the model's program is built; None if the back end cannot.
+        head_runner: prepares draft heads, once the model's program is built; None if the back end cannot.
         sampling_metadata: how the next token of each sequence is sampled from a row, [num_states] of `SAMPLING_METADATA`; its
             `position` is that of the next token, so a draft at depth d (from 0) adds d.
         open_mtp: reads the layer of the model's checkpoint that predicts further tokens.
@@ -236,7 +236,7 @@ class DrafterContext:
     eos_token_ids: tuple[int, ...]
     files: str | None
     open_model: Callable[[str], DraftModel]
-    guesser: Callable[[DraftHeads], Guesser] | None
+    head_runner: Callable[[DraftHeads], HeadRunner] | None
     sampling_metadata: Callable[[list[SequenceState], list[int]], SamplingMetadata]
     open_mtp: Callable[[], DraftModel]
     fingerprint: str = ""

@@ -17,7 +17,15 @@ import numpy.typing as npt
 
 from cloister.backends.base import KVLayout
 from cloister.backends.draft_heads import DraftHeads
-from cloister.executor.drafters.base import Drafter, DrafterContext, DraftRequest, FloatArray, Guesser, IntArray, VerifyFeedback
+from cloister.executor.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DraftRequest,
+    FloatArray,
+    HeadRunner,
+    IntArray,
+    VerifyFeedback,
+)
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.types.errors import ConfigError, ModelError
 
@@ -178,26 +186,26 @@ class HeadDrafter(Drafter):
     wants_hidden = True
 
     def __init__(self, heads: DraftHeads, context: DrafterContext) -> None:
-        if context.guesser is None:
+        if context.head_runner is None:
             raise ConfigError("this back end lends no head to drafters; choose one without heads", param="speculate")
         self.num_heads, self.fixed_bytes = heads.num_heads, heads.num_bytes
         self._heads: DraftHeads | None = heads
-        self._make_guesser = context.guesser
-        self._guesser: Guesser | None = None
+        self._make_head_runner = context.head_runner
+        self._head_runner: HeadRunner | None = None
         self._last = LastHidden()
 
     def allocate(self, kv: KVLayout) -> None:
-        self._ready_guesser()
+        self._ready_head_runner()
 
-    def _ready_guesser(self) -> Guesser:
-        if self._guesser is None:
+    def _ready_head_runner(self) -> HeadRunner:
+        if self._head_runner is None:
             assert self._heads is not None
-            self._guesser, self._heads = self._make_guesser(self._heads), None
-        return self._guesser
+            self._head_runner, self._heads = self._make_head_runner(self._heads), None
+        return self._head_runner
 
     def _guess(self, hidden: FloatArray, num_heads: int, num_top: int) -> IntArray:
         """Returns the most likely ids of the first heads, best first, [num_heads, num_rows, num_top]."""
-        return self._ready_guesser().guess(hidden, num_heads, num_top)
+        return self._ready_head_runner().guess(hidden, num_heads, num_top)
 
     def observe(self, seen: Sequence[VerifyFeedback]) -> None:
         for one in seen:

@@ -17,7 +17,7 @@ from cloister.private.http_io import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH
 from cloister.private.peers import check_gateway
 from cloister.private.serving import File, Post, handlers
-from cloister.private.workers.figures import CONTENT_TYPE, Figures
+from cloister.private.workers.metrics import CONTENT_TYPE, Figures
 from cloister.private.workers.worker_pool import WorkerFront, WorkerPool
 from cloister.trust.sealing import KEYS_MEDIA_TYPE
 

@@ -6,7 +6,7 @@ It never sees a body. Its memory is locked, so that no key reaches swap. It exit
 
 The front holds the other end of the socket, through which it gets public keys only. At the start, the front sends one
 listener's descriptor, which it then passes to the zygote and closes. Workers open channels through that listener
-(`engine.worker_channels`). Questions are datagrams: publish, begin, accept, sign.
+(`engine.sealed_channels`). Questions are datagrams: publish, begin, accept, sign.
 """
 
 from __future__ import annotations

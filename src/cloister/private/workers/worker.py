@@ -11,7 +11,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message
 
-from cloister.engine import EngineClient, WorkerTransport
+from cloister.engine import EngineClient, SealedWorkerTransport
 from cloister.models.image_processing import has_pillow, open_image_processor
 from cloister.policy import Gate, Policy, read_credentials
 from cloister.private.gateway import NODE_PATH
@@ -19,7 +19,7 @@ from cloister.private.node import NodeConfig, node_app
 from cloister.private.serving import Lifespan
 from cloister.private.unsealing import LocalUnsealer
 from cloister.private.workers.image_decoder import ForkedDecoder
-from cloister.private.workers.remote import RemoteUnsealer
+from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.private.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
 from cloister.private.workers.zygote import ZygoteBoot
 from cloister.server.app import create_app
@@ -149,7 +149,7 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         reuses_prefixes=bool(boot.engine.prefix_cache),
         sealed=True,
     )
-    transport, unsealer = WorkerTransport(boot.ready), RemoteUnsealer()
+    transport, unsealer = SealedWorkerTransport(boot.ready), RemoteUnsealer()
     engine = EngineClient(transport, boot.engine)
     path = Path(boot.ready.model.path)
     tokenizer = Tokenizer(path, remembers=False)

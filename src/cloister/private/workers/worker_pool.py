@@ -16,12 +16,12 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from cloister.engine.child_process import ProcessHandle
-from cloister.engine.worker_channels import CONNECT
+from cloister.engine.sealed_channels import CONNECT
 from cloister.private.http_io import Body, GoneError, Outgoing
 from cloister.private.problems import ProblemError, problem_of
-from cloister.private.workers.figures import Figures
 from cloister.private.workers.key_service import KeyServiceBoot, KeyServiceReady
-from cloister.private.workers.remote import RemoteUnsealer
+from cloister.private.workers.key_service_client import RemoteUnsealer
+from cloister.private.workers.metrics import Figures
 from cloister.private.workers.wire import BodyPiece, Gone, Head, SealedPart, Start, frame, receive_for_front, to_asgi
 from cloister.private.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
 from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from cloister.engine.worker_channels import CONNECT
+from cloister.engine.sealed_channels import CONNECT
 from cloister.trust.hardening.landlock import confine_signals
 from cloister.trust.shape import TrafficShape
 from cloister.types.config import EngineConfig, ServerConfig

@@ -127,7 +127,7 @@ def _by_place(name: str, text: str, values: Mapping[tuple[str, int], int]) -> Me
 # KV that came from another engine or a tier, and what tiers keep.
 
 
-class KVTierFigures:
+class KVTierTotals:
     """Sums over all loads of KV, by where it came from: a tier, or `peer` for another engine."""
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class Metrics:
         self.before_change: Callable[[], None] = _nothing
         self._lives = LiveRequests()
         self._drafts = DraftTotals()
-        self._tiers = KVTierFigures()
+        self._tiers = KVTierTotals()
         self._sums = dict.fromkeys(_COUNTERS, 0)
         self._ended: Counter[tuple[str, ...]] = Counter({(reason.value,): 0 for reason in FinishReason})
         self._replies: Counter[tuple[str, ...]] = Counter()

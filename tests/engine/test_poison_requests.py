@@ -10,8 +10,8 @@ import pytest
 
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.in_flight import POISONED
+from cloister.engine.poison_requests import NUM_SAFE_LOSSES, Standing, Suspect, choose_due, judge
 from cloister.engine.supervision import Restarts
-from cloister.engine.suspects import NUM_SAFE_LOSSES, Standing, Suspect, choose_due, judge
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Lost
 from cloister.types.request import FinishReason, Request, SequenceOutput

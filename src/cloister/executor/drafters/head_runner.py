@@ -9,7 +9,7 @@ import numpy as np
 
 from cloister.backends.base import Capability, Program
 from cloister.backends.draft_heads import DraftHeads
-from cloister.executor.drafters.base import FloatArray, Guesser, IntArray
+from cloister.executor.drafters.base import FloatArray, HeadRunner, IntArray
 
 _SINGLE_THREAD_PRODUCTS: Final = 1 << 18
 """Number of multiplications up to which BLAS uses this thread only: waking others takes longer, especially on a busy
@@ -18,7 +18,7 @@ machine."""
 _FEWEST_OUTPUTS: Final = 16
 
 
-class ProgramGuesser:
+class ProgramHeadRunner:
     """Heads computed by a back end."""
 
     def __init__(self, program: Program, heads: DraftHeads) -> None:
@@ -29,7 +29,7 @@ class ProgramGuesser:
         return np.maximum(top, 0)  # a row that is not finite has no best token; any prediction will do
 
 
-class NumpyGuesser:
+class NumpyHeadRunner:
     """Heads in numpy.
 
     Args:
@@ -45,11 +45,11 @@ class NumpyGuesser:
         return best.reshape(num_heads, len(hidden), num_top)
 
 
-def make_guesser(heads: DraftHeads, program: Program) -> Guesser:
+def make_head_runner(heads: DraftHeads, program: Program) -> HeadRunner:
     """Returns what computes heads for the drafters of a program."""
     if Capability.DRAFT_HEADS in program.capabilities:
-        return ProgramGuesser(program, heads)
-    return NumpyGuesser(heads, program.project)
+        return ProgramHeadRunner(program, heads)
+    return NumpyHeadRunner(heads, program.project)
 
 
 def guess_hidden(heads: DraftHeads, hidden: FloatArray, num_heads: int) -> FloatArray:

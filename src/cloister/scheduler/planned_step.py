@@ -16,7 +16,7 @@ LEVEL_SLACK = 1.1
 """Work of a less urgent level may lengthen a step with prefill of a more urgent level by this ratio."""
 
 
-class Step:
+class PlannedStep:
     """A step while it is filled, and until it is committed."""
 
     __slots__ = (

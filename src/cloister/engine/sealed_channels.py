@@ -65,7 +65,7 @@ class _Channel:
         return False
 
 
-class WorkerChannels:
+class SealedChannels:
     """The engine's end of the listener and its channels.
 
     Args:
