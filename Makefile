@@ -21,6 +21,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/cloister/backends/native
 # Without a GPU a CPU build of torch is enough, and several GB smaller; where no index has one, the default build serves.
 TAKE_TORCH := $(if $(HAS_GPU),:,$(PIP) install $(TORCH_FLAGS) "$(TORCH)+cpu" 2>/dev/null \
   || echo "no CPU build of torch was found; taking the default one (TORCH_INDEX=URL names another index)")
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # Without isolation and in a folder that stays, only what changed is compiled again.
 INSTALL = $(BIN)/python deploy/install.py $(TORCH_FLAGS) --no-build-isolation --config-settings=build-dir='build/{wheel_tag}' \
   --config-settings=cmake.define.CLOISTER_ISA=$(ISA) --editable
@@ -36,10 +37,11 @@ serve: $(VENV)/.installed
 # More threads of OpenMP than cores wait for each other in a loop: small products would take six times the processor time.
 # Hundreds of tests start a Python of their own, which would compile every module again if the environment forbade to keep them.
 test: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	@$(PYTEST)
 
+# What `make test` leaves out, and all examples of the tests that draw theirs at random.
 test-slow: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -m slow
+	@CLOISTER_TEST_EXAMPLES=all $(PYTEST) -m "slow or hypothesis"
 
 check: $(VENV)/.installed-check
 	@$(BIN)/ruff check .

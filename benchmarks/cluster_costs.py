@@ -1,17 +1,25 @@
-"""What steps, messages and transfers take in a cluster of two processes, for predictions in virtual time."""
+"""What steps, messages and transfers take in a cluster of two processes, for predictions in virtual time.
+
+    python -m benchmarks.cluster_costs --model cloister-5m --num-threads 1 --output profile.json
+
+The file is a profile for `cloister plan placement`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import statistics
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from benchmarks.models import open_checkpoint
@@ -20,6 +28,7 @@ from cloister.bench.report import fit_costs
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cluster import ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.placement import StepProfile
 from cloister.cluster.virtual.prediction import ClusterShape
 from cloister.engine.replica_snapshot import Role
 from cloister.launch.processes import make_engine
@@ -96,16 +105,19 @@ class Costs:
 
 
 @asynccontextmanager
-async def local_cluster(options: argparse.Namespace, model: str, router: str, layout: str) -> AsyncIterator[ReplicaSet]:
-    """Runs engines in processes, of one thread each, with an empty cache.
+async def local_cluster(
+    options: argparse.Namespace, model: str, router: str, layout: str, num_threads: int = 1
+) -> AsyncIterator[ReplicaSet]:
+    """Runs engines in processes, with an empty cache.
 
     Args:
         model: its name, and the format of its matrices after a colon.
+        num_threads: of each.
     """
     name, _, quant = model.partition(":")
     settings: dict[str, Any] = {
         "model": str(open_checkpoint(name)), "quant": quant or "none", "profile": "open", "replicas": 2,
-        "num_threads": 1, "block_size": BLOCK_SIZE, "router": router, "prefix_cache": True,
+        "num_threads": num_threads, "block_size": BLOCK_SIZE, "router": router, "prefix_cache": True,
         "cache_scopes": 0, "kv_memory_mb": options.kv_memory_mb, "max_model_len": 2 * MAX_LEN,
     }  # fmt: skip
     if layout != MIXED:
@@ -161,9 +173,9 @@ def make_prompts(key: int, num: int, num_output: int) -> list[WorkItem]:
     return [WorkItem(0.0, make_tokens((8, key, n), length, VOCAB), length, num_output) for n, length in enumerate(lengths)]
 
 
-async def calibrate(options: argparse.Namespace, model: str) -> Costs:
+async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 1) -> Costs:
     """Measures prompts of many lengths, one on each replica; answers of many streams at once; and transfers."""
-    async with local_cluster(options, model, "round_robin", MIXED) as cluster:
+    async with local_cluster(options, model, "round_robin", MIXED, num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(0, 4, 8), "warm-up"))
         alone = Stopwatches(cluster)
         for number, pair in enumerate(zip(make_prompts(1, 16, 2), make_prompts(2, 16, 2), strict=True)):
@@ -172,7 +184,7 @@ async def calibrate(options: argparse.Namespace, model: str) -> Costs:
         for num in (2, 4, 8, 16, 32):
             await drive_client(cluster, make_requests(make_prompts(3 + num, num, 24), f"{num}"))
         num_blocks = cluster.snapshots()[0].num_total_blocks
-    async with local_cluster(options, model, "capacity_random", "1 prefill, 1 decode") as cluster:
+    async with local_cluster(options, model, "capacity_random", "1 prefill, 1 decode", num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(40, 4, 8), "warm-up"))
         moving = Stopwatches(cluster)
         for number, item in enumerate(make_prompts(41, 8, 8)):
@@ -187,3 +199,23 @@ async def calibrate(options: argparse.Namespace, model: str) -> Costs:
         entry_bytes=statistics.median(load.num_bytes / number for load, number in zip(moving.loads, numbers, strict=True)),
         num_blocks=num_blocks,
     )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
+    parser.add_argument("--model", default="cloister-5m", help="its name, and the format of its matrices after a colon")
+    parser.add_argument("--num-threads", type=int, default=1, help="threads of each of the two replicas")
+    parser.add_argument("--kv-memory-mb", type=float, default=128.0, help="KV cache of each")
+    parser.add_argument("--output", type=Path, required=True, help="where the profile goes")
+    options = parser.parse_args()
+    costs = asyncio.run(calibrate(options, options.model, options.num_threads))
+    profile = StepProfile(
+        num_threads=options.num_threads, num_blocks=costs.num_blocks, block_size=BLOCK_SIZE, max_model_len=2 * MAX_LEN,
+        max_num_seqs=64, delay_s=costs.delay_s, entry_s=costs.entry_s, entry_bytes=costs.entry_bytes, **asdict(costs.steps),
+    )  # fmt: skip
+    options.output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

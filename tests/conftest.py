@@ -10,18 +10,21 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import certifi
 import pytest
 from hypothesis import settings
 
 from cloister.backends.availability import why_no_kernels
 from cloister.cli.doctor import COMPILERS
 from tests import limited_kernels
+from tests.thinning import examples
 
 os.environ["PIP_NO_INDEX"] = "1"
-settings.register_profile("cloister", deadline=None)  # how long an example takes depends on who else uses the machine
+# how long an example takes depends on who else uses the machine
+settings.register_profile("cloister", deadline=None, max_examples=examples(100))
 settings.load_profile("cloister")
 
 
@@ -30,8 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a worker of xdist is a child, and has what is made here
+        return
+    _trust_one_certificate(config)
     name = config.getoption("--kernels")
-    if name is None or hasattr(config, "workerinput"):  # a worker of xdist is a child, and limited as such
+    if name is None:
         return
     folder = tempfile.TemporaryDirectory(prefix="kernels-")
     config.add_cleanup(folder.cleanup)
@@ -40,6 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
         limited_kernels.limit(name)
     except ImportError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _trust_one_certificate(config: pytest.Config) -> None:
+    """Every HTTP client reads all certificates that it trusts: 30 ms of processor time for some 150, a thousand times."""
+    folder = tempfile.TemporaryDirectory(prefix="trusted-")
+    config.add_cleanup(folder.cleanup)
+    first, end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----")
+    trusted = Path(folder.name, "trusted.pem")
+    trusted.write_text(f"{first}{end}\n", encoding="utf-8")
+    os.environ["SSL_CERT_FILE"] = str(trusted)
 
 
 class ModuleWithoutKernels(pytest.Module):
@@ -70,6 +86,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The same for what the tests of a directory have imported."""
+    yield
+    if nextitem is not None and nextitem.path.parent != item.path.parent:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -45,7 +45,7 @@ SPECS = {"narrow": NARROW, "windowed": WINDOWED, "many heads": MANY_HEADS}
 
 
 def in_turns(cases: Iterable[object], *, best: bool = True) -> list[ParameterSet]:
-    """Each case with an instruction set: the best one, and another, which they take in turns; with the rest it is slow.
+    """Each case with an instruction set: every second with the best one, the rest with the others in turns; more is slow.
 
     So every case and every instruction set is in `make test`, and `make test-slow` has the whole matrix.
 
@@ -55,11 +55,12 @@ def in_turns(cases: Iterable[object], *, best: bool = True) -> list[ParameterSet
     """
     found, others = [], KERNELS[1:]
     for place, case in enumerate(cases):
+        turn = place // 2 if best else place
         # one further in each round: else of cases with two types every set would meet the same one
-        chosen = {KERNELS[0], *(others[(place + place // len(others)) % len(others)] for _ in others[:1])}
+        chosen = KERNELS[0] if not others or (best and place % 2 == 0) else others[(turn + turn // len(others)) % len(others)]
         values = case if isinstance(case, tuple) else (case,)
         names = KERNELS if best else others
-        found += [pytest.param(*values, name, marks=() if name in chosen else pytest.mark.slow) for name in names]
+        found += [pytest.param(*values, name, marks=() if name == chosen else pytest.mark.slow) for name in names]
     return found
 
 

@@ -19,6 +19,7 @@ from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.adapter_factory import MergedWeights, random_adapter
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.model_factory import UNTYPED, make_model
+from tests.thinning import cover, thin
 
 CODED = make_spec(hidden=128, intermediate=192, heads=(4, 2), head_dim=32)  # sizes that every number format has
 SPEC = make_spec(hidden=96, intermediate=100, heads=(6, 2), head_dim=16)
@@ -68,8 +69,7 @@ class ReadWeights(RandomWeights):
         self._tensors = {name: dequantized(tensor) for name, tensor in weights}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FORMATS.names())
+@pytest.mark.parametrize(("name", "dtype"), cover(FORMATS.names(), ["float32", "bfloat16"]))
 def test_an_adapter_is_added_to_a_base_in_few_bits(backend: str, name: str, dtype: str) -> None:
     """The base rounds its inputs to 8 bits and the adapter does not: the answer is as near to that of numbers as the base's."""
     weights = QuantizedWeights(RandomWeights(CODED), FORMATS.get(name)(FormatOptions()))
@@ -143,7 +143,7 @@ def test_an_emptied_slot_changes_nothing(backend: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers for what is about to be renamed
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # it sets it right by itself
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thin(FAMILIES, 4))
 def test_answers_are_those_of_peft(backend: str, family: str, tmp_path: Path) -> None:
     import peft
 

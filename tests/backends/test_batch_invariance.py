@@ -14,6 +14,7 @@ from cloister.backends.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from cloister.backends.torch.linear import Linear
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
+from tests.thinning import thin
 
 NARROW = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32)
 WINDOWED = make_spec(hidden=96, intermediate=100, heads=(3, 1), head_dim=24, window=50, qk_norm=True)
@@ -61,7 +62,7 @@ def test_company_chunks_blocks_threads_and_hits_change_no_bit() -> None:
 @pytest.mark.parametrize("arrangements", [FEW, pytest.param({}, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize(
     "spec",
-    [WINDOWED, MANY_HEADS, GPT, CAPPED, EXPERTS],
+    thin([WINDOWED, MANY_HEADS, GPT, CAPPED, EXPERTS], [WINDOWED, GPT, EXPERTS]),
     ids=["windowed", "many heads", "layer norms and learned positions", "soft caps and post norms", "experts"],
 )
 def test_nor_do_they_in_other_decoders(spec: DecoderSpec, arrangements: dict[str, tuple[int, ...]]) -> None:

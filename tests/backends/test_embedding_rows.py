@@ -16,6 +16,7 @@ from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build
 from tests.native import KERNELS, MANY_HEADS, NARROW, WINDOWED, build_native
+from tests.thinning import cover
 
 FIRST_IMAGE_TOKEN = 256
 """Tokens from this one on stand for rows that are given."""
@@ -51,8 +52,7 @@ def tokens_of(spec: DecoderSpec, count: int = 90) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("kernels", "name"), cover(KERNELS, SPECS))
 def test_given_rows_stand_where_the_reference_puts_them(name: str, kernels: str) -> None:
     spec = SPECS[name]
     weights, tokens = RandomWeights(spec), tokens_of(spec)

@@ -17,6 +17,7 @@ from cloister.models import load
 from cloister.types.errors import EngineError
 from tests.driving import Driver, build
 from tests.encoder_factory import make_encoder
+from tests.thinning import thin
 
 ARCHITECTURES = ["BertForSequenceClassification", "XLMRobertaForSequenceClassification", "ModernBertForSequenceClassification"]
 BOTH = Wants(hidden=True, logits=True)
@@ -55,7 +56,7 @@ def run(driver: Driver, texts: Mapping[int, Sequence[int]], chunk: int = 1000) -
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", thin(["float32", "bfloat16"], 1))
 def test_a_text_has_the_same_bits_in_any_company_and_chunks(path: Path, dtype: str) -> None:
     texts = {number: text(number, 1 + 37 * number % 290) for number in range(24)}
     driver = make(path, dtype=dtype)

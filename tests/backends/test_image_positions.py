@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from cloister.executor.images import GridPositions
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build
-from tests.native import LATENT, MIXTURE, NARROW, WINDOWED, build_native, changed, in_turns
+from tests.native import KERNELS, LATENT, MIXTURE, NARROW, WINDOWED, build_native, changed, in_turns
+from tests.thinning import cover
 from tests.token_trees import KV_FORMS, path_to, plan_trees, run_path
 
 GRIDS = {(5, 29): 4, (29, 41): 12, (60, 61): 1, (70, 140): 7, (250, 270): 2}
@@ -119,8 +120,9 @@ def test_the_kernels_compute_what_the_reference_does(name: str, kernels: str) ->
         assert np.abs(missed[10:30] - found[10:30]).max() > 0.01
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-@pytest.mark.parametrize("name", [name for name in CASES if "experts" not in name and "latent" not in name])
+@pytest.mark.parametrize(
+    ("name", "quant"), cover([name for name in CASES if "experts" not in name and "latent" not in name], ["int8", "int4"])
+)
 def test_weights_of_few_bits_compute_what_the_reference_does_with_the_same_codes(name: str, quant: str) -> None:
     case = CASES[name]
     weights, tokens = quantized(case.spec, quant), tokens_of()
@@ -163,11 +165,7 @@ FORMS = {
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [
-        pytest.param(name, form, marks=() if (place + turn) % 2 else pytest.mark.slow)
-        for place, name in enumerate(name for name in CASES if name != "latent attention")
-        for turn, form in enumerate(FORMS)
-    ],
+    cover([name for name in CASES if name != "latent attention"], FORMS),
 )
 def test_no_arrangement_changes_a_bit(name: str, form: str) -> None:
     quant, options = FORMS[form]
@@ -179,7 +177,7 @@ def test_no_arrangement_changes_a_bit(name: str, form: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "form", "kernels"),
-    in_turns(product(["sections in turns, added rows", "images seen whole, a window in one layer"], FORMS), best=False),
+    cover(["sections in turns, added rows", "images seen whole, a window in one layer"], FORMS, KERNELS[1:]),
 )
 def test_no_arrangement_changes_a_bit_on_other_instruction_sets(name: str, form: str, kernels: str) -> None:
     quant, options = FORMS[form]
@@ -188,8 +186,7 @@ def test_no_arrangement_changes_a_bit_on_other_instruction_sets(name: str, form:
     assert differing_arrangements(made, tokens_of(), vocab=320, **arrangements) == []
 
 
-@pytest.mark.parametrize("form", KV_FORMS)
-@pytest.mark.parametrize("name", ["images seen whole", "images seen whole, a window"])
+@pytest.mark.parametrize(("form", "name"), cover(KV_FORMS, ["images seen whole", "images seen whole, a window"]))
 def test_images_that_span_splits_of_attention_are_seen_whole(name: str, form: str) -> None:
     """Images of up to 330 positions: longer than a split of keys, than a task's rows, and than the window."""
     case = replace(CASES[name], whole=LONG)
@@ -225,9 +222,12 @@ TREE = (
 """Parents."""
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
-@pytest.mark.parametrize("length", [27, 251])
-@pytest.mark.parametrize("name", ["sections in turns, added rows", "images seen whole", "images seen whole, a window"])
+@pytest.mark.parametrize(
+    ("name", "length", "backend"),
+    cover(
+        ["sections in turns, added rows", "images seen whole", "images seen whole, a window"], [27, 251], ["native", "torch"]
+    ),
+)
 def test_drafts_in_the_step_that_computes_an_image_keep_their_bits(name: str, length: int, backend: str) -> None:
     case = CASES[name]
     driver = ImageDriver(build(case.spec, RandomWeights(case.spec), num_blocks=800, block_size=5, backend=backend), case)

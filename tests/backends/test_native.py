@@ -22,6 +22,7 @@ from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ConfigError
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.native import KERNELS, SPECS, GivenWeights, build_native, in_turns, relative_error
+from tests.thinning import cover
 
 NUM_TOKENS = 301
 """Beyond one split of keys, and no whole number of anything."""
@@ -51,8 +52,7 @@ def run(name: str, quant: str, **options: object) -> FloatArray:
     return build_native(spec, weights_of(name, quant), **options).run("a", tokens_of(spec))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("kernels", "name"), cover(KERNELS, SPECS))
 def test_float32_differs_from_the_oracle_by_the_order_of_sums_only(name: str, kernels: str) -> None:
     exact = oracle(name, "none")
     found = run(name, "none", kernels=kernels)
@@ -87,8 +87,7 @@ def test_integer_products_keep_float32_everywhere_else(name: str, quant: str, ke
     assert relative_error(found, oracle(name, quant)) < 0.025  # measured 0.016
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("spec", [LONG, LONG_WINDOWED], ids=["all keys", "a window of 300"])
+@pytest.mark.parametrize(("kernels", "spec"), cover(KERNELS, [LONG, LONG_WINDOWED]))
 def test_splits_on_several_threads_are_joined_as_one_thread_joins_them(spec: DecoderSpec, kernels: str) -> None:
     tokens, weights = tokens_of(spec, 1300), RandomWeights(spec)
     exact = build(spec, weights).run("a", tokens)
@@ -108,8 +107,7 @@ def test_heads_of_any_size_are_joined() -> None:
     assert alone.tobytes() == team.tobytes()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("kernels", "kv_dtype"), cover(KERNELS, ["bfloat16", "int8", "int4"]))
 def test_a_key_that_is_not_a_number_does_not_become_one_in_the_cache(kv_dtype: str, kernels: str) -> None:
     spec = SPECS["windowed"]
     tensors = dict(RandomWeights(spec))
@@ -140,8 +138,7 @@ def test_a_step_takes_no_more_memory_than_was_named() -> None:
     assert program.buffer_bytes < need.activations_bytes < 2 * program.buffer_bytes
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("head_dim", [64, 512, 1024])
+@pytest.mark.parametrize(("kernels", "head_dim"), cover(KERNELS, [64, 512, 1024]))
 def test_what_each_thread_takes_is_named_whatever_the_size_of_heads(head_dim: int, kernels: str) -> None:
     spec = replace(make_spec(hidden=32, intermediate=16, heads=(1, 1), head_dim=head_dim, num_layers=1), max_positions=64)
     weights = RandomWeights(spec)

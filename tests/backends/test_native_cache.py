@@ -16,6 +16,7 @@ from cloister.backends.native.program import KV_KINDS
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from tests.driving import Driver
 from tests.native import KERNELS, GivenWeights, build_native, relative_error
+from tests.thinning import cover
 
 VOCAB = HIDDEN = 64
 """A one-hot row of 64 has a root mean square of 1/8, so its norm is 8 exactly."""
@@ -70,14 +71,12 @@ def run(weights: GivenWeights, head_dim: int, kernels: str, block_size: int = 16
     return driver.run("a", tokens, 70)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+# heads that are not rotated: codes of a rotated one are no whole numbers
 @pytest.mark.parametrize(
-    "head_dim", [8, 10, 24, 100]
-)  # heads that are not rotated: codes of a rotated one are no whole numbers
-@pytest.mark.parametrize(("kv_dtype", "lowest", "highest"), [("int8", -127, 127), ("int4", -7, 8), ("int4", 1, 16)])
-def test_numbers_that_codes_can_hold_come_back_exactly(
-    kv_dtype: str, lowest: int, highest: int, head_dim: int, kernels: str
-) -> None:
+    ("codes", "head_dim", "kernels"), cover([("int8", -127, 127), ("int4", -7, 8), ("int4", 1, 16)], [8, 10, 24, 100], KERNELS)
+)
+def test_numbers_that_codes_can_hold_come_back_exactly(codes: tuple[str, int, int], head_dim: int, kernels: str) -> None:
+    kv_dtype, lowest, highest = codes
     weights = exact_weights(head_dim, lowest, highest)
     wide = run(weights, head_dim, kernels)
     assert np.ptp(wide) > 1
@@ -86,10 +85,11 @@ def test_numbers_that_codes_can_hold_come_back_exactly(
         assert run(weights, head_dim, kernels, block_size, kv_dtype=kv_dtype).tobytes() == wide.tobytes()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize(("kv_dtype", "low", "high"), [("int8", 1e-4, 0.02), ("int4", 5e-3, 0.2)])
-def test_numbers_between_codes_are_rounded(kv_dtype: str, low: float, high: float, head_dim: int, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("codes", "head_dim", "kernels"), cover([("int8", 1e-4, 0.02), ("int4", 5e-3, 0.2)], [32, 64, 128], KERNELS)
+)
+def test_numbers_between_codes_are_rounded(codes: tuple[str, float, float], head_dim: int, kernels: str) -> None:
+    kv_dtype, low, high = codes
     weights = exact_weights(head_dim, -127, 127)
     for name in ("k", "v"):
         tensor = weights.read(f"layers.0.{name}.weight")

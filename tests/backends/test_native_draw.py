@@ -9,6 +9,7 @@ from cloister.backends.base import SAMPLING_METADATA
 from cloister.executor.noise import Noise, noise_keys
 from cloister.executor.sampling import Sampler
 from tests.samplers import KERNELS, draw, make_drawing_program
+from tests.thinning import cover
 
 if not KERNELS:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)
@@ -80,8 +81,7 @@ def specified_for_wide_rows(shape):
     return [(draws, specified(wide_rows(shape), draws)) for draws in every]
 
 
-@EVERY
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kernels", "shape"), cover(KERNELS, SHAPES))
 def test_wide_truncation_of_a_whole_vocabulary_draws_the_specified_tokens(kernels, shape):
     program, logits = make_drawing_program(kernels, VOCAB), wide_rows(shape)
     for draws, tokens in specified_for_wide_rows(shape):

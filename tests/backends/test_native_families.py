@@ -23,6 +23,7 @@ from tests.models import (
 from tests.models.test_config_fields import BASES, HONOURED, TOKENS, change
 from tests.native import KERNELS
 from tests.reference import compare
+from tests.thinning import every_second, thin
 
 OF_ONE_FAMILY = {
     "cohere2": test_cohere2,
@@ -44,7 +45,16 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUICK = [
+    *every_second(test_families.VARIANTS, 1),
+    *every_second((name for name in test_deepseek.VARIANTS if name in VARIANTS), 1),
+    *every_second(test_ministral.VARIANTS, 1),
+    *(f"{family}, {name}" for family, tests in OF_ONE_FAMILY.items() for name in every_second(tests.VARIANTS, 1)),
+]
+"""Variants that `tests/models` leaves out of `make test` on the other back end: each is computed on one of them."""
+
+
+@pytest.mark.parametrize("name", thin(VARIANTS, QUICK))
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     path = make_model(tmp_path, family, **config)
@@ -57,7 +67,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
 FAMILIES = (*OF_ONE_FAMILY, "deepseek_v2", "deepseek_v3", "ministral", "ministral3")
 
 
-@pytest.mark.parametrize(("family", "field"), [(family, field) for family in FAMILIES for field in HONOURED[family]])
+@pytest.mark.parametrize(("family", "field"), thin(((family, field) for family in FAMILIES for field in HONOURED[family]), 15))
 def test_a_field_of_the_config_changes_what_it_changes_in_the_oracle(family: str, field: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family, **BASES[family])
     before = build_from(path, backend="native").run("a", TOKENS)

@@ -7,6 +7,7 @@ from cloister.backends.base import LOGITS, SAMPLING_METADATA, Wants
 from tests.driving import RandomWeights, make_spec
 from tests.native import build_native
 from tests.samplers import KERNELS, make_drawing_program
+from tests.thinning import cover
 
 if not KERNELS:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)
@@ -31,9 +32,10 @@ def pack(allowed):
     return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
 
 
-@EVERY
-@pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("limits", [{}, {"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}], ids=str)
+LIMITS = ({}, {"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1})
+
+
+@pytest.mark.parametrize(("kernels", "vocab", "limits"), cover(KERNELS, VOCABS, LIMITS), ids=str)
 def test_masks_bar_as_minus_infinity_does(kernels, vocab, limits):
     program = make_drawing_program(kernels, vocab)
     rng = np.random.default_rng(vocab)

@@ -22,6 +22,7 @@ from cloister.backends.tensors import Activations, GroupedTensor, QuantizedTenso
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from tests.driving import Driver, RandomWeights, make_spec
 from tests.native import DELTA_NETS, MAMBA_LAYERS, OF_ONE_PART, PARTS, SHORT_CONVOLUTIONS, SIDE_BY_SIDE
+from tests.thinning import cover
 
 SPEC = make_spec(hidden=256, intermediate=172, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
 WIDE = make_spec(hidden=256, intermediate=256, heads=(8, 2), head_dim=32, num_layers=2, qk_norm=True)
@@ -146,8 +147,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "dtype"), cover(SPECS, ["float32", "bfloat16"]))
 def test_whatever_a_spec_asks_for_takes_what_was_named(name: str, dtype: str) -> None:
     spec = replace(SPECS[name], max_positions=400)
     weights, num_tokens = RandomWeights(spec), 300

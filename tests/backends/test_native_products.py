@@ -17,7 +17,7 @@ from cloister.backends.base import GREEDY, LOGITS, FloatArray
 from cloister.backends.native import _native
 from cloister.backends.native.packing import PackedKind, Packer
 from cloister.backends.tensors import E2M1_CODES, Activations, GroupedTensor, ProgressiveTensor, Tensor
-from tests.native import KERNELS, GivenWeights, build_native, exact_product, multiply, relative_error, without_layers
+from tests.native import KERNELS, GivenWeights, build_native, exact_product, in_turns, multiply, relative_error, without_layers
 
 VOCAB = 50
 NUM_ROWS = (1, 2, 4, 5, 16, 17, 47)
@@ -104,8 +104,7 @@ INTEGERS: dict[str, Tensor] = {
 }
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(INTEGERS))
 def test_an_integer_product_is_exact_but_for_the_order_of_sums(name: str, kernels: str) -> None:
     head = INTEGERS[name]
     vocab, hidden = head.shape
@@ -132,8 +131,7 @@ ROUNDED: dict[str, Tensor] = {
 }
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(ROUNDED))
 def test_inputs_that_stand_out_are_rounded_as_the_reference_rounds_them(name: str, kernels: str) -> None:
     head = ROUNDED[name]
     vocab, hidden = head.shape
@@ -184,8 +182,7 @@ NO_KERNELS: dict[str, GroupedTensor] = {
 }
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", NO_KERNELS)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(NO_KERNELS))
 def test_codes_without_a_kernel_are_dequantised_to_bfloat16(name: str, kernels: str) -> None:
     head = NO_KERNELS[name]
     rounded = head.dequantize().astype(ml_dtypes.bfloat16)
@@ -211,8 +208,7 @@ WIDE: dict[str, GroupedTensor] = {
 }
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(("name", "kernels"), in_turns(WIDE))
 def test_four_bits_that_meet_bfloat16_have_the_bits_of_their_dequantisation(name: str, kernels: str) -> None:
     head = WIDE[name]
     rounded = head.dequantize().astype(ml_dtypes.bfloat16)

@@ -15,6 +15,7 @@ from cloister.backends.spec import DecoderSpec, ShortConvSpec, StateSpec
 from tests.driving import Driver, RandomWeights
 from tests.memory_search import CAN_SEARCH, Needle, count_each, find_any
 from tests.native import DELTA_NETS, MAMBA_LAYERS, SHORT_CONVOLUTIONS, SIDE_BY_SIDE, build_native
+from tests.thinning import thin
 
 pytestmark = pytest.mark.skipif(not CAN_SEARCH, reason="memory is searched through /proc")
 
@@ -70,7 +71,7 @@ def conv_size(state: StateSpec) -> int:
     return state.size if isinstance(state, ShortConvSpec) else state.conv_size
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", thin(SPECS, 2))
 def test_what_is_kept_of_drafts_stays_until_it_is_wiped(name: str, prompt: list[int]) -> None:
     driver = build_native(SPECS[name], RandomWeights(SPECS[name]))
     assert isinstance(driver.program, NativeProgram)

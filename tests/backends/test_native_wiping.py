@@ -57,6 +57,7 @@ def test_logits_of_a_greedy_step_stay_until_they_are_wiped(prompt: list[int]) ->
     assert needle.count() == 0
 
 
+@pytest.mark.slow  # a masked step draws too
 def test_logits_of_a_drawing_step_stay_until_they_are_wiped(prompt: list[int]) -> None:
     driver, program = make()
     needle = last_logits(driver, program, prompt)

@@ -16,6 +16,7 @@ from cloister.quant.forward import check_forward
 from cloister.types.errors import ConfigError
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, RandomWeights, build, make_spec
+from tests.thinning import cover
 from tests.token_trees import path_to, plan_trees, run_path
 
 PLAIN = make_spec(hidden=100, intermediate=90, heads=(6, 2), head_dim=16)
@@ -59,8 +60,7 @@ def make(spec: DecoderSpec, weights: RandomWeights, backend: str, block_size: in
 
 
 @pytest.mark.parametrize("arrangements", [FEW, pytest.param({}, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "backend"), cover(SPECS, BACKENDS))
 def test_company_chunks_blocks_threads_and_hits_change_no_bit(name: str, backend: str, arrangements: dict[str, Any]) -> None:
     check = partial(make, SPECS[name], RandomWeights(SPECS[name]), backend)
     assert differing_arrangements(check, TOKENS, vocab=320, **arrangements) == []

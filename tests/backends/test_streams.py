@@ -33,6 +33,7 @@ from tests.backends.test_native_batch_invariance import FEWEST, FORMS, differing
 from tests.batch_invariance import differing_arrangements
 from tests.driving import Driver, GivenWeights, RandomWeights, build
 from tests.native import KERNELS, LATENT, MIXTURE, ODD, STREAMS, changed, in_turns, relative_error
+from tests.thinning import cover, thin
 from tests.token_trees import KV_FORMS, keep_path, path_to, plan_trees, run_path
 
 FEW: dict[str, Any] = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
@@ -47,7 +48,7 @@ def make(weights: RandomWeights, dtype: str, block_size: int, num_threads: int) 
 
 
 @pytest.mark.parametrize("arrangements", [FEW, pytest.param({}, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", thin(["float32", "bfloat16"], ["bfloat16"]))
 def test_company_chunks_blocks_threads_and_hits_change_no_bit(dtype: str, arrangements: dict[str, Any]) -> None:
     check = partial(make, RandomWeights(STREAMS), dtype)
     assert differing_arrangements(check, TOKENS, vocab=320, **arrangements) == []
@@ -109,8 +110,7 @@ def test_an_adapter_computes_what_merged_weights_compute_in_any_company(backend:
 WHOLE_GROUPS = replace(changed(STREAMS, layer={"mlp": MlpSpec(96, "gelu_tanh", sparsity=0.7)}), hidden_size=96)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize(("kernels", "name"), cover(KERNELS, ["int8", "int4"]))
 def test_matrices_in_few_bits_give_about_the_logits_of_torch(name: str, kernels: str) -> None:
     weights = QuantizedWeights(RandomWeights(WHOLE_GROUPS), FORMATS.get(name)(FormatOptions()))
     assert weights.form("layers.0.q.weight") is not None

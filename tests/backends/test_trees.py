@@ -14,6 +14,7 @@ from cloister.backends.spec import DecoderSpec, MlpSpec, MoeSpec
 from tests.adapter_factory import random_adapter
 from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.native import KERNELS, NARROW, PARTS, SPECS, WINDOWED, changed
+from tests.thinning import cover
 from tests.token_trees import KV_FORMS, path_to, plan_trees, run_path
 
 TOKENS = (11, 12, 13, 14, 15, 16, 17)
@@ -63,17 +64,14 @@ def test_a_tree_read_as_a_chain_is_caught() -> None:
     assert differing_nodes(driver, chain) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("form", KV_FORMS)
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("length", [1, 254, 513])
+@pytest.mark.parametrize(("length", "name", "form"), cover([1, 254, 513], SPECS, KV_FORMS))
 def test_a_node_keeps_its_bits_in_every_kind_of_kv(name: str, form: str, length: int) -> None:
     driver = start({"backend": "native", **KV_FORMS[form]}, length, SPECS[name], num_threads=2)
     company = {"prefills": random_tokens(1, 70), "decodes": [4]}
     assert differing_nodes(driver, run_tree(driver, **company)) == []
 
 
-@pytest.mark.parametrize("form", KV_FORMS)
-@pytest.mark.parametrize("kernels", KERNELS[1:])
+@pytest.mark.parametrize(("kernels", "form"), cover(KERNELS[1:], KV_FORMS))
 def test_a_node_keeps_its_bits_on_every_instruction_set(kernels: str, form: str) -> None:
     driver = start({"backend": "native", **KV_FORMS[form], "kernels": kernels}, 255, WINDOWED)
     assert differing_nodes(driver, run_tree(driver, other=[3])) == []

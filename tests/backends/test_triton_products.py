@@ -10,6 +10,7 @@ import torch
 
 from cloister.backends.tensors import GroupedTensor, ProgressiveTensor
 from tests.device import DEVICE, HAS_TRITON, needs_triton
+from tests.thinning import cover
 
 if HAS_TRITON:
     from benchmarks.gpu.float8 import float8_matmul, pack_float8
@@ -61,16 +62,14 @@ def test_a_plain_product_of_any_shape(shape: tuple[int, int, int], dtype: torch.
     assert error_of(out, inputs, weight, bias) < 1e-5
 
 
-@pytest.mark.parametrize("group", [16, 32, 64, 192])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("group", "bits"), cover([16, 32, 64, 192], [4, 8]))
 def test_groups_of_any_size(bits: int, group: int) -> None:
     tensor, inputs = grouped(bits, group), randn(5, 192)
     out = grouped_matmul(inputs.to(DEVICE), pack(tensor, CPU_OR_GPU), None, torch.float32, tile())
     assert error_of(out, inputs, torch.from_numpy(tensor.dequantize())) < 1e-5
 
 
-@pytest.mark.parametrize("parts", [{"zeros": True}, {"offsets": True}, {"order": True}], ids=lambda parts: next(iter(parts)))
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("parts", "bits"), cover([{"zeros": True}, {"offsets": True}, {"order": True}], [4, 8]), ids=str)
 def test_zeros_offsets_and_orders(bits: int, parts: dict[str, bool]) -> None:
     tensor, inputs, bias = grouped(bits, 32, **parts), randn(18, 192), randn(40, seed=3)
     out = grouped_matmul(inputs.to(DEVICE), pack(tensor, CPU_OR_GPU), bias.to(DEVICE), torch.float32, tile())
@@ -104,9 +103,13 @@ def rounded(inputs: torch.Tensor) -> torch.Tensor:
     return (codes.double() * scales[:, None].double()).cpu()
 
 
-@pytest.mark.parametrize("parts", [{}, {"zeros": True, "offsets": True}], ids=str)
-@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 64), (8, 16), (8, 192)])
-def test_inputs_rounded_to_int8(bits: int, group: int, parts: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("form", "parts"),
+    cover([(4, 16), (4, 32), (4, 64), (8, 16), (8, 192)], [{}, {"zeros": True, "offsets": True}]),
+    ids=str,
+)
+def test_inputs_rounded_to_int8(form: tuple[int, int], parts: dict[str, bool]) -> None:
+    bits, group = form
     tensor, inputs = grouped(bits, group, activations="int8", **parts), randn(5, 192)
     out = grouped_matmul(inputs.to(DEVICE), pack(tensor, CPU_OR_GPU), None, torch.float32, tile())
     assert error_of(out, rounded(inputs), torch.from_numpy(tensor.dequantize())) < 1e-5

@@ -85,6 +85,7 @@ def test_the_pack_brings_the_tests_and_the_benchmark() -> None:
     assert {"benchmarks/gpu/__main__.py", "tests/device.py", "tests/gpu/test_program.py", "LICENSE"} <= paths
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter stands for a device only where there is none")
 def test_the_stages_run_in_the_interpreter_and_say_that_they_measure_nothing(tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ def test_the_stages_run_in_the_interpreter_and_say_that_they_measure_nothing(tmp
     assert "By multiprocessor, over the two in sequence" in page
 
 
+@pytest.mark.slow  # that figures are kept when a stage is ended, a stalled one shows above
 @needs_triton
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter stands for a device only where there is none")
 def test_a_run_that_is_told_to_end_writes_what_it_had(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ def no_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("seeds", [range(120), pytest.param(range(120, 1000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.slow)], ids=str)
 def test_every_seed_keeps_every_promise(seeds: range) -> None:
     found = {seed: fuzz.run_seed(seed).violations for seed in seeds}
     assert {seed: violations for seed, violations in found.items() if violations} == {}
 
 
 def test_a_seed_runs_twice_the_same() -> None:
-    for seed in range(20):
+    for seed in range(8):
         first, second = fuzz.run_seed(seed), fuzz.run_seed(seed)
         assert first == second
         assert first.digest
@@ -222,13 +222,13 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 FIRST_SEEDS = {
     "repeated frames are taken as new": 180,
     "a resumed request forgets which sequences have ended": 140,
-    "a hung engine is not replaced": 430,
-    "what an engine says of a request that left it is taken": 120,
-    "tenants share prefixes": 110,
+    "a hung engine is not replaced": 450,
+    "what an engine says of a request that left it is taken": 210,
     "the time waited is that between two clocks": 50,
     "a request is open at both engines that compute it": 180,
     "a request is blamed for a death that had other causes": 80,
     "another replica counts as slow": 330,
+    "tenants share prefixes": 110,
 }
 """Where the search for a bug begins that few seeds show, so that the test is quick."""
 

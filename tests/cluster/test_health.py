@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from cloister.cluster.health import MAX_PROBE_S, NUM_STEPS, PROBE_S, SLOW_FOR_S, ReplicaSpeeds, SpeedChange
+from cloister.cluster.health import FADE_S, MAX_PROBE_S, NUM_STEPS, PROBE_S, SLOW_FOR_S, ReplicaSpeeds, SpeedChange
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.events import Stepped
 
@@ -166,3 +166,17 @@ def test_a_new_engine_starts_without_a_reputation() -> None:
     fleet.speeds.forget(0)
     assert fleet.choose() == [0, 1]
     assert fleet.speeds.slowness(0) == 1.0
+
+
+def test_the_times_of_a_replica_are_corrected_only_if_it_is_clearly_slower_and_that_fades() -> None:
+    fleet = Fleet(3)
+    fleet.step(100)
+    assert [fleet.speeds.correction(index, fleet.now) for index in range(3)] == [1.0] * 3
+    fleet.factors[1] = 3.0
+    fleet.step(2 * NUM_STEPS)
+    others, corrected = [fleet.speeds.correction(index, fleet.now) for index in (0, 2)], fleet.speeds.correction(1, fleet.now)
+    assert others == [1.0, 1.0]
+    assert 1.7 < corrected < 3.0
+    later = fleet.speeds.correction(1, fleet.now + FADE_S)
+    assert later - 1.0 == pytest.approx((corrected - 1.0) / 2)
+    assert fleet.speeds.correction(1) == corrected, "what its steps are compared with does not fade"

@@ -26,7 +26,7 @@ from cloister.engine.replica_snapshot import Role
 from cloister.kv import PrefixKeys
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError, InvalidRequestError, MemoryBudgetError, QueueFullError
-from cloister.types.events import Arrived, Ended, Event, FrontMessage, Outputs, Stepped
+from cloister.types.events import Arrived, Ended, Event, FrontMessage, KVLoaded, Outputs, Stepped
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, Replica, make_config, make_replica, make_request
@@ -234,6 +234,7 @@ def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None
     engines.lose(0)
     assert [snapshot.num_requests for snapshot in engines.client.snapshots()] == [0, 3, 3]
     assert [snapshot.is_accepting for snapshot in engines.client.snapshots()] == [False, True, True]
+    assert [snapshot.state for snapshot in engines.client.snapshots()] == ["starting", "running", "running"]
     health = engines.client.health()
     assert health.good
     assert health.detail.startswith("2 of 3 replicas are well, 6 requests in flight; replica 0: the engine is being restarted")
@@ -243,6 +244,28 @@ def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None
     for request in requests:
         said = [token_id for output in outputs if output.request_id == request.request_id for token_id in output.token_ids]
         assert said == greedy_continuation(request.token_ids, 12, VOCAB_SIZE)
+
+
+def test_a_replica_says_that_it_is_slow_or_drained_and_what_an_operator_did_counts_first(model_path: Path) -> None:
+    engines = Engines(model_path, "least_load")
+    engines.client._speeds._speeds[1].is_slow = True
+    engines.client._draining.add(2)
+    assert [snapshot.state for snapshot in engines.client.snapshots()] == ["running", "slow", "drained"]
+    engines.client._verifier.odd.add(1)
+    assert engines.client.snapshots()[1].state == "suspicious"
+    engines.client._draining.add(1)
+    engines.client.submit(make_request("a", max_tokens=2), lambda output: None)
+    engines.client._draining.add(0)
+    assert [snapshot.state for snapshot in engines.client.snapshots()] == ["draining", "drained", "drained"]
+    engines.lose(2)
+    assert engines.client.snapshots()[2].state == "starting"
+
+
+def test_kv_that_came_from_another_replica_is_counted(model_path: Path) -> None:
+    engines = Engines(model_path, "least_load")
+    for num_bytes in (4096, 0):
+        engines.client._observe(1, KVLoaded("r", 1.0, 16, num_bytes, 0.1, complete=num_bytes > 0))
+    assert [snapshot.num_kv_loads for snapshot in engines.client.snapshots()] == [0, 1, 0]
 
 
 def test_a_replica_says_how_much_is_expected_of_its_answers_and_learns_from_their_ends(model_path: Path) -> None:

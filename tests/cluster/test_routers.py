@@ -98,7 +98,8 @@ def test_two_scopes_never_share_a_place() -> None:
     router = make("prefix_aware")
     one, other = (Scope(ScopeKind.TENANT, salt) for salt in (b"a", b"b"))
     assert router.pick(ask([1] * 100, one), busy(1, 0)) == 1
-    assert router.pick(ask([1] * 100, other), idle(2)) == 0  # to it, nothing is cached anywhere
+    assert router.count_cached(ask([1] * 100, other), 1) == 0
+    assert router.pick(ask([1] * 100, other), busy(0, 1)) == 0
     assert router.pick(ask([1] * 100, one), idle(2)) == 1
 
 
@@ -106,7 +107,8 @@ def test_a_scope_of_one_request_leaves_no_trace_in_the_router() -> None:
     router = make("prefix_aware")
     scope = Scope(ScopeKind.REQUEST, b"x")
     assert router.pick(ask([1] * 100, scope), busy(1, 0)) == 1
-    assert router.pick(ask([1] * 100, scope), idle(2)) == 0
+    assert router.pick(ask([1] * 100, scope), busy(0, 1)) == 0
+    assert router.count_cached(ask([1] * 100, scope), 1) == 0
 
 
 def test_a_system_prompt_that_everybody_shares_does_not_heat_one_replica() -> None:
@@ -115,6 +117,17 @@ def test_a_system_prompt_that_everybody_shares_does_not_heat_one_replica() -> No
     for number in range(400):
         num_requests[router.pick(ask([5] * 320 + [number] * 8), busy(*num_requests))] += 1
     assert max(num_requests) <= 2 * min(num_requests) + 5
+
+
+@pytest.mark.parametrize("name", ["least_load", "least_work", "prefix_aware", "conductor"])
+@pytest.mark.parametrize("scope", [LOCAL_SCOPE, Scope(ScopeKind.REQUEST, b"x")], ids=["cached", "without a trace"])
+def test_one_of_equal_replicas_is_drawn_and_the_seed_decides(name: str, scope: Scope) -> None:
+    def pick_all(seed: int) -> list[int]:
+        router = make(name, seed)
+        return [router.pick(ask([number] * 40, scope), idle(3)) for number in range(60)]
+
+    assert pick_all(1) == pick_all(1) != pick_all(2)
+    assert min(Counter(pick_all(1)).values()) >= 10
 
 
 def test_a_short_shared_beginning_does_not_decide() -> None:
@@ -127,8 +140,9 @@ def test_a_short_shared_beginning_does_not_decide() -> None:
 def test_a_replica_that_was_restarted_has_an_empty_cache() -> None:
     router = make("prefix_aware")
     assert router.pick(ask([1] * 100), busy(1, 0)) == 1
+    assert router.count_cached(ask([1] * 100), 1)
     router.forget(1)
-    assert router.pick(ask([1] * 100), idle(2)) == 0
+    assert router.count_cached(ask([1] * 100), 1) == 0
 
 
 def test_no_more_keys_are_kept_than_a_replica_has_blocks() -> None:

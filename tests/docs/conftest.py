@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from cloister.trust.transparency.trust import Trust, encode_trust
 from tests.serving import ServeProcess
 
 STAND_IN = Path(__file__).with_name("start_and_stop.py")
+FORKED = Path(__file__).with_name("forked_cli.py")
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,34 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         running.stop()
 
 
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a process that forks one for each command."""
+    path = tmp_path_factory.mktemp("forks") / "socket"
+    with subprocess.Popen([sys.executable, "-m", "tests.docs.forked_cli", str(path)], stdin=subprocess.DEVNULL) as process:
+        give_up_s = time.monotonic() + 120
+        while not path.exists():
+            assert process.poll() is None, "it ended"
+            assert time.monotonic() < give_up_s, "it does not begin"
+            time.sleep(0.02)
+        yield path
+        process.terminate()
+
+
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
+def sandbox(tmp_path: Path, forks: Path) -> Sandbox:
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     real = shutil.which("cloister", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    forked = programs / "forked"
+    forked.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {FORKED} {forks} "$@"\n')
     shim = programs / "cloister"
-    shim.write_text(f'#!/bin/sh\n[ "$1" = serve ] && exec {sys.executable} {STAND_IN} {real} "$@"\nexec {real} "$@"\n')
-    shim.chmod(0o755)
+    shim.write_text(  # servers that are started for real are no forks
+        f'#!/bin/sh\n[ "$1" = serve ] || exec {forked} "$@"\n'
+        f'program={real}\n[ "$EXPLAIN" ] && program={forked}\nexec {sys.executable} {STAND_IN} "$program" "$@"\n'
+    )
+    for program in (forked, shim):
+        program.chmod(0o755)
     (tmp_path / "home").mkdir()
     (tmp_path / "trust.json").write_bytes(encode_trust(make_trust()))
     (tmp_path / "api-key").write_text("sk-of-the-page\n")

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from cloister import LLM, BeamSearch, SamplingParams
 from cloister.models import locate
 from cloister.types.errors import InvalidRequestError
+from tests.thinning import thin
 
 PROMPTS = ["The CREATE INDEX command", "A decorator is a function that", "import", "VACUUM reclaims storage. " * 12]
 NUM_TOKENS = 24
@@ -41,12 +42,15 @@ def theirs(reference, prompt, sampling, ends):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"width": 1},
-        {"width": 4, "n": 4},
-        {"width": 3, "n": 2, "length_penalty": 0.0},
-        {"width": 5, "n": 3, "length_penalty": 2.0, "early_stopping": True},
-    ],
+    thin(
+        [
+            {"width": 1},
+            {"width": 4, "n": 4},
+            {"width": 3, "n": 2, "length_penalty": 0.0},
+            {"width": 5, "n": 3, "length_penalty": 2.0, "early_stopping": True},
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_its_answers_are_those_of_transformers(llm, reference, fields):

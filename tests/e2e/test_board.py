@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.policy import Credentials, KeyQuota
 from cloister.server.metrics import Metrics
 from cloister.types.config import ServerConfig
@@ -166,6 +167,41 @@ def test_tenants_are_shown_to_operators_alone(browser, tmp_path, is_operator):
         asked = [url for url in browser.read_logs()[1] if url.endswith("/metrics/tenants")]
         assert len(browser.all(".card[aria-label=Tenants]")) == is_operator
         assert asked if is_operator else len(asked) <= 1
+        browser.driver.get("about:blank")
+
+
+class ThreeReplicas(ScriptedEngine):
+    """The client of three replicas that do not change."""
+
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        return [
+            ReplicaSnapshot(0, role="prefill", state="slow", num_requests=2, num_routed=1234),
+            ReplicaSnapshot(
+                1, role="decode", num_requests=5, num_waiting=1, num_used_blocks=30, num_total_blocks=40, num_routed=6,
+                num_migrated=3, num_kv_loads=2,
+            ),
+            ReplicaSnapshot(2, role="decode", state="drained"),
+        ]  # fmt: skip
+
+
+def test_the_board_draws_the_fleet_and_nothing_of_one_engine(board, browser, tmp_path):
+    assert browser.all(".card[aria-label=Replicas]") == []
+    with serving_script(write_model(tmp_path), ThreeReplicas(says("x")), config=ServerConfig(port=0)) as server:
+        browser.open(server.url, "#board")
+        tiles = browser.wait(lambda: browser.texts(".replica"))
+        assert [tile.split("\n")[:3] for tile in tiles] == [
+            ["Replica 0", "prefill", "slow"], ["Replica 1", "decode", "running"], ["Replica 2", "decode", "drained"],
+        ]  # fmt: skip
+        assert tiles[0].endswith("1,234 requests so far")
+        for words in ("4 running, 1 waiting", "75% in use", "6 requests so far, 3 moved here, KV came 2 ×"):
+            assert words in tiles[1]
+        classes = browser.run("return [...document.querySelectorAll('.state')].map((e) => e.className)")
+        assert classes == ["state unwell", "state well", "state"]
+        widths = browser.run(
+            "const width = (element) => element.getBoundingClientRect().width;"
+            "return [...document.querySelectorAll('.gauge-bar')].map((bar) => width(bar.firstChild) / width(bar))"
+        )
+        assert widths == pytest.approx([2 / 5, 0, 4 / 5, 0.75, 0, 0], abs=0.01)
         browser.driver.get("about:blank")
 
 

@@ -12,6 +12,7 @@ from cloister import LLM, CloisterError, SamplingParams
 from cloister.api.completions import Completion
 from cloister.types.events import Event, Stepped
 from tests.model_factory import make_model
+from tests.thinning import thin
 
 FAMILIES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba2", "falcon_h1", "nemotron_h")
 SETTINGS: dict[str, Any] = {"num_threads": 1, "block_size": 8, "max_model_len": 256, "max_num_seqs": 8}
@@ -22,7 +23,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=thin(FAMILIES, 3))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp(request.param), request.param)
 

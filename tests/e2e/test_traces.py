@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.thinning import thin
 from tests.trust.residue.test_planted_leaks import can_trace
 
 pytestmark = pytest.mark.skipif(not can_trace(), reason="memory of other processes may not be read here")
@@ -26,8 +27,9 @@ def roles_with_finds(looked: list[dict[str, Any]]) -> set[str]:
     return {one["role"] for one in looked if one["finds"]}
 
 
-def test_a_sealed_node_keeps_nothing() -> None:
-    status, told = verify("--profile", "private", "--direct", "--requests", "20")  # one of each shape
+@pytest.mark.parametrize("num_requests", thin([4, 20], 1))  # of 20 shapes
+def test_a_sealed_node_keeps_nothing(num_requests: int) -> None:
+    status, told = verify("--profile", "private", "--direct", "--requests", str(num_requests))
     assert told["obstacles"] == []
     assert roles_with_finds(told["during"]) == {"worker", "engine"}
     assert roles_with_finds(told["after"]) == set()
@@ -35,8 +37,9 @@ def test_a_sealed_node_keeps_nothing() -> None:
     assert any("worker" in process for process in told["ended_processes"])
 
 
+@pytest.mark.slow  # that traces are found, tests/trust/residue/test_planted_leaks.py shows
 def test_a_server_that_trusts_its_one_user_keeps_what_it_was_sent() -> None:
-    status, told = verify("--profile", "open", "--requests", "4")
+    status, told = verify("--profile", "open", "--requests", "2")
     assert told["obstacles"] == []
     assert roles_with_finds(told["after"]) == {"front", "engine"}
     assert status == 1

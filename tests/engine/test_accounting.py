@@ -17,6 +17,7 @@ from cloister.types.step import StepPlan
 from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import VOCAB_SIZE, SteppedRunner, make_replica, make_request
 from tests.history_program import greedy_continuation
+from tests.thinning import examples
 
 
 class Accounting(RuleBasedStateMachine):
@@ -142,7 +143,7 @@ class Accounting(RuleBasedStateMachine):
 
 
 TestAccounting = Accounting.TestCase
-TestAccounting.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestAccounting.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)
 
 
 @pytest.fixture(autouse=True, scope="module")

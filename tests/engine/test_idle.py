@@ -248,7 +248,9 @@ async def one_idle(path: Path) -> AsyncIterator[tuple[ReplicaSet, Request, async
         request = make_request("a long answer", max_tokens=40)
         running = asyncio.create_task(answer(replicas, request))
         await until(lambda: [health.is_idle for health in (client.health() for client in replicas._replicas)] == [False, True])
+        assert [snapshot.state for snapshot in replicas.snapshots()] == ["running", "drained"]
         replicas.return_replica(1)
+        assert [snapshot.state for snapshot in replicas.snapshots()] == ["running", "idle"]
         yield replicas, request, running
 
 

@@ -274,6 +274,7 @@ def test_too_many_deaths_are_the_end_and_health_says_so(model_path: Path) -> Non
             await until_broken(engine)
             assert not engine.health().good
             assert "too often" in (engine.fault() or "")
+            assert engine.state == "lost"
             with pytest.raises(EngineError, match="log says"):
                 await answer(engine, make_request())
             await engine.drain(0.0)

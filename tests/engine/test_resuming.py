@@ -16,6 +16,7 @@ from cloister.types.events import Arrived, Ended, Event, Lost, Progressed, Sched
 from cloister.types.request import BeamSearch, FinishReason, PoolingParams, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import make_replica, make_request
+from tests.thinning import examples
 
 STEP_S = 0.25
 
@@ -96,7 +97,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(losses=st.sets(st.integers(0, 24), min_size=1, max_size=NUM_SAFE_LOSSES), size=st.integers(1, 60))
 def test_an_answer_is_the_same_whenever_its_engine_is_lost(model_path: Path, kind: str, losses: set[int], size: int) -> None:
     sampling = {"max_tokens": 20, **KINDS[kind]}

@@ -10,6 +10,7 @@ from cloister.executor.state import BatchState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
 from tests.samplers import SAMPLERS, make_sampler
+from tests.thinning import cover, thin
 
 VOCAB = 6
 NUM_DRAWS = 20_000
@@ -75,7 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thin(CASES, 4))
 def test_verified_tokens_have_the_distribution(case):
     candidates_of, count = CASES[case]
     found = verified(candidates_of, count)
@@ -157,8 +158,7 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.parametrize(("kind", "parameters"), cover(SAMPLERS, PARAMETERS))
 def test_the_distribution_is_the_one_that_the_sampler_draws_from(parameters, kind):
     logits = np.random.default_rng(1).normal(size=(1, 12)).astype(np.float32) * 2
     batch = BatchState(vocab_size=12, max_model_len=8)

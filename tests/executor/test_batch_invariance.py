@@ -12,6 +12,7 @@ from cloister.types.events import Ended, Preempted
 from cloister.types.request import FinishReason, Request, SamplingParams
 from tests.history_program import HistoryProgram
 from tests.samplers import KERNELS, DrawingHistoryProgram
+from tests.thinning import cover
 
 VOCAB = 211
 RECIPES = [
@@ -84,11 +85,11 @@ def alone(make_program):
     return found
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("num_blocks", "max_tokens", "block_size"), [(400, 512, 4), (45, 512, 4), (45, 7, 4), (200, 16, 1), (8, 64, 32)]
+    ("sizes", "depth"), cover([(400, 512, 4), (45, 512, 4), (45, 7, 4), (200, 16, 1), (8, 64, 32)], [1, 2])
 )
-def test_tokens_are_the_same_in_any_company(alone, make_program, num_blocks, max_tokens, block_size, depth):
+def test_tokens_are_the_same_in_any_company(alone, make_program, sizes, depth):
+    num_blocks, max_tokens, block_size = sizes
     together, num_preempted = answers(
         requests(), make_program, num_blocks=num_blocks, max_tokens=max_tokens, block_size=block_size, depth=depth
     )

@@ -9,6 +9,7 @@ from transformers.generation import logits_process as theirs
 
 from cloister.executor.logits_processors import Penalties, TokenCounts, apply_penalties
 from cloister.executor.sampling import kept_tokens
+from tests.thinning import examples
 
 
 def kept_by_hand(scaled, top_k, top_p, min_p):
@@ -29,7 +30,7 @@ def kept_by_hand(scaled, top_k, top_p, min_p):
 rows = st.lists(st.integers(-64, 0).map(lambda eighth: eighth / 8), min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     row=rows,
     top_k=st.integers(0, 45),
@@ -98,7 +99,7 @@ def test_the_repetition_penalty_is_that_of_transformers():
     np.testing.assert_allclose(logits, expected, rtol=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(prompt=st.lists(st.integers(0, 9)), output=st.lists(st.integers(0, 9)), at=st.integers(0, 20))
 def test_counts_that_grow_equal_counts_made_afresh(prompt, output, at):
     grown = TokenCounts(np.array(prompt + output[:at], np.int32), len(prompt))

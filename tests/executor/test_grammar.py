@@ -28,6 +28,7 @@ from cloister.types.step import Stop
 from tests.engine.replica import EOS, VOCAB_SIZE
 from tests.history_program import HistoryProgram
 from tests.samplers import KERNELS, DrawingHistoryProgram
+from tests.thinning import cover
 
 PATTERN = r"([a-f]{2,4}-[0-9]{1,3};){3,9}"
 REGEX = Grammar(GrammarKind.REGEX, PATTERN)
@@ -127,9 +128,9 @@ def alone(compiler, program):
     return found
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("num_blocks", "max_tokens"), [(400, 512), (60, 512), (60, 9)])
-def test_tokens_are_the_same_in_any_company(compiler, program, alone, num_blocks, max_tokens, depth):
+@pytest.mark.parametrize(("sizes", "depth"), cover([(400, 512), (60, 512), (60, 9)], [1, 2]))
+def test_tokens_are_the_same_in_any_company(compiler, program, alone, sizes, depth):
+    num_blocks, max_tokens = sizes
     together, num_preempted = answer(compiler, company(), program, num_blocks=num_blocks, max_tokens=max_tokens, depth=depth)
     assert together == alone
     assert num_blocks == 400 or num_preempted > 0

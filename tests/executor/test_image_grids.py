@@ -14,6 +14,7 @@ from cloister.executor.images import GridPositions
 from cloister.models.image_processing import open_image_processor
 from cloister.types.images import ImageTile
 from tests.qwen_vl_factory import ARCHITECTURES, make_qwen_vl
+from tests.thinning import thin
 from tests.vision_factory import make_picture
 from tests.vision_serving import Served, make_request, place_tiles, score, serve_one
 
@@ -23,7 +24,7 @@ Prompt = tuple[list[int], tuple[ImageTile, ...]]
 Make = Callable[..., Served]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=thin(ARCHITECTURES, ["qwen2_5_vl"]))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen_vl(tmp_path_factory.mktemp("model"), request.param)
 
@@ -49,7 +50,7 @@ def expected(path: Path, make: Make) -> list[int]:
     return serve_one(make(), *prompt_of(path))
 
 
-@pytest.mark.parametrize("chunk", [3, 200, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 7))])
+@pytest.mark.parametrize("chunk", thin([3, 200, 1, 7], 2))
 def test_chunks_that_cut_an_image_change_no_token(chunk: int, path: Path, make: Make, expected: list[int]) -> None:
     assert serve_one(make(chunk=chunk, block_size=4, num_threads=2), *prompt_of(path)) == expected
 

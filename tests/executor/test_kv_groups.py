@@ -15,6 +15,7 @@ from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.request import Request, SamplingParams
 from tests.driving import RandomWeights, make_spec
 from tests.native import KERNELS
+from tests.thinning import thin
 from tests.tree_history import Erratic, Prophet
 
 VOCAB, BLOCK, MAX_MODEL_LEN, MAX_TOKENS = 64, 4, 400, 24
@@ -129,9 +130,10 @@ class Served:
 @pytest.mark.parametrize(
     ("backend", "options", "name"),
     [
-        pytest.param("torch", {}, "mixed", marks=pytest.mark.slow),  # which "sharing" has among its layers
-        *((*kind, "mixed") for kind in BACKENDS_AND_KINDS[1:]),
-        *(("torch", {}, name) for name in SPECS if name != "mixed"),
+        pytest.param("torch", {}, "mixed", marks=pytest.mark.slow),  # likewise
+        *thin(((*kind, "mixed") for kind in BACKENDS_AND_KINDS[1:]), 5),
+        ("torch", {}, "all windowed"),
+        pytest.param("torch", {}, "sharing", marks=pytest.mark.slow),  # which native kernels compute in a tenth of the time
         *(("native", {"dtype": "float32"}, name) for name in SPECS if name != "mixed"),
     ],
 )

@@ -10,6 +10,7 @@ from cloister.executor.state import BatchState
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
 from tests.samplers import SAMPLERS, make_sampler
+from tests.thinning import thin
 
 
 def states_of(params, vocab_size, *, seeds=None, prompts=None):
@@ -31,7 +32,7 @@ def states_of(params, vocab_size, *, seeds=None, prompts=None):
     return states, batch.sampling_metadata(states, list(range(len(states))))
 
 
-@pytest.fixture(params=SAMPLERS)
+@pytest.fixture(params=thin(SAMPLERS, SAMPLERS[:2]))  # `test_drawing` compares the others with the first
 def make(request):
     """Makes a sampler of a vocabulary size, of every kind that there is."""
     return partial(make_sampler, request.param)

@@ -20,6 +20,7 @@ from tests.speculating import (
     make_tiny,
     p_values,
 )
+from tests.thinning import cover, thin
 
 pytestmark = pytest.mark.skipif(why_no_kernels() is not None, reason="drafts of real models need the native back end")
 LEVEL = 1e-4
@@ -61,20 +62,19 @@ def test_plain_sampling_has_the_distribution(oracle, plain):
     assert not any(holm(values, LEVEL))
 
 
-@pytest.mark.parametrize("recipe", ["truncated", "everything"])
-@pytest.mark.parametrize("drafter", DRAWN)
+@pytest.mark.parametrize(("drafter", "recipe"), cover(DRAWN, ["truncated", "everything"]))
 def test_drawn_drafts_keep_the_distribution(model, oracle, plain, drafter, recipe):
     answers = drafted(model, drafter, recipe)
     assert not any(holm(list(p_values(answers, oracle.strings(BY_NAME[recipe])).values()), LEVEL))
     assert (answers != plain[recipe]).any()
 
 
-@pytest.mark.parametrize("drafter", sorted(set(DRAFTERS.names()) - set(DRAWN)))
+@pytest.mark.parametrize("drafter", thin(sorted(set(DRAFTERS.names()) - set(DRAWN)), 3))
 def test_requests_without_a_seed_draw_the_very_tokens_beside_drafts_that_are_not_drawn(model, plain, drafter):
     assert (drafted(model, drafter, "everything") == plain["everything"]).all()
 
 
-@pytest.mark.parametrize("drafter", DRAWN)
+@pytest.mark.parametrize("drafter", thin(DRAWN, 2))
 def test_seeded_requests_draw_the_very_tokens_beside_drafts_that_are_drawn_with_their_noise(model, plain, drafter):
     assert (drafted(model, drafter, "everything", is_seeded=True) == plain["everything"]).all()
 

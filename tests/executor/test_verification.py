@@ -5,6 +5,7 @@ import pytest
 from cloister.types.step import Sample
 from tests.executor.test_batch_invariance import VOCAB, answers, requests
 from tests.samplers import KERNELS
+from tests.thinning import cover
 from tests.tree_history import DrawingTreeProgram, Erratic, Prophet, TreeHistoryProgram
 
 PROGRAMS = [TreeHistoryProgram, DrawingTreeProgram][: 2 if KERNELS else 1]
@@ -28,11 +29,11 @@ def prophet(alone, **options):
     return Prophet([prompts[name] + tokens for (name, _), tokens in alone.items()], VOCAB, **options)
 
 
-@pytest.mark.parametrize("chains", [False, True])
 @pytest.mark.parametrize(
-    ("num_blocks", "max_tokens", "block_size"), [(400, 512, 4), (36, 512, 4), (29, 7, 4), (130, 16, 1), (5, 64, 32)]
+    ("sizes", "chains"), cover([(400, 512, 4), (36, 512, 4), (29, 7, 4), (130, 16, 1), (5, 64, 32)], [True, False])
 )
-def test_tokens_are_those_without_drafts(alone, make_program, num_blocks, max_tokens, block_size, chains):
+def test_tokens_are_those_without_drafts(alone, make_program, sizes, chains):
+    num_blocks, max_tokens, block_size = sizes
     drafter, speculation = prophet(alone, chains=chains), Erratic()
     together, num_preempted = answers(
         requests(),

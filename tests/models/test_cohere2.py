@@ -11,6 +11,7 @@ import pytest
 from cloister.models import load
 from tests.model_factory import make_model
 from tests.reference import compare
+from tests.thinning import every_second, thin
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "beyond the window": {"sliding_window": 40, "num_hidden_layers": 4},
@@ -22,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", thin(VARIANTS, every_second(VARIANTS)))
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, "cohere2", **VARIANTS[name])
     agreement = compare(path)

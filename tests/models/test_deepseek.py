@@ -20,6 +20,7 @@ from cloister.types.errors import ModelError
 from tests.driving import build_from
 from tests.model_factory import make_model
 from tests.reference import compare
+from tests.thinning import every_second, thin
 
 TOKENS = np.random.default_rng(2).integers(0, 320, 60).tolist()
 YARN = {
@@ -50,7 +51,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", thin(VARIANTS, every_second(VARIANTS)))
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     path = make_model(tmp_path, family, **config)

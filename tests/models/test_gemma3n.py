@@ -24,6 +24,7 @@ from tests.adapter_factory import MergedWeights, write_adapter
 from tests.driving import build, build_from
 from tests.model_factory import make_model
 from tests.reference import compare
+from tests.thinning import every_second, thin
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 150).tolist()
 KINDS = ["sliding_attention", "full_attention"]
@@ -47,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", thin(VARIANTS, every_second(VARIANTS)))
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     agreement = compare(make_model(tmp_path, "gemma3n_text", **VARIANTS[name]), TOKENS)
     assert agreement.difference <= 1e-4

@@ -21,6 +21,7 @@ from cloister.models.image_processing import SquareProcessor, open_image_process
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.types.errors import ModelError
 from tests.gemma_vision_factory import IMAGE_TOKEN, NUM_TOKENS, SIDE, UNTYPED, make_gemma_vision
+from tests.thinning import cover
 from tests.vision_factory import make_picture
 from tests.vision_serving import Served, place_tiles, score, serve_one
 
@@ -45,23 +46,25 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int], path: Path) -> 
     assert np.array_equal(pixels.transpose(2, 0, 1), expected)
 
 
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True},
+    {"mm_tokens_per_image": 36, "processor": {"image_seq_length": 36}},
+    {"mm_tokens_per_image": 1, "processor": {"image_seq_length": 1}},
+    {"vision": {"hidden_act": "gelu", "layer_norm_eps": 0.1}},
+    {"vision": {"image_size": 26}, "processor": {"size": {"height": 26, "width": 26}}},
+    {"processor": {"image_mean": [0.1, 0.9, 0.4], "rescale_factor": 0.002}},
+    {"processor": {"do_normalize": False}},
+    {"text": {"sliding_window": 5}},
+    {"text": {"rms_norm_eps": 0.1, "attention_bias": True}},
+]
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"mm_tokens_per_image": 36, "processor": {"image_seq_length": 36}},
-        {"mm_tokens_per_image": 1, "processor": {"image_seq_length": 1}},
-        {"vision": {"hidden_act": "gelu", "layer_norm_eps": 0.1}},
-        {"vision": {"image_size": 26}, "processor": {"size": {"height": 26, "width": 26}}},
-        {"processor": {"image_mean": [0.1, 0.9, 0.4], "rescale_factor": 0.002}},
-        {"processor": {"do_normalize": False}},
-        {"text": {"sliding_window": 5}},
-        {"text": {"rms_norm_eps": 0.1, "attention_bias": True}},
-    ],
-    ids=lambda fields: "-".join(fields) or "plain",
+    ("backend", "fields"),
+    cover(["torch", "native"], FIELDS),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
 )
-@pytest.mark.parametrize("backend", ["torch", "native"])
 def test_the_tower_and_the_logits_are_those_of_transformers(backend: str, fields: dict[str, Any], tmp_path: Path) -> None:
     path = make_gemma_vision(tmp_path, **fields)
     pictures = [make_picture(70, 40, 1), make_picture(24, 60, 2)]

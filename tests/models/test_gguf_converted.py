@@ -17,6 +17,7 @@ from cloister.models import load
 from cloister.types.errors import ModelError
 from tests.driving import Driver, GivenWeights, build
 from tests.gguf_converter import convert
+from tests.thinning import thin
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 90).tolist()
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0}
@@ -118,7 +119,7 @@ FOLDED = ("falcon_h1",)
 """Families whose multipliers are in the weights of a GGUF file."""
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", thin(VARIANTS, 11))
 def test_a_file_answers_as_the_checkpoint_that_it_was_made_of(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     file = convert(tmp_path / "tiny", family, **config)
@@ -130,7 +131,7 @@ def test_a_file_answers_as_the_checkpoint_that_it_was_made_of(name: str, tmp_pat
     assert np.abs(build(ours.spec, ours.weights).run("a", TOKENS) - logits).max() <= 1e-5 * max(1.0, logits.std())
 
 
-@pytest.mark.parametrize("name", [name for name, (family, _) in VARIANTS.items() if family not in FOLDED])
+@pytest.mark.parametrize("name", thin((name for name, (family, _) in VARIANTS.items() if family not in FOLDED), 11))
 def test_quantised_tensors_stay_codes_in_the_order_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if config.items() >= DELTA.items() else {}

@@ -17,6 +17,7 @@ from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.errors import CloisterError, ModelError
 from cloister.types.gguf import read_gguf
 from tests.gguf_factory import make_gguf
+from tests.thinning import examples
 
 HEAD = b"GGUF" + struct.pack("<I", 3)
 
@@ -155,7 +156,7 @@ def test_metadata_and_tensors_that_do_not_fit_are_told(name: str, good: Path, tm
         load(file)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_any_damage_to_the_head_is_harmless(good: Path, data: st.DataObject) -> None:
     """Flipped bytes, wild numbers and cuts: either it is refused, or it is a model all the same."""

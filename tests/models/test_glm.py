@@ -9,6 +9,7 @@ import pytest
 
 from tests.model_factory import make_model
 from tests.reference import compare
+from tests.thinning import every_second, thin
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "GLM-4.5 Air: biases, one group": {"attention_bias": True},
@@ -26,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", thin(VARIANTS, every_second(VARIANTS)))
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, "glm4_moe", **VARIANTS[name])
     agreement = compare(path)

@@ -30,6 +30,7 @@ from tests.driving import build, build_from
 from tests.model_factory import centre_norms, make_model, randomise, small_fields, write_tokenizer
 from tests.native import in_turns
 from tests.reference import compare, reference_logits
+from tests.thinning import thin
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 150).tolist()
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
@@ -98,7 +99,7 @@ def recurrent(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", torch_recurrent_gated_delta_rule)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", thin(VARIANTS, 10))
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = VARIANTS[name]
     agreement = compare(make_model(tmp_path, family, **config))
@@ -130,7 +131,7 @@ def test_the_decoder_of_a_model_that_sees_images_is_read_for_text(family: str, t
 FAMILIES = sorted({family for family, _ in VARIANTS.values()})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thin(FAMILIES, 4))
 def test_a_prompt_has_the_same_bits_in_steps_of_any_size(family: str, tmp_path: Path) -> None:
     driver = build_from(make_model(tmp_path, family))
     whole = driver.run("whole", TOKENS[:60])

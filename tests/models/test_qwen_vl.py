@@ -22,6 +22,7 @@ from cloister.models.safetensors import read_header, write_tensors
 from cloister.types.errors import ConfigError, ModelError
 from cloister.types.images import ImageTile
 from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, PATCH, TOKEN, UNTYPED, make_qwen_vl
+from tests.thinning import cover
 from tests.vision_factory import make_picture
 from tests.vision_serving import Served, make_request, place_tiles, score, serve_one
 
@@ -83,15 +84,9 @@ FIELDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    [
-        pytest.param(
-            family, fields, id=f"{family}-{number}",
-            marks=pytest.mark.slow if "processor" in fields and (place + number) % 4 else (),
-        )
-        for place, family in enumerate(FAMILIES)
-        for number, fields in enumerate(FIELDS)
-    ],
-)  # fmt: skip
+    cover(FAMILIES, FIELDS),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
 def test_the_tower_and_the_logits_are_those_of_transformers(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     compare(make_qwen_vl(tmp_path, family, **fields), "torch", "native", num_tokens=8 if fields else 40)
 

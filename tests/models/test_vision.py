@@ -22,6 +22,7 @@ from cloister.cli import main
 from cloister.models import load
 from cloister.models.image_processing import TileProcessor, open_image_processor
 from cloister.types.errors import ConfigError, ModelError
+from tests.thinning import cover
 from tests.vision_factory import NUM_TOKENS, TILE, UNTYPED, VOCAB, make_picture, make_vision_model
 from tests.vision_serving import Served, place_tiles, serve_one
 
@@ -85,14 +86,8 @@ FIELDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("backend", "family", "fields"),
-    [
-        pytest.param(
-            backend, family, fields, id=f"{backend}-{family}-{place}", marks=() if (i + j + place) % 2 else pytest.mark.slow
-        )
-        for i, backend in enumerate(("native", "torch"))
-        for j, family in enumerate(("smolvlm", "idefics3"))
-        for place, fields in enumerate(FIELDS)
-    ],
+    cover(("native", "torch"), ("smolvlm", "idefics3"), FIELDS),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
 )
 def test_the_tower_and_the_logits_are_those_of_transformers(
     backend: str, family: str, fields: dict[str, Any], tmp_path: Path

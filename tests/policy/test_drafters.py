@@ -16,7 +16,7 @@ from tests.policy.drafters import Watched, all_names, kept_by, make_home, tells
 SECRET = [700 + 13 * place % 1200 for place in range(40)]
 TEMPTING = [90, 91, 92, *SECRET[:6]]
 """A prompt that ends as the secret begins: who has seen the secret knows how it goes on."""
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")

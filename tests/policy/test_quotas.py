@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cloister.policy import Account, Charge, Credentials, Gate, KeyQuota, Policy
 from cloister.policy.quotas import DAY_S, MINUTE_S
 from cloister.types.errors import AuthenticationError, RateLimitError
+from tests.thinning import examples
 
 NOON = 12 * 3600.0
 
@@ -153,7 +154,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestBooks.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 
 
 def make_gate(credentials: Credentials) -> Gate:

@@ -17,6 +17,7 @@ from cloister.quant.integers import quantize_groups
 from cloister.quant.nvfp4 import round_to_e2m1
 from cloister.types.errors import ConfigError
 from tests.driving import RandomWeights, make_spec
+from tests.thinning import examples
 
 Matrix = npt.NDArray[np.float32]
 
@@ -74,7 +75,7 @@ def test_the_search_beats_the_greatest_weight() -> None:
 
 
 @given(exponent=st.integers(-6, 3), seed=st.integers(0, 50))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_int4_scales_are_numbers_of_float16(exponent: int, seed: int) -> None:
     found = make("int4").quantize(draw(8, 64, seed) * np.float32(10.0**exponent))
     assert np.array_equal(found.scales, found.scales.astype(np.float16).astype(np.float32))
@@ -82,7 +83,7 @@ def test_int4_scales_are_numbers_of_float16(exponent: int, seed: int) -> None:
 
 
 @given(seed=st.integers(0, 1000), tail=st.floats(1.0, 60.0), shift=st.floats(-3, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_qoq_never_leaves_int8(seed: int, tail: float, shift: float) -> None:
     weight = draw(8, 256, seed)
     weight[:, :5] *= np.float32(tail)
@@ -176,7 +177,7 @@ def test_nvfp4_takes_matrices_of_any_magnitude(scale: float) -> None:
 
 
 @given(values=st.lists(st.floats(-13, 13, width=32), min_size=1, max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_floats_of_four_bits_are_the_nearest(values: list[float]) -> None:
     numbers = np.array([-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12], np.float32)
     given_values = np.array(values, np.float32)

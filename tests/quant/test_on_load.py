@@ -24,6 +24,7 @@ from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.quant.quality import measure
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError
+from tests.thinning import thin
 
 MODEL = load(locate("cloister-5m"))
 QUIET = Loading("model", shown=False)
@@ -102,7 +103,11 @@ def test_what_was_cut_short_is_found_again(cached: tuple[Path, LoadedModel], tmp
     assert not list(tmp_path.glob("calibrated/*.*"))  # nothing half done is left
 
 
-@pytest.mark.parametrize("where", [None, Path("/dev/null/cache")], ids=["no cache", "a place that cannot be written"])
+@pytest.mark.parametrize(
+    "where",
+    thin([None, Path("/dev/null/cache")], [Path("/dev/null/cache")]),
+    ids=["no cache", "a place that cannot be written"],
+)
 def test_without_a_place_to_keep_it_the_weights_stay_in_memory(where: Path | None, cached: tuple[Path, LoadedModel]) -> None:
     held = calibrate_on_load(MODEL, INT4, cache=where)
     assert same_weights(held.weights, cached[1].weights)

@@ -17,6 +17,7 @@ from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
 from tests.checked_runner import EMPTY, STATE, CheckedRunner
+from tests.thinning import examples
 from tests.tree_history import Erratic
 
 SCOPES = [Scope(kind, b"salt") for kind in (ScopeKind.TENANT, ScopeKind.LOCAL, ScopeKind.REQUEST)]
@@ -297,5 +298,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.note(self.scheduler.take_events())
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

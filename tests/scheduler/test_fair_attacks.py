@@ -10,6 +10,7 @@ import pytest
 from cloister.scheduler.policies.fair import DECODE_WEIGHT, Fair
 from cloister.types.events import Ended, Event, Progressed
 from tests.scheduler.test_scheduler import Bench
+from tests.thinning import cover
 
 QUANTUM = 2048
 ENGINE = {"max_num_seqs": 8, "num_blocks": 2048, "block_size": 16, "max_tokens": 256, "max_model_len": 16384}
@@ -92,11 +93,10 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("prompt", [256, 4000])
-def test_whatever_a_tenant_does_it_gets_its_share(strategy: dict[str, int], prompt: int) -> None:
+@pytest.mark.parametrize(("strategy", "prompt"), cover(STRATEGIES, [256, 4000]))
+def test_whatever_a_tenant_does_it_gets_its_share(strategy: str, prompt: int) -> None:
     replay = Replay()
-    replay.add("other", **strategy)
+    replay.add("other", **STRATEGIES[strategy])
     replay.add("honest", prompt=prompt, num_tokens=64, width=16)
     for _ in range(250):
         replay.step()
@@ -113,8 +113,7 @@ def test_many_names_get_many_shares_and_no_more() -> None:
     assert replay.work["other"] / replay.work["honest"] < 6
 
 
-@pytest.mark.parametrize("num_names", [1, 16])
-@pytest.mark.parametrize("prompt", [2000, 8000, 15_000])
+@pytest.mark.parametrize(("prompt", "num_names"), cover([2000, 8000, 15_000], [1, 16]))
 def test_one_long_prompt_is_no_flood(prompt: int, num_names: int) -> None:
     replay = Replay()
     replay.add("other", prompt=1, num_tokens=4, width=64, num_names=num_names)

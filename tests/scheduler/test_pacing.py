@@ -11,6 +11,7 @@ from cloister.scheduler import BudgetConfig, SchedulerConfig
 from cloister.scheduler.scheduler import BURST_LASTS_S
 from cloister.types.config import EngineConfig
 from cloister.types.request import Request, SamplingParams
+from tests.thinning import cover
 
 COSTS = StepCosts(step_s=0.0175, token_s=2.07e-4, sample_s=3e-4, key_s=6.65e-8)
 LARGE_COSTS = StepCosts(step_s=0.2, token_s=2.4e-3, sample_s=2e-3, key_s=6.65e-7)
@@ -115,8 +116,7 @@ def test_a_burst_of_another_class_does_not_hold_up_a_stream_either():
     assert max(gaps([done.record_of("urgent")])) < 1.1 * DEFAULT.floor_s
 
 
-@pytest.mark.parametrize("apart", [8.0, 7.3, 6.1], ids=lambda apart: f"every {apart} prompts")
-@pytest.mark.parametrize("costs", [COSTS, StepCosts(0.008, 1.0e-3, 5e-4, 5e-8)], ids=["fast prompts", "slow prompts"])
+@pytest.mark.parametrize(("apart", "costs"), cover([8.0, 7.3, 6.1], [COSTS, StepCosts(0.008, 1.0e-3, 5e-4, 5e-8)]))
 def test_a_flood_by_one_tenant_adds_a_step_to_what_another_waits_for_its_first_token(costs, apart):
     config = SchedulerConfig(1024, budget=DEFAULT, prefix_cache=False, policy="fair", max_num_seqs=16)
     one_s = costs.step_s + 512 * costs.token_s

@@ -14,6 +14,7 @@ from cloister.types.events import Ended
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from tests.checked_runner import CheckedRunner
+from tests.thinning import examples
 
 ANN, BOB, CY = (Scope(ScopeKind.TENANT, name) for name in (b"ann", b"bob", b"cy"))
 BLOCK = 4
@@ -65,7 +66,7 @@ def test_a_flood_of_another_tenant_is_felt_in_a_shared_cache_only(cache_scopes: 
 EVENTS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 28)), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(mine=EVENTS, others=st.lists(st.tuples(st.sampled_from([BOB, CY]), st.integers(0, 9), st.integers(1, 30)), max_size=24))
 def test_hits_of_a_scope_are_the_same_whatever_others_do(
     mine: list[tuple[int, int]], others: list[tuple[Scope, int, int]]

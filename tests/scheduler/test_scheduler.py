@@ -10,6 +10,7 @@ from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
 from cloister.types.step import Stop
 from tests.checked_runner import CheckedRunner
+from tests.thinning import cover
 
 
 class Bench:
@@ -448,8 +449,7 @@ def plans_until_first_token(bench, name):
 FLOODED = {"max_num_seqs": 8, "num_blocks": 1024, "block_size": 16, "max_tokens": 256, "max_model_len": 1024}
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 8, 40, 200], ids=lambda n: f"after {n} steps")
-@pytest.mark.parametrize("num_earlier", [0, 1, 40], ids=lambda n: f"{n} earlier")
+@pytest.mark.parametrize(("num_earlier", "num_steps"), cover([0, 1, 40], [1, 2, 3, 8, 40, 200]))
 def test_what_a_tenant_asked_of_an_idle_engine_does_not_count_when_a_newcomer_floods_it(num_earlier, num_steps):
     bench = Bench(policy="fair", keys=False, **FLOODED)
     for i in range(num_earlier):

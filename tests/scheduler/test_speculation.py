@@ -24,6 +24,7 @@ from tests.scheduler.draft_machine import (
     model_costs,
     speed_up,
 )  # fmt: skip
+from tests.thinning import cover, thin
 
 GOOD, FAIR, POOR, WRONG = Pattern((0.8,)), Pattern((0.5,)), Pattern((0.2,)), Pattern((0.0,))
 COPYING = Pattern((0.97, 0.1), (0.95, 0.3), 80)
@@ -32,7 +33,9 @@ COPYING = Pattern((0.97, 0.1), (0.95, 0.3), 80)
 @pytest.mark.parametrize(
     ("pattern", "curve", "batch"),
     [
-        pytest.param(pattern, curve, batch, id=f"{name}-{curve}-{batch}", marks=() if (i + j + k) % 2 else pytest.mark.slow)
+        pytest.param(
+            pattern, curve, batch, id=f"{name}-{curve}-{batch}", marks=() if (i + j + k) % 4 == 1 else pytest.mark.slow
+        )
         for i, (name, pattern) in enumerate({"wrong": WRONG, "poor": POOR}.items())
         for j, curve in enumerate(sorted(CURVES))
         for k, batch in enumerate((1, 4, 16, 64))
@@ -63,9 +66,7 @@ def test_a_fixed_length_loses_where_measured_speculation_holds_back():
     assert speed_up(fixed, 200) < 0.5
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("curve", ["memory", "staircase", "tiny"])
-@pytest.mark.parametrize("costs", ["search", "model"])
+@pytest.mark.parametrize(("costs", "curve", "batch"), cover(["search", "model"], ["memory", "staircase", "tiny"], [1, 4]))
 def test_drafts_that_pay_are_found(curve, batch, costs):
     made = machine(
         curve, batch, {"one": Drafting(GOOD, SEARCH_S if costs == "search" else model_costs(curve))}, shares_rates=True
@@ -127,7 +128,7 @@ def test_nothing_is_watched_where_nothing_is_drafted():
     assert num_watched < 50
 
 
-@pytest.mark.parametrize("pattern", [WRONG, FAIR], ids=["wrong", "fair"])
+@pytest.mark.parametrize("pattern", thin([WRONG, FAIR], 1), ids=["wrong", "fair"])
 def test_a_machine_that_others_use_too_does_not_mislead(pattern):
     """Three steps of ten take 5 to 40 times as long as the model needs."""
     drafters = {"one": Drafting(pattern, model_costs("memory"))}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cloister.server.parse import REFUSED, parse_json
 from tests.server.running_server import MODEL, RunningServer
+from tests.thinning import examples
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -341,7 +342,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     path=st.sampled_from([CHAT, TEXT]),
     core=st.fixed_dictionaries({}, optional={"messages": MESSAGES | JSON_VALUES, "prompt": st.text(max_size=9) | JSON_VALUES}),
@@ -355,7 +356,7 @@ def test_no_body_is_answered_with_a_fault_of_the_server(client, path, core, fiel
         check_error(reply)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(raw=st.binary(max_size=200), start=st.sampled_from([b"", b'{"model": "history", "prompt": ', b'{"messages": [{']))
 def test_no_bytes_are_answered_with_a_fault_of_the_server(client, raw, start):
     reply = client.post(TEXT, content=start + raw, headers={"content-type": "application/json"})

@@ -17,6 +17,7 @@ from cloister.server import messages as messages
 from cloister.server.ollama import schemas as ollama
 from cloister.server.responses import schemas as responses
 from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, says, serving_script
+from tests.thinning import examples
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOMY = msgspec.structs.replace(INFO, max_model_len=4096)
@@ -157,7 +158,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("path", FIELDS)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_is_sent_gets_an_answer_or_a_400(client, path, data):
     fields = data.draw(

@@ -32,6 +32,7 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
 from cloister.types.request import FinishReason
 from tests.server.running_server import ScriptedEngine, endless, make_gate, output, running, says, serving_script
+from tests.thinning import examples
 
 SECRET = "the secret recipe"
 KEY = bytes(range(32))
@@ -631,7 +632,7 @@ HEADS = st.sampled_from(
 FORMS = st.lists(st.tuples(HEADS, st.binary(max_size=8)), max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(FORMS, st.binary(max_size=12), st.sampled_from(["x", "", '"', "é", "x; a*=b"]))
 def test_whatever_form_is_sent_is_read_or_refused(parts, tail, boundary):
     body = b"".join(b"--x\r\n" + head + b"\r\n\r\n" + data + b"\r\n" for head, data in parts) + b"--x--" + tail

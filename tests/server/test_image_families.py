@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from tests.gemma_vision_factory import IMAGE_TOKEN as GEMMA_IMAGE_TOKEN
 from tests.gemma_vision_factory import NUM_TOKENS, make_gemma_vision
 from tests.qwen_vl_factory import ARCHITECTURES, IMAGE_TOKEN, make_qwen_vl
 from tests.server.running_server import RunningServer, serving
+from tests.thinning import thin
 from tests.vision_factory import encode_picture, make_picture
 
 
@@ -34,7 +36,7 @@ def url_of(width: int, height: int, seed: int = 0) -> str:
     return f"data:image/png;base64,{data}"
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=thin(ARCHITECTURES, ("qwen2_5_vl", "qwen3_vl_moe")))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen_vl(tmp_path_factory.mktemp("model"), request.param)
 
@@ -131,12 +133,8 @@ def check_native(path: Path, torch_server: RunningServer, settings: dict[str, An
         assert answers == [complete(torch_server, *parts).choices[0].message.content for parts in asked]
 
 
-EACH_WITH_A_FORM = [
-    pytest.param(architecture, form, marks=pytest.mark.slow if "quant" in form and place != turn else ())
-    for place, architecture in enumerate(ARCHITECTURES)
-    for turn, form in enumerate(FORMS)
-]
-"""Each in float32, and each form of few bits with one of them; with the others it is slow."""
+EACH_WITH_A_FORM = thin(product(ARCHITECTURES, FORMS), [("qwen2_5_vl", FORMS[0]), ("qwen3_vl", FORMS[1])])
+"""Each form is quick with one model, int4 with Gemma's below; all of them on these kernels `tests/models` compares."""
 
 
 @pytest.mark.parametrize(("path", "settings"), EACH_WITH_A_FORM, ids=str, indirect=["path"])
@@ -188,6 +186,6 @@ def test_gemma_answers_and_counts(gemma_server: RunningServer) -> None:
     assert len(answers) > 1
 
 
-@pytest.mark.parametrize("settings", [*FORMS[:2], pytest.param(FORMS[2], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("settings", thin(FORMS, FORMS[2:]), ids=str)
 def test_the_native_kernels_serve_gemma(settings: dict[str, Any], gemma: Path, gemma_server: RunningServer) -> None:
     check_native(gemma, gemma_server, settings)

@@ -36,6 +36,7 @@ from cloister.text import Tokenizer
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import InvalidRequestError
 from tests.server.running_server import INFO, RunningServer, make_gate, serving
+from tests.thinning import thin
 from tests.vision_factory import NUM_TOKENS, encode_picture, make_picture, make_vision_model
 
 PNG = encode_picture(make_picture(70, 40, 1))
@@ -201,7 +202,11 @@ BAD: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+DECODED_TOO = ("header cut off", "a bomb under Pillow's limit", "a bomb between Pillow's limits", "text", "nothing")
+"""Whose like is among the others, and which a process of its own finds out."""
+
+
+@pytest.mark.parametrize("name", thin(BAD, [name for name in BAD if name not in DECODED_TOO]))
 def test_a_bad_image_is_refused_in_one_line(name: str, server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     url, says = BAD[name]
     with caplog.at_level(logging.DEBUG, "cloister"):

@@ -18,6 +18,7 @@ import pytest
 from cloister.server.serve import address_of, bind
 from cloister.types.errors import ConfigError
 from tests.server.running_server import MODEL
+from tests.thinning import thin
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,7 @@ def wait_until_running(url: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", thin([signal.SIGTERM, signal.SIGINT], 1))
 def test_a_signal_lets_running_requests_end_and_exits_with_0(model_path, number):
     with process(model_path) as running:
         url = url_of(running)
@@ -77,7 +78,7 @@ def test_a_signal_lets_running_requests_end_and_exits_with_0(model_path, number)
         assert running.stdout.read() == ""
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", thin([True, False], 1))
 def test_what_does_not_end_in_time_is_ended_with_a_reply(model_path, stream):
     with process(model_path, step_s=0.1, drain_s=0.3) as running:
         url = url_of(running)

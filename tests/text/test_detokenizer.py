@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloister.text import Detokenizer
+from tests.thinning import examples
 
 unicode_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 mixed_text = st.one_of(unicode_text, st.text(alphabet=" ▁aé東😀\n<>|the", max_size=40))
@@ -18,7 +19,7 @@ def stream(tokenizer, ids, cut=1, **options):
     return [*pieces, detokenizer.flush()]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=mixed_text, cut=st.integers(1, 4))
 def test_byte_level_text_comes_back_whole(byte_level, text, cut):
     ids = byte_level.encode(text, parse_special=False)
@@ -27,7 +28,7 @@ def test_byte_level_text_comes_back_whole(byte_level, text, cut):
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_random_byte_level_tokens_decode_as_the_library_says(byte_level, data, skip):
     ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 3), max_size=30))
@@ -35,7 +36,7 @@ def test_random_byte_level_tokens_decode_as_the_library_says(byte_level, data, s
     assert "".join(stream(byte_level, ids, skip_special_tokens=skip)) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 @pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
 def test_a_token_pushed_alone_has_the_text_that_it_has_in_a_list(kind, data, skip, request):
@@ -47,7 +48,7 @@ def test_a_token_pushed_alone_has_the_text_that_it_has_in_a_list(kind, data, ski
     assert alone.flush() == listed.flush()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=mixed_text, cut=st.integers(1, 4))
 def test_sentence_piece_text_comes_back_whole(sentence_piece, text, cut):
     text = text.replace("▁", "_")  # which is a space to SentencePiece
@@ -55,7 +56,7 @@ def test_sentence_piece_text_comes_back_whole(sentence_piece, text, cut):
     assert "".join(stream(sentence_piece, ids, cut)) == text == sentence_piece._tokenizer.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_random_sentence_piece_tokens_decode_as_the_library_says(sentence_piece, data):
     """Byte tokens stand in whole characters here; the library turns a whole run of them to U+FFFD if any is wrong."""

@@ -18,6 +18,7 @@ from cloister.text import Tokenizer as OurTokenizer
 from cloister.text.spelling import SPLITS, ByteLevelSpelling
 from cloister.types.errors import ModelError
 from tests.text import models
+from tests.thinning import examples
 
 TEXTS = (
     *models.CORPUS,
@@ -175,7 +176,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[OurTokenizer, 
     return [(OurTokenizer(to_gguf(path)), OurTokenizer(path)) for path in paths]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=st.text(st.sampled_from("aeht<s>/ \n\té東'7.▁") | st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_any_text_becomes_the_tokens_of_the_original(pairs: list[tuple[OurTokenizer, OurTokenizer]], text: str) -> None:
     for ours, theirs in pairs:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cloister.text import Tokenizer
 from cloister.types.errors import ModelError
 from tests.text.models import CORPUS
+from tests.thinning import examples
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the library's wrapper has types without a module
@@ -90,7 +91,7 @@ def test_every_text_becomes_the_pieces_that_the_library_makes(both):
             assert ours.encode(text) == theirs.encode(text), text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=st.text(st.sampled_from("ab elrstw  <sep>\n\n12é日①ﬁ▁"), max_size=30))
 def test_any_text_becomes_the_pieces_that_the_library_makes(both, text):
     ours, theirs = both

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cloister.text import StopStrings
 from cloister.types.errors import InvalidRequestError
+from tests.thinning import examples
 
 texts = st.text(alphabet="ab\n", max_size=30)
 stops = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4)
@@ -36,7 +37,7 @@ def stream(pieces, stops, include_stop):
     return emitted + watcher.flush(), None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=texts, stops=stops, cuts=st.lists(st.integers(0, 30)), include_stop=st.booleans())
 def test_any_pieces_give_what_a_search_finds(text, stops, cuts, include_stop):
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
@@ -44,7 +45,7 @@ def test_any_pieces_give_what_a_search_finds(text, stops, cuts, include_stop):
     assert stream(pieces, stops, include_stop) == search(text, stops, include_stop)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=texts, stops=stops)
 def test_no_more_is_held_back_than_may_begin_a_stop_string(text, stops):
     watcher = StopStrings(stops)

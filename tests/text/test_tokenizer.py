@@ -17,6 +17,7 @@ from cloister.text import Tokenizer
 from cloister.text.tokenizer import MARK
 from cloister.types.errors import InvalidRequestError, ModelError
 from tests.text import models
+from tests.thinning import examples
 
 
 @pytest.fixture(params=["byte_level", "sentence_piece", "unigram"])
@@ -63,7 +64,7 @@ def test_vocab_size_covers_every_id(tokenizer):
     assert tokenizer.vocab_size == max(ids) + 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(byte_level, text):
     ids = byte_level.encode(text, parse_special=False)

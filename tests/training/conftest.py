@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from training.corpus import folder_source
-from training.recipe import Recipe
+from training.recipe import STAGES, Recipe
 from training.scale import TINY
 
 SENTENCE = "Page {i} is about the number {i}: it is followed by {j}, and the word for today is {word}.\n\n"
@@ -31,3 +31,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(texts: Path, tmp_path: Path) -> Recipe:
     return Recipe(folder_source(texts), TINY, tmp_path / "work", tmp_path / "models")
+
+
+@pytest.fixture(scope="module")
+def finished(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """A recipe whose every stage has run, for tests that change none of its files."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = Recipe(folder_source(texts), TINY, folder / "work", folder / "models")
+    recipe.run(tuple(STAGES))
+    return recipe

@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tests.thinning import examples
 from training.chat import TEMPLATE, Chat, Encoded, TemplateError, encode_chat, render
 from training.tokenizer import CALL_TOKENS, CONTROL_TOKENS, train_tokenizer
 
@@ -113,7 +114,7 @@ def test_calls_survive_where_control_tokens_are_skipped(tokenizer: Tokenizer) ->
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<tool_call>{}</tool_call>"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=st.text(max_size=60))
 def test_any_text_comes_back_from_its_tokens(text: str) -> None:
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "cloister-5m" / "tokenizer.json"))

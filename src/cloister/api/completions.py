@@ -1,4 +1,4 @@
-"""What became of a prompt."""
+"""The results of a prompt: answers, progress while they are generated, and their inputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class Completion:
-    """What became of one prompt.
+    """The answers to one prompt.
 
     Attributes:
         outputs: n answers, by index.

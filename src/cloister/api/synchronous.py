@@ -1,4 +1,4 @@
-"""`LLM`: the same without an event loop of your own."""
+"""`LLM`: a model and its engine in a thread, for a program without an event loop."""
 
 from __future__ import annotations
 

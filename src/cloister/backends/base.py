@@ -253,7 +253,7 @@ class Capability(Flag):
 
 
 class Wants(msgspec.Struct, frozen=True):
-    """What one step shall bring, beside the KV that it writes. Rows are those of `ForwardBatch.logit_rows`.
+    """The outputs that a step is asked for, beside the KV that it writes. Rows are those of `ForwardBatch.logit_rows`.
 
     A step brings logits, or chooses tokens and keeps its logits to itself: one of `logits`, `greedy` and `sampling`, or none.
 
@@ -307,7 +307,7 @@ KV_ONLY = Wants()
 
 
 class StepOutput(msgspec.Struct):
-    """What a step brought: arrays of no rows for what nobody wanted.
+    """The outputs of a step: arrays without rows for those that were not asked for.
 
     Attributes:
         logits: [num_rows, vocab] float32.
@@ -475,7 +475,7 @@ class ImageEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """What a program will take, in bytes.
+    """The memory that a program needs, in bytes.
 
     Attributes:
         kv_block_bytes: of one block in every layer.

@@ -1,6 +1,6 @@
-"""Times of calls, taken from outside: a method is replaced by one that looks at the clock, and put back afterwards.
+"""Profiles calls from outside: a method is replaced by one that measures its time, and put back afterwards.
 
-What nobody watches runs as it always did, at no cost.
+Other calls cost nothing more.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _take(outputs: Outputs, run: Drive, listeners: Sequence[Listener]) -> None:
 
 @dataclass(slots=True)
 class _Answer:
-    """What a client has seen of one answer."""
+    """One answer as its client sees it."""
 
     deliveries: list[tuple[float, int]] = field(default_factory=list)
     num_cached_tokens: int = 0

@@ -41,6 +41,7 @@ VERBS: Final[Mapping[str, str]] = {
     "monitor": "monitor",
     "bench": GROUP,
     "cluster": GROUP,
+    "plan": GROUP,
     "train": GROUP,
     "datastore": GROUP,
     "policy": GROUP,

@@ -1,28 +1,106 @@
-"""`cloister cluster`: searches for faults that several replicas do not survive."""
+"""`cloister cluster`: the replicas of a server that runs, and a search for faults that several replicas do not survive."""
 
 from __future__ import annotations
 
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from cloister.cli.console import err, leave, make_folder, make_progress, print_line
-from cloister.types.errors import ConfigError
+from cloister.cli.console import err, leave, make_folder, make_progress, print_json, print_line, print_table, wide_console
+from cloister.types.errors import CloisterError, ConfigError
+from cloister.types.text_files import read_text_file
 
 if TYPE_CHECKING:
     from cloister.cluster.virtual.fuzz import SeedTally
 
-app = typer.Typer(help="Search for faults that several replicas do not survive.", no_args_is_help=True)
+app = typer.Typer(help="Show, drain and return replicas; search for faults that they do not survive.", no_args_is_help=True)
 BROKEN: Final = 1
+LOCAL_URL: Final = "http://127.0.0.1:8000"
+TIMEOUT_S: Final = 10.0
+DRAIN_TIMEOUT_S: Final = 75.0
+"""A server gives up a drain after a minute."""
 _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 
+ServerUrl = Annotated[str, typer.Argument(help="Address of the server.", metavar="[URL]")]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="File that holds an operator's API key.", metavar="FILE")]
+ReplicaIndex = Annotated[int, typer.Argument(help="Index of the replica, from 0.", metavar="REPLICA", min=0)]
 
-@app.callback()
-def _group() -> None:
-    """Keeps `fuzz` a verb of its own."""
+
+@app.command()
+def status(
+    url: ServerUrl = LOCAL_URL,
+    api_key_file: ApiKeyFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show role, state and load of each replica of a server."""
+    reply = _ask("GET", url, "/v1/replicas", api_key_file)
+    if as_json:
+        print_json(reply)
+        return
+    replicas = reply["data"]
+    if any(replica["load"] is None for replica in replicas):
+        print_line("the profile shows no load", console=err)
+        print_table(url, ("Replica", "Role", "State"), [(each["replica"], each["role"], each["state"]) for each in replicas])
+        return
+    headers = ("Replica", "Role", "State", "Running", "Waiting", "KV blocks", "Routed", "Moved here", "KV loads", "Slowness")
+    print_table(url, headers, [_row(replica) for replica in replicas], wide_console(120))
+
+
+def _row(replica: dict[str, Any]) -> tuple[object, ...]:
+    load = replica["load"]
+    blocks = f"{load['num_used_blocks']:,} / {load['num_total_blocks']:,}" if load["num_total_blocks"] else "no step yet"
+    now = [replica["replica"], replica["role"], replica["state"], load["num_running"], load["num_waiting"], blocks]
+    so_far = [f"{load[name]:,}" for name in ("num_routed", "num_migrated", "num_kv_loads")]
+    return (*now, *so_far, f"{load['slowness']:.2f}")
+
+
+@app.command()
+def drain(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
+    """Move the requests of a replica to others, and give it no new ones. Exit status 1 if some are left after a minute."""
+    left = _ask("POST", url, f"/v1/replicas/{replica}/drain", api_key_file, DRAIN_TIMEOUT_S)["num_requests"]
+    if left:
+        leave(f"replica {replica} gets no new requests; {left} are left, for which no other one had room", BROKEN)
+    print_line(f"replica {replica} is drained")
+
+
+@app.command("return")
+def give_back(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
+    """Give a drained replica requests again."""
+    _ask("POST", url, f"/v1/replicas/{replica}/return", api_key_file)
+    print_line(f"replica {replica} gets requests again")
+
+
+def _ask(method: str, url: str, path: str, api_key_file: Path | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Returns the reply of a server.
+
+    Raises:
+        ConfigError: no server answers there, or it wants a key.
+        CloisterError: it refuses; the message is the server's.
+    """
+    import httpx
+
+    address = url.rstrip("/").removesuffix("/v1")
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"{url} is no address; give one such as {LOCAL_URL}", param="url")
+    key = None if api_key_file is None else read_text_file(api_key_file, param="api_key_file").strip()
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        reply = httpx.request(method, address + path, headers=headers, timeout=timeout_s)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        raise ConfigError(f"no server answers at {url}; start one with `cloister serve`", param="url") from None
+    if reply.status_code == httpx.codes.UNAUTHORIZED:
+        raise ConfigError(f"the server at {url} asks for an operator's API key; give --api-key-file", param="api_key_file")
+    try:
+        answer: dict[str, Any] = reply.json()
+        if reply.is_success:
+            return answer
+        message = answer["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f"{url} did not answer as a Cloister server does; check the address", param="url") from None
+    raise CloisterError(message)
 
 
 @app.command()

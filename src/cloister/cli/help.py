@@ -252,7 +252,8 @@ CONTENTS: Final[Mapping[str, Mapping[str, str]]] = {
         "keys": "Make, list and remove API keys.",
         "policy": "What each privacy profile allows, mitigates and refuses.",
         "bench": "Measure an engine or a server, with real traces, or the operators of a step.",
-        "cluster": "Search for faults that several replicas do not survive.",
+        "cluster": "Show, drain and return replicas; search for faults that they do not survive.",
+        "plan": "Choose the roles of replicas for a load, predicted in virtual time.",
         "roofline": "Count every operator of a model, in prefill and in decode, and apply the roofline of a chip.",
     },
     "Make models smaller or faster": {

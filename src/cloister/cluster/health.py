@@ -32,6 +32,8 @@ MIN_MEASURED: Final = 3
 PROBE_S: Final = 10.0
 """A slow replica gets one request after this time, which shows whether it is well; then after twice that time, and so on."""
 MAX_PROBE_S: Final = 300.0
+FADE_S: Final = 5.0
+"""Half of what a replica seemed slow by is forgotten in this time without a step: what held it up may be over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,19 @@ class ReplicaSpeeds:
     def slowness(self, index: int) -> float:
         """Returns how many times as long as the others' the steps of a replica take; 1 until enough is known."""
         return self._relate(self._speeds[index])
+
+    def correction(self, index: int, now: float | None = None) -> float:
+        """Returns how many times as long as the steps of all replicas those of one are assumed to take: 1, unless they have
+        taken more than WELL times as long, which no chance explains. `now` lets it fade since the last step.
+
+        Step times of equal replicas differ by chance. One that seems slow for that gets few requests, and so few steps that
+        would show better.
+        """
+        excess = max(1.0, self.slowness(index) / WELL) - 1.0
+        last_s = self._speeds[index].last_s
+        if excess and now is not None and last_s is not None:
+            excess *= 0.5 ** (max(0.0, now - last_s) / FADE_S)
+        return 1.0 + excess
 
     def is_slow(self, index: int) -> bool:
         """Whether a replica gets no requests but probes."""

@@ -23,7 +23,14 @@ from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
 from cloister.cluster.routers import Router
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
-from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, RequestSnapshot, Role
+from cloister.engine.replica_snapshot import (
+    LengthErrors,
+    ReplicaSnapshot,
+    ReplicaState,
+    RequestSnapshot,
+    Role,
+    StepCoefficients,
+)
 from cloister.engine.shadow import Shadow, ShadowState
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
@@ -172,9 +179,10 @@ class ReplicaSet(RequestClient):
         self._moves: dict[str, _Move] = {}
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
-        self._costs = [StepCost() for _ in self._replicas]
+        self._cost = StepCost()
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
+        self._num_kv_loads = [0 for _ in self._replicas]
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[EventListener] = []
         self._stacks = StackClusters()
@@ -288,15 +296,35 @@ class ReplicaSet(RequestClient):
             own,
             num_sequences=sum(request.num_sequences for request in requests),
             num_expected_tokens=0.0 if self._lengths is None else sum(map(self._lengths.remaining, requests)),
+            state=self._state(index, own.state),
             is_accepting=own.is_accepting and index not in self._draining and index not in self._verifier.odd,
             slowness=self._speeds.slowness(index),
             is_slow=self._speeds.is_slow(index),
             num_mismatches=self._verifier.num_mismatches[index],
             num_migrated=self._num_migrated[index],
+            num_kv_loads=self._num_kv_loads[index],
             role=self._roles[index],
-            cost=self._costs[index].coefficients,
+            cost=self._cost_of(index),
             transfer_token_s=self._transfer_token_s[index],
         )
+
+    def _state(self, index: int, own: ReplicaState) -> ReplicaState:
+        """Returns how a replica is, whose engine is `own`."""
+        if own in ("lost", "starting"):
+            return own
+        if index in self._draining:
+            return "draining" if self._replicas[index].num_requests else "drained"
+        if own in ("draining", "stalled"):
+            return own
+        if index in self._verifier.odd:
+            return "suspicious"
+        return "slow" if self._speeds.is_slow(index) else own
+
+    def _cost_of(self, index: int) -> StepCoefficients:
+        """Returns the step times of a replica: those of all, which have equal settings, and longer if it is clearly slower."""
+        factor = self._speeds.correction(index, self._clock.now())
+        per_step, per_token, per_attended, per_read = self._cost.coefficients
+        return per_step * factor, per_token * factor, per_attended * factor, per_read * factor
 
     # Requests
 
@@ -664,7 +692,8 @@ class ReplicaSet(RequestClient):
     def _observe(self, index: int, event: Event) -> None:
         if isinstance(event, Stepped):
             if not event.drafting:
-                self._costs[index].learn(StepSize(event.num_tokens, event.num_attended), event.elapsed_s)
+                elapsed_s = event.elapsed_s / self._speeds.correction(index)
+                self._cost.learn(StepSize(event.num_tokens, event.num_attended), elapsed_s)
             waiters, self._step_waiters[index] = self._step_waiters[index], []
             for waiter in waiters:
                 if not waiter.done():
@@ -686,6 +715,7 @@ class ReplicaSet(RequestClient):
 
     def _note_load(self, index: int, event: KVLoaded) -> None:
         if event.num_bytes and event.num_tokens:
+            self._num_kv_loads[index] += 1
             token_s = event.elapsed_s / event.num_tokens
             before_s = self._transfer_token_s[index] or token_s
             self._transfer_token_s[index] = before_s + TRANSFER_WEIGHT * (token_s - before_s)

@@ -1,4 +1,4 @@
-"""The step loop of one replica, output processing, and one client for an engine in a process, a thread or behind a channel."""
+"""The step loop of one engine, output processing, exchange of KV with other engines, processes, and the front's client."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
-from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, RequestSnapshot
+from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, ReplicaState, RequestSnapshot
 from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
@@ -323,6 +323,19 @@ class EngineClient(RequestClient):
         """Whether requests wait and the engine makes no step."""
         return self._is_open and self._watchdog.is_stalled
 
+    @property
+    def state(self) -> ReplicaState:
+        """How its engine is."""
+        if self._fault is not None:
+            return "lost"
+        if self._is_draining:
+            return "draining"
+        if self.closed is not None or (self._is_resting and self._wanted.is_set()):
+            return "starting"
+        if self._is_resting:
+            return "idle"
+        return "stalled" if self._watchdog.is_stalled else "running"
+
     def snapshot(self, index: int = 0) -> ReplicaSnapshot:
         """Returns the load of its engine, as the replica of this index."""
         step = self._requests.last_step
@@ -330,6 +343,7 @@ class EngineClient(RequestClient):
             index=index,
             is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
             is_idle=self._is_resting,
+            state=self.state,
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
             num_queued=0 if step is None else step.num_waiting,

@@ -1,8 +1,8 @@
-"""KV from and to other engines, between two steps: joins the scheduler's loads and exports, the program's blocks, and the links
-to other engines (decisions/0022).
+"""KV from and to other engines, between two steps: connects the scheduler's loads and exports, the program's blocks, and the
+links to other engines (decisions/0022).
 
-Everything here runs on the engine's thread, and takes a bounded time in each step. What waits for other engines is a link's
-business.
+Everything here runs on the engine's thread, and takes a bounded time in each step. Links wait for other
+engines, in threads of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cloister.types.events import KVSource, PrefetchKV
 
 @dataclass(frozen=True, slots=True)
 class PulledKV:
-    """What has come of a pull.
+    """What a pull has brought so far.
 
     Attributes:
         objects: genuine ones, in the order of their entries.
@@ -35,7 +35,7 @@ class PulledKV:
 
 @dataclass(frozen=True, slots=True)
 class KVDemand:
-    """What another engine wants.
+    """A request of another engine for KV.
 
     Attributes:
         peer: number of its connection.

@@ -8,6 +8,15 @@ from typing import Final, Literal, get_args
 Role = Literal["mixed", "prefill", "decode"]
 """What a replica computes: whole requests, their prompts only, or their answers after the first token."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
+ReplicaState = Literal["lost", "starting", "draining", "drained", "stalled", "suspicious", "slow", "idle", "running"]
+"""How a replica is, of several that apply the first one here:
+
+- lost: its engine died too often and is not started again; starting: its engine is started, or started again;
+- draining, drained: it gets no new requests, and still has some, or none;
+- stalled: requests wait, and its engine makes no step;
+- suspicious: it computed other tokens than two others (`cluster.replay`); slow: as `cluster.health` finds;
+- idle: no engine runs, and a request starts one; running: all is well.
+"""
 StepCoefficients = tuple[float, float, float, float]
 """Seconds (per step, per token, per key attended, per key read) of `scheduler.StepCost`; all zero while unknown."""
 
@@ -20,6 +29,7 @@ class ReplicaSnapshot:
         index: its place among the replicas, from 0.
         is_accepting: it runs or is idle, its queue has room, and it is not drained.
         is_idle: no engine runs, and a request starts one.
+        state: for operators; it decides nothing.
         num_requests: requests that it has, waiting ones included.
         num_waiting: requests without a slot yet.
         num_queued: sequences without a slot after its last step, those that came from other replicas included.
@@ -30,6 +40,7 @@ class ReplicaSnapshot:
         num_used_blocks, num_total_blocks: KV blocks after its last step; 0 before the first one.
         num_routed: requests that it was given so far.
         num_migrated: requests among those that were moved to it while they ran.
+        num_kv_loads: how often KV came to it from another replica; in several rounds for a request that ran.
         capacity: its speed relative to the others.
         role: what it computes.
         cost: the times of its steps.
@@ -42,6 +53,7 @@ class ReplicaSnapshot:
     index: int
     is_accepting: bool = True
     is_idle: bool = False
+    state: ReplicaState = "running"
     num_requests: int = 0
     num_waiting: int = 0
     num_queued: int = 0
@@ -53,6 +65,7 @@ class ReplicaSnapshot:
     num_total_blocks: int = 0
     num_routed: int = 0
     num_migrated: int = 0
+    num_kv_loads: int = 0
     capacity: float = 1.0
     role: Role = "mixed"
     cost: StepCoefficients = (0.0, 0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Starts the engine's process: as a separate program, or through the starter in a sealed node."""
+"""Makes the clients of engines: of one, or of replicas, here or on other machines; and starts a sealed node's processes."""
 
 from __future__ import annotations
 

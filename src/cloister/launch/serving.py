@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from cloister.launch.processes import close_front
 from cloister.launch.sealed import open_node
 from cloister.launch.settings import Settings
-from cloister.launch.site import build_gate, open_plain, open_rotation
+from cloister.launch.site import build_gate, open_model_switcher, open_plain
 from cloister.policy import is_loopback
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError
@@ -46,7 +46,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     Raises:
         CloisterError: a setting cannot be used or the model does not fit; the message says what to do.
     """
-    from cloister.server.serve import serve as serve_site
+    from cloister.server.serve import serve as run_server
 
     check_attesting(settings.server.config)
     gate = build_gate(settings)
@@ -55,11 +55,11 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     set_up_logging(settings.server.config.log_format)
     if is_readable_on_the_way(settings.server.config):
         announce(READABLE)
-    open_site = open_rotation if settings.models else open_node if settings.server.config.sealed else open_plain
+    open_server = open_model_switcher if settings.models else open_node if settings.server.config.sealed else open_plain
 
-    async def open_closed_site() -> ServerApp:
-        server_app = await open_site(settings, gate, announce)
+    async def open_and_lock_down() -> ServerApp:
+        server_app = await open_server(settings, gate, announce)
         close_front()
         return server_app
 
-    return serve_site(settings.server.config, open_closed_site, announce)
+    return run_server(settings.server.config, open_and_lock_down, announce)

@@ -1,4 +1,4 @@
-"""Servers of one model, and of several that take turns in memory: engine, access control, startup messages."""
+"""Builds the server of one model, or of several, one of them in memory at a time: engine, access control, startup messages."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     return ServerApp(app, engine, reread_sources(settings, gate), close, engine.fault)
 
 
-async def open_rotation(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
+async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the first of several models, and the front that routes requests by model name."""
     from cloister.server.app import request_log, surround
     from cloister.server.calls import HttpCalls

@@ -60,7 +60,7 @@ _MOST_RANK: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What an adapter's config says.
+    """The settings in an adapter's config.
 
     Attributes:
         rank: inner size of its updates.

@@ -1,4 +1,4 @@
-"""From an image to what a vision tower reads, as the model's processor config says and transformers computes it.
+"""Converts an image to the inputs of a vision tower, by the model's processor config, as transformers does.
 
 Resizing and cutting are done here, on bytes; the tower normalises them (`VisionSpec.mean`, `std`). Pillow is imported when the
 first image comes: the package starts without it.

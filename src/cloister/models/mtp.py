@@ -27,7 +27,7 @@ _REMEDY: Final = "download the checkpoint again, or choose another drafter than 
 
 @dataclass(frozen=True, slots=True)
 class MtpLayers:
-    """What a checkpoint holds of such layers, unread.
+    """Such layers in a checkpoint, before their weights are read.
 
     Attributes:
         tensors: by their stored names; empty where the checkpoint has none.

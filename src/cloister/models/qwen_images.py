@@ -1,4 +1,4 @@
-"""How Qwen2-VL and the models after it take images: as they are, resized to whole tokens within bounds of pixels."""
+"""Image processing of Qwen2-VL and later Qwen models: images keep their shape and are resized to whole tokens within limits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The programs of the private cloud as ASGI apps: relay, gateway, node, issuer."""
+"""The programs of the private cloud as ASGI apps: relay, gateway, node, issuer, witness."""

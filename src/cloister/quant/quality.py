@@ -21,7 +21,7 @@ _LOGIT_ROWS = 128  # rows of logits at once; a vocabulary is wide
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """What a model made of a text.
+    """The scores of a model on a text.
 
     Attributes:
         losses: [num_windows, length - 1] float32, minus the log-probability of each token but the first, in nats.

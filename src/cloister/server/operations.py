@@ -37,7 +37,7 @@ from cloister.server.routes.models import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.pdf import PdfForm, PdfText
 from cloister.server.routes.policy import PolicyReport
-from cloister.server.routes.replicas import DrainedReplica, ReturnedReplica
+from cloister.server.routes.replicas import DrainedReplica, ReplicaList, ReturnedReplica
 from cloister.server.routes.responses import DeletedResponse
 from cloister.server.routes.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 from cloister.server.schemas import ChatBody, CompletionBody
@@ -264,6 +264,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/v1/models/{model_id}", _SERVER, "Describe one model", answer=Model, errors=(404,)),
     Operation("POST", "/v1/load_lora_adapter", _SERVER, "Load a LoRA adapter", LoadBody, Model),
     Operation("POST", "/v1/unload_lora_adapter", _SERVER, "Unload a LoRA adapter", UnloadBody, Unloaded),
+    Operation("GET", "/v1/replicas", _SERVER, "List the replicas for an operator", answer=ReplicaList),
     Operation("POST", "/v1/replicas/{index}/drain", _SERVER, "Drain a replica", answer=DrainedReplica),
     Operation("POST", "/v1/replicas/{index}/return", _SERVER, "Give a replica requests again", answer=ReturnedReplica),
     Operation("GET", "/v1/policy", _SERVER, "Show the active privacy profile", answer=PolicyReport, is_open=True),

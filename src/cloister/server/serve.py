@@ -197,7 +197,7 @@ def _on_signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterato
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to the address and does not listen yet.
+    """Returns a socket that is bound to the address and listens; no connection is accepted yet.
 
     Raises:
         ConfigError: there is no such address here, or it is in use.

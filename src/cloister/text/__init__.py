@@ -1,6 +1,6 @@
 """Text in and out: tokenizers, chat templates, incremental detokenization, stop strings, tool calls, grammars.
 
-The package imports lazily, so that who wants stop strings alone does not load the tokenizers library or jinja2.
+The package imports lazily: stop strings alone load neither the tokenizers library nor jinja2.
 """
 
 from __future__ import annotations

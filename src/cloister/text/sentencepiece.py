@@ -32,7 +32,7 @@ Message = dict[int, Value]
 
 
 class PieceKind(IntEnum):
-    """What a piece is."""
+    """The kinds of pieces."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -62,7 +62,7 @@ class SentencePiece:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceFile:
-    """What a model file says.
+    """The contents of a model file.
 
     Attributes:
         byte_fallback: letters without a piece become byte pieces.

@@ -1,4 +1,4 @@
-"""How a vocabulary spells bytes, its added tokens, pre-tokenization, and what a tokenizer puts around a text."""
+"""The parts of a tokenizer.json that depend on the vocabulary: byte encoding, pre-tokenization, added and special tokens."""
 
 from __future__ import annotations
 

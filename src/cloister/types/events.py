@@ -118,7 +118,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     drafting: tuple[Drafting, ...] = ()
     """By drafter; only active ones."""
     gained_s: float = 0.0
-    """Time that steps without drafts would have taken for the accepted drafts (`engine.core.weigh`)."""
+    """Time that steps without drafts would have taken for the accepted drafts (`engine.drafting.weigh`)."""
     spent_s: float = 0.0
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
 

@@ -15,6 +15,7 @@ from cloister.executor.drafters.spec_infer import SpecInferDrafter
 from cloister.executor.state import BatchState
 from tests.executor.drafters.block_world import BlockWorld
 from tests.executor.drafters.small_models import RandomModel, make_context
+from tests.thinning import cover
 
 MODELS: list[DraftModel] = [RandomModel(0), RandomModel(1)]
 MAKERS: dict[str, Callable[[BatchState], Drafter]] = {
@@ -36,8 +37,7 @@ def live_long(kind: str) -> None:
         live(kind, seed)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("kind", "seed"), cover(MAKERS, range(3)))
 def test_drafts_are_those_of_a_drafter_that_saw_nothing_before(kind: str, seed: int) -> None:
     assert live(kind, seed).num_checked > 20
 

@@ -25,6 +25,7 @@ from cloister.executor.drafters.lookahead import (
 )
 from cloister.executor.state import SequenceState
 from tests.executor.drafters.answering import Sequences, ask_for, context_for, known, parents_of, walk
+from tests.thinning import examples
 
 Model = Callable[[int, int], int]
 """From a token and its position to the next token."""
@@ -65,7 +66,7 @@ def test_the_window_finds_what_no_text_before_it_says() -> None:
 
 
 @given(st.integers(1, MAX_DRAFTS), st.lists(st.integers(1, MAX_DRAFTS), min_size=1, max_size=12), st.integers(2, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_number_of_drafts_may_be_asked_for_at_any_time(first: int, others: list[int], period: int) -> None:
     drafter, state = LookaheadDrafter(4), known([0, 1])
     for num_drafts in (first, *others):
@@ -122,7 +123,7 @@ def test_the_texts_own_ngrams_are_verified_first() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 1 + NUM_SLOTS]), st.integers(0, 5)), max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_pool_keeps_the_latest_ngrams_of_each_token(puts: list[tuple[int, int]]) -> None:
     pool, expected = NgramPool(), dict[int, tuple[int, list[list[int]]]]()
     for first, kind in puts:

@@ -13,6 +13,7 @@ from cloister.executor.drafters import DRAFTERS
 from cloister.executor.drafters.ngram import MATCH_RATES, MAX_DRAFTS, NgramDrafter
 from cloister.executor.drafters.occurrences import MAX_LENGTH, NUM_KEPT, NUM_TRIED, ORDERS, Occurrences
 from tests.executor.drafters.answering import answer_with, ask_for, context_for, known, parents_of, walk
+from tests.thinning import examples
 
 Pieces = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=90), min_size=1, max_size=6)
 
@@ -29,7 +30,7 @@ def search(tokens: list[int]) -> dict[int, int]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(Pieces)
 def test_matches_are_those_that_a_plain_search_finds(pieces: list[list[int]]) -> None:
     occurrences, tokens = Occurrences(), array("i")
@@ -49,7 +50,7 @@ def test_matches_are_those_that_a_plain_search_finds(pieces: list[list[int]]) ->
 
 
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=400), st.integers(1, 60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_index_that_grows_token_by_token_is_the_one_built_at_once(tokens: list[int], size: int) -> None:
     growing = Occurrences()
     for end in range(size, len(tokens), size):

@@ -24,6 +24,7 @@ from cloister.executor.drafters.recycling import (
 from cloister.executor.drafters.token_trees import grow_shape
 from cloister.executor.state import SequenceState
 from tests.executor.drafters.answering import Sequences, ask_for, context_for, known, parents_of, walk
+from tests.thinning import examples
 
 
 def saw(
@@ -35,7 +36,7 @@ def saw(
     return VerifyFeedback(state, start, draft or Draft([]), path, rows[:, 0].copy(), top=rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 1 + NUM_SLOTS, 2 + NUM_SLOTS]), max_size=200))
 def test_a_text_is_read_as_a_loop_over_its_pairs_would(tokens: list[int]) -> None:
     adjacency, followers, owners = Adjacency(), dict[int, list[int]](), dict[int, int]()
@@ -77,7 +78,7 @@ def test_the_prompt_itself_is_what_an_unheard_sequence_drafts_from() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=60), st.integers(1, MAX_DRAFTS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_prefix_of_the_shape_can_be_asked_for(tokens: list[int], num_drafts: int) -> None:
     drafter = RecyclingDrafter(4)
     shape = RecyclingDrafter.shape

@@ -20,6 +20,7 @@ from cloister.models.generation import digest_tokenizer
 from cloister.text import Tokenizer
 from cloister.types.errors import CloisterError, ConfigError
 from tests.executor.drafters.answering import VOCAB, answer_with, ask_for, context_for, known, parents_of, walk
+from tests.thinning import examples
 
 Documents = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=40), min_size=1, max_size=8)
 
@@ -48,7 +49,7 @@ def search(documents: Sequence[Sequence[int]], pattern: Sequence[int]) -> list[l
 
 @pytest.mark.parametrize("num_ids", [5, 1 << 17])
 @given(Documents, st.lists(st.integers(0, 4), min_size=1, max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_is_found_is_what_a_plain_search_finds(
     store_path: Path, num_ids: int, documents: list[list[int]], pattern: list[int]
 ) -> None:
@@ -62,7 +63,7 @@ def test_what_is_found_is_what_a_plain_search_finds(
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=120), st.sampled_from([16, 32]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_suffixes_are_in_the_order_of_their_tokens(tokens: list[int], bits: int) -> None:
     order = sort_suffixes(np.array([*tokens, (1 << bits) - 1], np.uint32), bits=bits)
     whole = [*tokens, (1 << bits) - 1]
@@ -70,7 +71,7 @@ def test_suffixes_are_in_the_order_of_their_tokens(tokens: list[int], bits: int)
 
 
 @given(Documents, st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(1, 12))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_draft_continues_the_longest_suffix_that_the_datastore_has(
     store_path: Path, documents: list[list[int]], tokens: list[int], num_drafts: int
 ) -> None:

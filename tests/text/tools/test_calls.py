@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cloister.text.answer_parser import REASONINGS, AnswerForm, AnswerParser, detect_reasoning
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Reasoning, Text
 from cloister.text.tools import FAMILIES, Tool, detect_family
+from tests.thinning import examples
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS = {tool.name: tool for tool in (Tool("weather", CITY, "Weather of a city"), Tool("now", {"type": "object"}))}
@@ -116,7 +117,7 @@ TEXTS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_no_cut_anywhere_changes_what_is_found(data):
     family, text = data.draw(st.sampled_from(TEXTS))
@@ -138,7 +139,7 @@ WORDS += ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", '<minimax:tool_
 WORDS += ["</tool_call>", '{"name": "now", "parameters": {}}', "<function=now>", "<｜tool▁calls▁begin｜>"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(list(TWO_CALLS)), st.lists(st.sampled_from(WORDS)))
 def test_whatever_a_model_writes_gives_an_answer_and_no_letter_of_text_is_lost(family, words):
     text = "".join(words)

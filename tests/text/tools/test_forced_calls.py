@@ -15,6 +15,7 @@ from cloister.text.tools import FAMILIES, Tool
 from cloister.text.tools.base import literal
 from cloister.types.request import Grammar, GrammarKind
 from tests.text import models
+from tests.thinning import cover
 
 WEATHER = {
     "type": "object",
@@ -31,7 +32,7 @@ PING = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [Tool("weather", WEATHER), Tool("ping.host-2", PING)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["text marks", "control marks"])
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     """A tokenizer in which the families' marks are letters, or control tokens."""
     config = {}
@@ -75,8 +76,9 @@ def spell_for(tokenizer):
     return spell
 
 
-@pytest.mark.parametrize("is_one", [True, False], ids=["one", "several"])
-@pytest.mark.parametrize("family", FAMILIES.names())
+@pytest.mark.parametrize(
+    ("model", "family", "is_one"), cover([False, True], FAMILIES.names(), [True, False]), indirect=["model"]
+)
 def test_whatever_is_chosen_under_the_grammar_is_calls_that_follow_their_schemas(model, family, is_one):
     source = FAMILIES.get(family).grammar(TOOLS, spell_for(model[0]), is_one=is_one)
     chance = random.Random(f"{family} {is_one}")

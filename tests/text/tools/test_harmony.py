@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cloister.text.answer_parser import REASONINGS, AnswerForm, AnswerParser
 from cloister.text.parts import Arguments, CallBegun, CallEnded, ParsedOutput, Part, Reasoning, Text
 from cloister.text.tools import FAMILIES, Tool
+from tests.thinning import examples
 
 TOOLS = {name: Tool(name, {"type": "object"}) for name in ("weather", "now")}
 CITY = '{"city": "Oslo"}'
@@ -68,7 +69,7 @@ def test_channels_are_told_apart(text: str) -> None:
     assert gathered(parse(*text)) == SAMPLES[text]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_no_cut_anywhere_changes_what_is_found(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([*SAMPLES])) + data.draw(st.sampled_from(["", " x", "<|end|>", "<|start|>assistant"]))
@@ -84,7 +85,7 @@ WORDS = ["<|channel|>", "<|message|>", "analysis", "final", "<|end|>", "<|start|
 WORDS += ["commentary to=functions.now ", "<|constrain|>json"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.sampled_from(WORDS), max_size=12))
 def test_nothing_that_a_model_may_write_breaks_the_reader_or_comes_twice(words: list[str]) -> None:
     text, reasoning, calls = gathered(parse("".join(words)))

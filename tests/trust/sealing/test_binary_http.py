@@ -26,6 +26,7 @@ from cloister.trust.sealing import (
     encode_response,
 )
 from cloister.trust.sealing.messages import MAX_VARINT, decode_varint, encode_varint, varint_bytes
+from tests.thinning import examples
 
 EXAMPLES = {
     example["anchor"]: bytes.fromhex(example["value"])
@@ -189,7 +190,7 @@ def test_content_is_handed_on_before_its_chunk_is_whole() -> None:
     assert reader.close() == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(requests, st.integers(1, 50), st.integers(0, 300))
 def test_requests_come_back_as_they_were(request: HttpRequest, size: int, padded_to: int) -> None:
     assert decode_request(encode_request(request, padded_to=padded_to)) == request
@@ -200,14 +201,14 @@ def test_requests_come_back_as_they_were(request: HttpRequest, size: int, padded
         assert b"".join(part.data for part in parts if isinstance(part, Content)) == request.content
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(responses)
 def test_responses_come_back_as_they_were(response: HttpResponse) -> None:
     assert decode_response(encode_response(response)) == response
     assert decode_response(write(response)) == response
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 3), st.binary(max_size=80), st.integers(1, 80))
 def test_noise_is_read_or_refused_alike_however_it_is_cut(form: int, noise: bytes, size: int) -> None:
     outcomes = []

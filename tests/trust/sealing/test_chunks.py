@@ -32,6 +32,7 @@ from cloister.trust.sealing import (
     seal_response,
 )
 from cloister.trust.sealing.messages import decode_varint, encode_varint, varint_bytes
+from tests.thinning import examples
 
 PIECES = [b"first", b"second", b"third", b"fourth"]
 
@@ -91,7 +92,7 @@ def open_sealed_response(client: OhttpContext, sealed: bytes) -> bytes:
     return b"".join([*opener.feed(sealed), opener.close()])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.binary(max_size=400), max_size=5), st.binary(max_size=3 * MAX_CHUNK_BYTES), st.integers(1, 4000))
 def test_messages_come_back_as_they_were_however_they_are_cut(pieces: list[bytes], end: bytes, size: int) -> None:
     receiver = make_receiver()
@@ -262,7 +263,7 @@ def test_every_failure_is_the_same_error_and_says_nothing_about_its_cause(change
     assert open_whole(receiver, sealed), "a failed copy does not use the request up"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_noise_is_refused_and_never_more_than_refused(noise: bytes, size: int) -> None:
     receiver = make_receiver()

@@ -19,6 +19,7 @@ from cloister.trust.sealing import (
 )
 from cloister.trust.shape import SHAPES, BinaryHttpShaper, Frame, Shaper, TrafficShape, find_edge
 from cloister.trust.shape.binary_http import PADDING_FIELD, PROCESSING
+from tests.thinning import examples
 
 PRIVATE, PARANOID = SHAPES[Profile.PRIVATE], SHAPES[Profile.PARANOID]
 assert PRIVATE is not None
@@ -142,7 +143,7 @@ def test_an_answer_that_failed_lacks_its_end(shape: TrafficShape, head: Response
         read(frames)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.binary(max_size=1200).map(lambda b: b.replace(b"\n", b" ").replace(b":", b" ")), min_size=1, max_size=6),
     st.integers(0, 900),

@@ -27,6 +27,7 @@ from cloister.trust.transparency.note import Kind, PrivateKey
 from cloister.trust.transparency.refusal import Reason, TransparencyError
 from cloister.trust.transparency.tiles import ENTRIES, LogReader, Tile, bundles_between, grow, tile_nodes, unpack_entries
 from cloister.types.errors import ConfigError
+from tests.thinning import examples
 
 KEY = PrivateKey.generate("log.example", Kind.NOTE)
 
@@ -96,7 +97,7 @@ def test_proofs_from_tiles_alone_hold_under_every_checkpoint(tmp_path: Path) -> 
     assert reader.resource("tile/0/000.p/3") == (b"".join(leaves[:3]), "application/octet-stream")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.data())
 def test_a_log_grown_in_any_steps_is_the_same_log(tmp_path_factory: Any, steps: list[int], data: st.DataObject) -> None:
     log = make_log(tmp_path_factory.mktemp("log") / "log")

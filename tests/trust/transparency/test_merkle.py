@@ -25,6 +25,7 @@ from cloister.trust.transparency.merkle import (
     verify_inclusion,
 )
 from cloister.trust.transparency.refusal import TransparencyError
+from tests.thinning import examples
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "transparency"
 LEAVES = [hash_leaf(str(n).encode()) for n in range(600)]
@@ -92,7 +93,7 @@ def test_every_proof_of_every_small_tree_holds_and_no_other_leaf_or_tree_takes_i
                         verify_consistency(other, size, roots[old], roots[size], proof)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SIZES, st.data())
 def test_proofs_of_trees_of_any_size_hold_until_one_bit_is_changed(size: int, data: st.DataObject) -> None:
     root = make_root(NODES, size)
@@ -116,7 +117,7 @@ def flip(proof: tuple[bytes, ...], part: int, bit: int) -> tuple[bytes, ...]:
     return (*proof[:part], bytes(changed), *proof[part + 1 :])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SIZES, SIZES)
 def test_who_reads_every_new_leaf_knows_the_new_root(one: int, other: int) -> None:
     old, new = sorted((one, other))

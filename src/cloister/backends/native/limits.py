@@ -1,4 +1,4 @@
-"""What of a spec the native kernels compute; the torch back end computes all of it."""
+"""Checks whether the native kernels can compute a decoder; the torch back end computes all of them."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class PackedModel:
 
 
 def matrices_of(spec: DecoderSpec) -> Iterator[MatrixParts]:
-    """Yields what a decoder's packed matrices are made of."""
+    """Yields the parts of a decoder's packed matrices."""
     yield MatrixParts("merge", ("merge",)) if spec.merges_hidden else MatrixParts("embedding", ("embed",))
     if spec.position_embeddings:
         yield MatrixParts("positions", ("positions",))

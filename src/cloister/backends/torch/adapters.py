@@ -1,4 +1,4 @@
-"""Low-rank adapters in torch: what a step's rows add to the products that their adapters change.
+"""Low-rank adapters in torch: the products that a step's rows add for their adapters.
 
 The rows of one adapter are gathered, padded to whole tiles and multiplied by A and then by B, so that a row's bits do not
 depend on how many others have its adapter (batch invariance); rows without one are not touched.

@@ -134,7 +134,7 @@ class SelfAttention:
 
 
 class DecoderLayer:
-    """One block of the decoder, all but what mixes tokens: what is computed row by row.
+    """One block of the decoder without its token mixer: everything that is computed row by row.
 
     Attributes:
         attention: None where the layer has none.

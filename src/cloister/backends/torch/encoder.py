@@ -54,7 +54,7 @@ IdArray = npt.NDArray[np.int64]
 
 
 def encoder_need(spec: EncoderSpec, weights: Weights, dtype: torch.dtype, *, block_size: int, num_threads: int) -> MemoryNeed:
-    """Says what a program will take (`backends.base.Backend.need`)."""
+    """Returns the memory that a program needs (`backends.base.Backend.need`)."""
     mapped = {"positions.weight", "embed.weight"}
     held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
     widest = max(3 * widest_feed_forward(layer.mlp) for layer in spec.layers)

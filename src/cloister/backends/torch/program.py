@@ -58,7 +58,7 @@ from cloister.types.images import ImageTile
 
 
 def record(program: object, module: ModuleType, layers: Iterable[DecoderLayer]) -> AbstractContextManager[list[OperatorSpan]]:
-    """Records a program's calls (`backends.base.Recording`).
+    """Records a program's calls (`backends.base.Program.record`).
 
     Args:
         module: where the program finds `attend`; every program of the process finds it there.
@@ -454,5 +454,5 @@ def kv_layer(spec: AnyAttentionSpec, number: int) -> int:
 
 
 def work_shape(spec: AnyAttentionSpec) -> AttentionShape:
-    """Returns what of a layer decides the order of work in attention."""
+    """Returns the properties of a layer that decide the order of work in attention."""
     return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.window, isinstance(spec, AttentionSpec) and spec.chunked)

@@ -33,7 +33,7 @@ Positions = TypeVar("Positions", int, npt.NDArray[np.int32])
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What of an attention layer decides the order of work."""
+    """The properties of an attention layer that decide the order of work."""
 
     num_heads: int
     num_kv_heads: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol
 
@@ -107,6 +107,15 @@ def leave_out_busy(replicas: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]
     idlest = least_loaded(replicas)
     most = MAX_IMBALANCE * idlest.num_requests / idlest.capacity + SLACK
     return [replica for replica in replicas if replica.num_requests / replica.capacity <= most]
+
+
+def draw_least(
+    replicas: Sequence[ReplicaSnapshot], key: Callable[[ReplicaSnapshot], tuple[float, ...]], draw: random.Random
+) -> ReplicaSnapshot:
+    """Draws one of the replicas whose key is least: routers that see the same would otherwise all choose the first one."""
+    keys = [key(replica) for replica in replicas]
+    least = min(keys)
+    return draw.choice([replica for replica, own in zip(replicas, keys, strict=True) if own == least])
 
 
 def least_loaded(replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, leave_out_busy, load_of
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, draw_least, leave_out_busy, load_of
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.request import Request
 
@@ -25,9 +25,7 @@ class LeastWork(Router):
         self._draw = context.draw
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
-        free = leave_out_busy(replicas)
-        least = min(map(_work_of, free))
-        return self._draw.choice([replica.index for replica in free if _work_of(replica) == least])
+        return draw_least(leave_out_busy(replicas), _work_of, self._draw).index
 
 
 def _work_of(replica: ReplicaSnapshot) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, least_loaded, leave_out_busy
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, draw_least, leave_out_busy, load_of
 from cloister.cluster.routers.cached_prompts import CachedPrompts
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.request import Request
@@ -15,7 +15,8 @@ from cloister.types.scope import ScopeKind
 @ROUTERS.register("prefix_aware", ROUTER_THREAT)
 class PrefixAware(Router):
     """Of the replicas that are not too busy, exploits a cache that holds more of the prompt than it lacks. Else it explores:
-    it chooses the replica that has the fewest prompt tokens to compute, those of this request included.
+    it chooses the replica that has the fewest prompt tokens to compute, those of this request included. Of replicas that are
+    equal one is drawn.
 
     It knows prompts by their prefix keys, which are seeded by the scope, and remembers as many as the replica has blocks. It
     does not know answers, nor what a replica evicted earlier, so a hit is a guess.
@@ -23,10 +24,11 @@ class PrefixAware(Router):
 
     def __init__(self, context: RouterContext) -> None:
         self._prompts = CachedPrompts(context.keys)
+        self._draw = context.draw
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
         if request.scope.kind is ScopeKind.REQUEST:
-            return least_loaded(replicas).index  # nobody can ask for its blocks again
+            return draw_least(replicas, load_of, self._draw).index  # nobody can ask for its blocks again
         hits = self._prompts.match(request, [replica.index for replica in replicas])
         chosen = self._choose(len(request.token_ids), hits, replicas)
         self._prompts.add(request, chosen)
@@ -42,10 +44,10 @@ class PrefixAware(Router):
         free = leave_out_busy(replicas)
         longest = max(hits[replica.index] for replica in free)
         if 2 * longest > num_tokens:
-            return least_loaded([replica for replica in free if hits[replica.index] == longest])
+            return draw_least([replica for replica in free if hits[replica.index] == longest], load_of, self._draw)
 
-        def cost(replica: ReplicaSnapshot) -> tuple[float, float, int]:
+        def cost(replica: ReplicaSnapshot) -> tuple[float, float]:
             num_to_compute = replica.num_pending_tokens + num_tokens - hits[replica.index]
-            return num_to_compute / replica.capacity, replica.num_requests / replica.capacity, replica.index
+            return num_to_compute / replica.capacity, replica.num_requests / replica.capacity
 
-        return min(free, key=cost)
+        return draw_least(free, cost, self._draw)

@@ -121,7 +121,7 @@ def _says_all(_file: GGUFFile, _fields: ConfigFields) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What an architecture stands for.
+    """One GGUF architecture, as data.
 
     Attributes:
         paired: the rows of q and k are stored for rotation of neighbours.

@@ -1,4 +1,4 @@
-"""Client of the key service: an `Unsealer` over a channel."""
+"""The workers' and the front's client of the key service: an `Unsealer` over a channel."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from cloister.policy.gate import Admission, Gate
 from cloister.server.errors import invalid
-from cloister.server.files.inward import RouteReply, post
+from cloister.server.files.internal_requests import RouteReply, post
 from cloister.server.files.store import FileStore, Kept, Owner, Shelf
 from cloister.server.parse import IgnoredFields, check_fields, noting, parse_json
 from cloister.server.schemas import MAX_METADATA, MetadataText, Strict

@@ -5,8 +5,8 @@ source of all metrics) and the statuses of replies. `RecordedMetrics` keeps the 
 known without a request, and `TenantFigures` those of each tenant, for operators.
 """
 
-from cloister.server.metrics.facts import CONTENT_TYPE, EngineGauges, Exposition, ReleasedCounts
-from cloister.server.metrics.figures import Metrics
+from cloister.server.metrics.event_metrics import Metrics
+from cloister.server.metrics.exposition import CONTENT_TYPE, EngineGauges, Exposition, ReleasedCounts
 from cloister.server.metrics.history import MetricsReport, RecordedMetrics
 from cloister.server.metrics.tenants import TenantFigures, TenantsReport, make_tenant_figures, tells_tenants
 

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from prometheus_client.metrics_core import Metric
 
-from cloister.server.metrics.figures import Metrics
+from cloister.server.metrics.event_metrics import Metrics
 from cloister.types.events import Event
 
 PERIOD_S: Final = 60.0

@@ -1,7 +1,7 @@
 // The cards of the board: each shows its part of what was read.
 
 import { h } from "./dom.js";
-import { SUMS, bytes, count, memoryBudget } from "./figures.js";
+import { SUMS, bytes, count, memoryBudget, percent, replicas } from "./figures.js";
 import { valueOf } from "./metrics.js";
 import { Plot } from "./plot.js";
 
@@ -81,6 +81,46 @@ export class MemoryCard {
     part.style.flexGrow = String(size);
     return part;
   }
+}
+
+const STATES = { running: "state well", idle: "state", starting: "state", draining: "state", drained: "state" };
+
+/** The fleet: every replica with its role, state and load, where there are several. */
+export class FleetCard {
+  constructor() {
+    this.list = h("ul", { class: "fleet" });
+    this.element = h("section", { class: "card whole", "aria-label": "Replicas" }, h("h3", {}, "Replicas"), this.list);
+  }
+
+  /** Returns whether there is something to show. */
+  draw({ now }) {
+    const found = replicas(now.samples);
+    const key = JSON.stringify(found);
+    if (key !== this.drawn) {
+      this.drawn = key;
+      const most = Math.max(4, ...found.map(({ running, waiting }) => running + waiting));
+      this.list.replaceChildren(...found.map((one) => this.tile(one, most)));
+    }
+    return found.length > 0;
+  }
+
+  tile({ replica, role, state, running, waiting, kv, routed, moved, loads }, most) {
+    const head = h("p", { class: "replica-head" }, h("b", {}, `Replica ${replica}`), h("span", { class: "role" }, role), h("span", { class: STATES[state] ?? "state unwell" }, state));
+    const load = bar("Requests", `${count(running)} running, ${count(waiting)} waiting`, [running / most, waiting / most]);
+    const memory = bar("KV", `${percent(kv)} in use`, [kv]);
+    const past = [`${count(routed)} requests so far`, moved ? `${count(moved)} moved here` : "", loads ? `KV came ${count(loads)} ×` : ""];
+    return h("li", { class: "replica" }, head, load, memory, h("p", { class: "note" }, past.filter(Boolean).join(", ")));
+  }
+}
+
+/** Returns a bar with its name and figures; a part of 1 fills it. */
+function bar(name, words, parts) {
+  const filled = parts.map((part, i) => {
+    const element = h("i", { class: `fill-${i}` });
+    element.style.width = `${100 * Math.min(1, part)}%`;
+    return element;
+  });
+  return h("div", { class: "gauge" }, h("p", {}, h("span", {}, name), h("span", {}, words)), h("div", { class: "gauge-bar", "aria-hidden": "true" }, ...filled));
 }
 
 /** What each tenant did since the start, for operators. */

@@ -1,7 +1,7 @@
 // The live board: reads /metrics every second while somebody looks at it, and what the server remembers of before.
 
 import { ApiError } from "./api.js";
-import { MemoryCard, PlotCard, SumsCard, TenantsCard } from "./board-cards.js";
+import { FleetCard, MemoryCard, PlotCard, SumsCard, TenantsCard } from "./board-cards.js";
 import { byId, h } from "./dom.js";
 import { explain } from "./errors.js";
 import { PLOTS, uptime } from "./figures.js";
@@ -43,6 +43,7 @@ export class BoardView {
     const head = h("header", { class: "board-head" }, h("h2", {}, "This server"), this.uptime, this.status, this.isStrict ? null : ranges, this.pause);
     byId("board-view").replaceChildren(h("div", { class: "board-inside" }, head, this.grid));
     this.cards = this.isStrict ? [new SumsCard(this.page.policy.profile)] : [...PLOTS.map((plot) => new PlotCard(plot)), new MemoryCard()];
+    this.fleet = new FleetCard();
     this.choose(0);
   }
 
@@ -131,6 +132,8 @@ export class BoardView {
     const now = this.timelines[0].moments().at(-1);
     this.uptime.textContent = uptime(now.samples);
     for (const card of this.cards) card.draw({ now, timeline: this.timelines[this.chosen], range: RANGES[this.chosen] });
+    if (!this.fleet.draw({ now })) this.fleet.element.remove();
+    else if (!this.fleet.element.isConnected) this.grid.prepend(this.fleet.element);
   }
 
   say(text) {

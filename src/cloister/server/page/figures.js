@@ -127,6 +127,19 @@ export function memoryBudget(samples) {
   return parts.map(({ labels, value }) => [labels.part, value]).sort(([, a], [, b]) => b - a);
 }
 
+/** Returns the replicas by index, each with its role, state, load and what it did since the start; none where there is one engine. */
+export function replicas(samples) {
+  const found = samples.get("cloister_replica_role") ?? [];
+  return found.map(({ labels: { replica, role } }) => {
+    const is = (labels) => labels.replica === replica;
+    const figure = (name) => valueOf(samples, `cloister_replica_${name}`, is) ?? 0;
+    const state = samples.get("cloister_replica_state")?.find(({ labels }) => is(labels))?.labels.state;
+    const waiting = figure("waiting");
+    const load = { running: figure("requests") - waiting, waiting, kv: figure("kv_cache_usage_perc") };
+    return { replica, role, state, ...load, routed: figure("routed_total"), moved: figure("migrated_total"), loads: figure("kv_loads_total") };
+  });
+}
+
 /** Returns for how long the server has run, in words; nothing when it does not say. */
 export function uptime(samples) {
   const value = valueOf(samples, "cloister_uptime_seconds");

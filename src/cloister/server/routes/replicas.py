@@ -1,15 +1,63 @@
-"""`/v1/replicas/{index}/drain` and `/return`: an operator takes a replica out of service and back, without a lost request."""
+"""`/v1/replicas`: an operator sees the replicas, and takes one out of service and back, without a lost request."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 
 router = APIRouter()
+
+
+class ReplicaReport(msgspec.Struct, frozen=True):
+    """One replica.
+
+    Attributes:
+        replica: its index, from 0.
+        load: null under a profile that gives sums over many requests only.
+    """
+
+    replica: int
+    role: Role
+    state: ReplicaState
+    load: ReplicaLoad | None
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True):
+    """The load of a replica now, and what it did since the server started.
+
+    Attributes:
+        num_running, num_waiting: requests with and without a slot.
+        num_used_blocks, num_total_blocks: KV blocks after its last step; 0 before the first one.
+        num_routed: requests that it was given.
+        num_migrated: requests among those that were moved to it while they ran.
+        num_kv_loads: how often KV came to it from another replica; in several rounds for a request that ran.
+        slowness: how many times as long as those of the others its steps take.
+        num_mismatches: answers that another replica computed differently.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_total_blocks: int
+    num_routed: int
+    num_migrated: int
+    num_kv_loads: int
+    slowness: float
+    num_mismatches: int
+
+
+class ReplicaList(msgspec.Struct, frozen=True):
+    """Reply of /v1/replicas."""
+
+    data: list[ReplicaReport]
+    object: Literal["list"] = "list"
 
 
 class DrainedReplica(msgspec.Struct, frozen=True):
@@ -25,6 +73,29 @@ class DrainedReplica(msgspec.Struct, frozen=True):
 
 class ReturnedReplica(msgspec.Struct, frozen=True):
     replica: int
+
+
+@router.get("/v1/replicas")
+async def list_replicas(request: Request) -> Response:
+    """Returns role, state and load of each replica."""
+    state = _check_operator(request)
+    has_load = not state.reader.gate.policy.counts_only
+    return json_response(ReplicaList([_report(snapshot, has_load) for snapshot in state.engine.snapshots()]))
+
+
+def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
+    load = ReplicaLoad(
+        replica.num_requests - replica.num_waiting,
+        replica.num_waiting,
+        replica.num_used_blocks,
+        replica.num_total_blocks,
+        replica.num_routed,
+        replica.num_migrated,
+        replica.num_kv_loads,
+        round(replica.slowness, 3),
+        replica.num_mismatches,
+    )
+    return ReplicaReport(replica.index, replica.role, replica.state, load if has_load else None)
 
 
 @router.post("/v1/replicas/{index:int}/drain")

@@ -75,7 +75,7 @@ class PagedAttention:
 
 
 def shape_of(heads: Heads) -> AttentionShape:
-    """Returns what of a layer decides how its work is cut."""
+    """Returns the properties of a layer that decide how its work is split."""
     return AttentionShape(heads.num_heads, heads.num_kv_heads, heads.window or None)
 
 

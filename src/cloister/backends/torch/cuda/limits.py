@@ -1,4 +1,4 @@
-"""What of a spec and of its weights the kernels on a device compute; the reference on a CPU computes all of it."""
+"""Checks whether the CUDA kernels can compute a decoder and its number formats; the reference on a CPU computes all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program takes of a device, in bytes, before anything is allocated."""
+"""The device memory that a program needs, in bytes, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKSPACE_BYTES: Final = 128 << 20
 def device_need(
     spec: DecoderSpec, weights: Weights, dtype: torch.dtype, *, block_size: int, max_batched_tokens: int, is_exact: bool
 ) -> MemoryNeed:
-    """Says what a program takes of the current CUDA device (`backends.base.Backend.need`)."""
+    """Returns the memory of the current CUDA device that a program needs (`backends.base.Backend.need`)."""
     bits = sum(math.prod(weights.shape(name)) * _bits(weights.form(name), dtype) for name in weights.names())
     slots = sum(kv_size(layer.grouped_attention) for layer in spec.layers)
     num_rows = max(max_batched_tokens, CAPTURED_SEQS)

@@ -47,7 +47,7 @@ class KernelWork:
 
 @dataclass(frozen=True, slots=True)
 class KernelLimits:
-    """What of kernel and device decides how work is cut.
+    """The properties of kernel and device that decide how work is split.
 
     Attributes:
         large, small: rows of the two tile sizes.

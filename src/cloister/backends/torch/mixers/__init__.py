@@ -19,7 +19,7 @@ from cloister.backends.torch.reading import AnyLinear, WeightReader
 
 
 class StateMixer(Protocol):
-    """What a layer needs of a mixer.
+    """The protocol of a mixer, as a layer uses it.
 
     Attributes:
         linears: its products.

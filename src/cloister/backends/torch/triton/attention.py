@@ -50,7 +50,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What of a layer an attention kernel is compiled for. A window of 0 is none."""
+    """The properties of a layer that an attention kernel is compiled for. A window of 0 is none."""
 
     num_heads: int
     num_kv_heads: int

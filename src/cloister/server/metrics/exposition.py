@@ -61,6 +61,10 @@ class EngineGauges:
         moved = CounterMetricFamily(
             "cloister_replica_migrated", "Running requests that were moved to a replica.", labels=("replica",)
         )
+        loads = CounterMetricFamily(
+            "cloister_replica_kv_loads", "How often KV came to a replica from another one.", labels=("replica",)
+        )
+        state = GaugeMetricFamily("cloister_replica_state", "How a replica is; always 1.", labels=("replica", "state"))
         role = GaugeMetricFamily("cloister_replica_role", "What a replica computes; always 1.", labels=("replica", "role"))
         for replica in replicas:
             label = (str(replica.index),)
@@ -72,8 +76,10 @@ class EngineGauges:
             mismatches.add_metric(label, replica.num_mismatches)
             routed.add_metric(label, replica.num_routed)
             moved.add_metric(label, replica.num_migrated)
+            loads.add_metric(label, replica.num_kv_loads)
+            state.add_metric((*label, replica.state), 1)
             role.add_metric((*label, replica.role), 1)
-        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, role)
+        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, state, role)
 
     def _lengths(self) -> Iterator[Metric]:
         """Yields how wrong predicted lengths are, where anything predicts them."""

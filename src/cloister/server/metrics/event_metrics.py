@@ -48,7 +48,7 @@ class Histogram:
 # Speculation metrics: drafted and accepted tokens, and time. Names follow vLLM's.
 
 
-class Drafts:
+class DraftTotals:
     """Sums over all requests."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ _COUNTERS: Final = {
 }
 
 
-class Lives:
+class LiveRequests:
     """State of requests until they end.
 
     Attributes:
@@ -182,8 +182,8 @@ class Metrics:
     def __init__(self, *others: Collector) -> None:
         self._others = others
         self.before_change: Callable[[], None] = _nothing
-        self._lives = Lives()
-        self._drafts = Drafts()
+        self._lives = LiveRequests()
+        self._drafts = DraftTotals()
         self._sums = dict.fromkeys(_COUNTERS, 0)
         self._ended: Counter[tuple[str, ...]] = Counter({(reason.value,): 0 for reason in FinishReason})
         self._replies: Counter[tuple[str, ...]] = Counter()

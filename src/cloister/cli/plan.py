@@ -1,0 +1,103 @@
+"""`cloister plan`: what to set up for a load, predicted in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from cloister.bench.settings import ArrivalsConfig, ObjectiveConfig, WorkloadConfig
+from cloister.cli.console import make_progress, print_json, print_line, print_table, wide_console
+from cloister.cli.options import GivenSettings, with_settings
+from cloister.types.errors import ConfigError
+from cloister.types.text_files import read_text_file
+
+if TYPE_CHECKING:
+    from cloister.bench.report import Spread
+    from cloister.cluster.virtual.placement import StepProfile
+
+app = typer.Typer(help="Choose the roles of replicas for a load, predicted in virtual time.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `placement` a verb of its own."""
+
+
+@app.command()
+@with_settings(WorkloadConfig, ArrivalsConfig, ObjectiveConfig, config_file=False)
+def placement(
+    settings: GivenSettings,
+    profile: Annotated[
+        list[Path],
+        typer.Option(help="Measured times of replicas of so many threads each; repeat for other numbers.", metavar="FILE"),
+    ],
+    threads: Annotated[int, typer.Option(help="Threads that all replicas share.", min=1)],
+    router: Annotated[str, typer.Option(help="Router of prompts and of answers.")] = "least_load",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find how many replicas should prefill, decode, or do both, and with how many threads, for the most goodput.
+
+    Goodput is the requests per second that keep the limits, at the arrival times of the workload. Profiles are written by
+    `python -m benchmarks.cluster_costs`.
+    """
+    from cloister.bench.placement import VOCAB_SIZE, predict, rank
+    from cloister.bench.report import LatencyObjective
+    from cloister.bench.workloads import load_workload
+    from cloister.cluster.routers import ROUTERS
+    from cloister.cluster.virtual.placement import list_placements
+
+    ROUTERS.get(router)
+    limits, work = settings.resolve(ObjectiveConfig), settings.resolve(WorkloadConfig)
+    ttft_s, tbt_s = (None if ms is None else ms / 1e3 for ms in (limits.slo_ttft_ms, limits.slo_tbt_ms))
+    if ttft_s is None and tbt_s is None:
+        raise ConfigError("goodput needs a limit; give --slo-ttft-ms, --slo-tbt-ms, or both", param="slo_ttft_ms")
+    placements = list_placements([_read_profile(path) for path in profile], threads)
+    longest = min(each.profile.max_model_len for each in placements)
+    workload = load_workload(work, settings.resolve(ArrivalsConfig), max_model_len=longest, vocab_size=VOCAB_SIZE)
+    if any(isinstance(item.prompt, str) for item in workload.items):
+        raise ConfigError("this trace has prompts as text; give one with lengths of prompts and answers", param="trace")
+    predicted = []
+    with make_progress() as progress:
+        task = progress.add_task("placements", total=len(placements))
+        for each in placements:
+            goal = LatencyObjective(ttft_s, tbt_s)
+            predicted.append((each, predict(each, workload.items, goal, router, num_warmup=work.num_warmup, seed=work.seed)))
+            progress.advance(task)
+    ranked = rank(predicted)
+    if as_json:
+        print_json([{"flags": each.flags(router), **summary.to_json()} for each, summary in ranked])
+        return
+    rows = [
+        (
+            each.words,
+            each.profile.num_threads,
+            f"{summary.goodput_rps or 0.0:.2f}",
+            f"{100 * (summary.slo_share or 0.0):.0f}%",
+            _milliseconds(summary.ttft),
+            _milliseconds(summary.tbt),
+        )
+        for each, summary in ranked
+    ]
+    title = f"{workload.name}, {len(workload.items)} requests, {ranked[0][1].slo}, {router}"
+    headers = ("Replicas", "Threads each", "Goodput, req/s", "Within limits", "P99 TTFT, ms", "P99 TBT, ms")
+    print_table(title, headers, rows, wide_console(110))
+    print_line(f"cloister serve {ranked[0][0].flags(router)}")
+
+
+def _milliseconds(spread: Spread | None) -> str:
+    return "none" if spread is None else f"{1e3 * spread.p99:.1f}"
+
+
+def _read_profile(path: Path) -> StepProfile:
+    """Reads a profile. Raises ConfigError if it is none."""
+    from cloister.cluster.virtual.placement import StepProfile
+
+    try:
+        return msgspec.json.decode(read_text_file(path, param="profile"), type=StepProfile)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{path} is no profile of a replica: {error}; write one with python -m benchmarks.cluster_costs"
+        ) from None

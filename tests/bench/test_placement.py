@@ -1,0 +1,97 @@
+"""Placements of replicas are found for a load: prompts that delay answers are moved away from them, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cloister.bench.placement import predict, rank
+from cloister.bench.report import LatencyObjective
+from cloister.bench.workloads import WorkItem, make_tokens
+from cloister.cli import main
+from cloister.cluster.virtual.placement import ReplicaPlacement, StepProfile, list_placements
+from cloister.types.errors import ConfigError
+
+PROFILE = StepProfile(
+    num_threads=1, num_blocks=4000, block_size=16, max_model_len=4096, max_num_seqs=64, step_s=0.002, token_s=0.00005,
+    sample_s=0.0001, key_s=0.0, read_s=0.0, delay_s=0.001, entry_s=0.00005, entry_bytes=4096.0,
+)  # fmt: skip
+LONG = {"num_input": 1500, "num_output": 120, "rate": 8.0, "num": 12}
+SHORT = {"num_input": 40, "num_output": 20, "rate": 150.0, "num": 30}
+
+
+def make_work(num_input: int, num_output: int, rate: float, num: int) -> list[WorkItem]:
+    draw, at_s, items = random.Random(0), 0.0, []
+    for number in range(num):
+        at_s += draw.expovariate(rate)
+        items.append(WorkItem(at_s, make_tokens((number,), num_input, 256), num_input, num_output))
+    return items
+
+
+@pytest.mark.parametrize(
+    ("load", "limits", "best"),
+    [
+        (LONG, LatencyObjective(1.0, 0.02), "1 prefill, 1 decode"),
+        (SHORT, LatencyObjective(0.1, 0.02), "2 mixed"),
+    ],
+    ids=["long prompts, short gaps", "short prompts"],
+)
+def test_prompts_are_computed_elsewhere_only_where_they_would_delay_answers(
+    load: dict[str, float], limits: LatencyObjective, best: str
+) -> None:
+    work = make_work(**load)  # type: ignore[arg-type]
+    placements = [each for each in list_placements([PROFILE], 2) if each.words in ("1 prefill, 1 decode", "2 mixed")]
+    ranked = rank([(each, predict(each, work, limits, "least_load")) for each in placements])
+    assert len(ranked) == 2
+    assert ranked[0][0].words == best
+
+
+def test_every_division_of_the_threads_and_every_choice_of_roles_is_a_candidate() -> None:
+    wide = msgspec.structs.replace(PROFILE, num_threads=2, step_s=0.001)
+    found = list_placements([PROFILE, wide], 3)
+    assert sorted((each.profile.num_threads, each.words) for each in found) == [
+        (1, "1 decode, 2 mixed"), (1, "1 prefill, 1 decode, 1 mixed"), (1, "1 prefill, 2 decode"), (1, "1 prefill, 2 mixed"),
+        (1, "2 decode, 1 mixed"), (1, "2 prefill, 1 decode"), (1, "2 prefill, 1 mixed"), (1, "3 mixed"), (2, "1 mixed"),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="no replica fits on 1 threads; raise --threads"):
+        list_placements([wide], 1)
+
+
+def test_the_best_placement_is_a_command_that_can_be_run() -> None:
+    assert ReplicaPlacement(PROFILE, ("mixed",)).flags("least_load") == "--replicas 1 --num-threads 1"
+    assert ReplicaPlacement(PROFILE, ("mixed", "mixed")).flags("conductor") == "--replicas 2 --num-threads 1 --router conductor"
+    split = ReplicaPlacement(PROFILE, ("prefill", "decode", "decode"))
+    flags = "--replicas 3 --num-threads 1 --prefill 1 --decode 2 --kv-transfer unix --router least_load"
+    assert split.flags("least_load") == flags
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "placement", *args])
+    return caught.value.code or 0, *capsys.readouterr()
+
+
+def test_the_command_ranks_placements_and_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(PROFILE))
+    load = ["--input-tokens", "40", "--output-tokens", "4", "--num-requests", "6", "--rate", "50"]
+    given = ["--profile", str(path), "--threads", "2", *load]
+    status, out, err = run(capsys, *given, "--slo-ttft-ms", "100", "--json")
+    assert status == 0, err
+    ranked = json.loads(out)
+    assert len(ranked) == 4
+    assert {each["num_ok"] for each in ranked} == {6}
+    status, out, err = run(capsys, *given, "--slo-ttft-ms", "100")
+    assert status == 0, err
+    assert out.splitlines()[-1] == f"cloister serve {ranked[0]['flags']}"
+    assert "goodput needs a limit; give --slo-ttft-ms" in run(capsys, *given)[2]
+    assert "unknown router" in run(capsys, *given, "--slo-ttft-ms", "9", "--router", "nearest")[2]
+    trace = tmp_path / "texts.jsonl"
+    trace.write_text('{"prompt": "hello", "output_length": 4}\n')
+    assert "give one with lengths" in run(capsys, *given, "--slo-ttft-ms", "9", "--trace", str(trace))[2]
+    path.write_text('{"num_threads": 1}')
+    assert "is no profile of a replica" in run(capsys, *given, "--slo-ttft-ms", "9")[2]

@@ -1,0 +1,148 @@
+"""`/v1/replicas` over HTTP, and `cloister cluster` as an operator runs it, before two engines behind one client."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+
+from cloister.cli import main
+from cloister.cluster import ROUTERS, ReplicaSet
+from cloister.cluster.routers import Router, RouterContext
+from cloister.engine import EngineClient, ThreadTransport
+from cloister.kv import PrefixKeys
+from cloister.policy import Credentials, Gate
+from cloister.types.request import ModelInfo
+from tests.engine.replica import BLOCK_SIZE, SpeakingRunner, make_config, make_replica
+from tests.server.running_server import RunningServer, make_gate, serving
+from tests.server.test_bad_input import check_error
+
+PATH = "/v1/replicas"
+
+
+def make_router(model: ModelInfo) -> Router:
+    return ROUTERS.get("least_load")(RouterContext(PrefixKeys(model.fingerprint, BLOCK_SIZE), random.Random(0)))
+
+
+@contextmanager
+def served_by_two(path: Path, gate: Gate | None = None) -> Iterator[RunningServer]:
+    async def start() -> ReplicaSet:
+        engines = [
+            EngineClient(ThreadTransport(make_replica(path, SpeakingRunner("ok")).core), make_config(path)) for _ in range(2)
+        ]
+        replicas = ReplicaSet(engines, make_router)
+        await replicas.start()
+        return replicas
+
+    with serving(path, start, gate=gate) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def two(model_path: Path) -> Iterator[RunningServer]:
+    with served_by_two(model_path) as server:
+        yield server
+
+
+def list_replicas(server: RunningServer) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = httpx.get(server.url + PATH).json()["data"]
+    return found
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, str]:
+    """Returns exit status, standard output and standard error."""
+    with pytest.raises(SystemExit) as caught:
+        main(["cluster", *args])
+    return caught.value.code or 0, *capsys.readouterr()
+
+
+def test_an_operator_sees_what_each_replica_does(two: RunningServer) -> None:
+    body = {"model": "history", "prompt": "a", "max_tokens": 1}
+    assert [httpx.post(f"{two.url}/v1/completions", json=body).status_code for _ in range(4)] == [200] * 4
+    document = httpx.get(f"{two.url}/openapi.json").json()
+    reply = httpx.get(two.url + PATH).json()
+    schema = document["paths"][PATH]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    Draft202012Validator({**schema, "components": document["components"]}).validate(reply)
+    found = reply["data"]
+    assert [(each["replica"], each["role"], each["state"]) for each in found] == [(i, "mixed", "running") for i in (0, 1)]
+    assert sum(each["load"]["num_routed"] for each in found) == 4
+    assert {each["load"]["num_running"] + each["load"]["num_waiting"] for each in found} == {0}
+    assert all(0 <= each["load"]["num_used_blocks"] <= each["load"]["num_total_blocks"] for each in found)
+    states = [line for line in httpx.get(f"{two.url}/metrics").text.splitlines() if line.startswith("cloister_replica_state{")]
+    assert states == [f'cloister_replica_state{{replica="{index}",state="running"}} 1.0' for index in (0, 1)]
+
+
+def test_a_drained_replica_says_so_until_it_is_returned(two: RunningServer) -> None:
+    assert httpx.post(f"{two.url}{PATH}/1/drain").json() == {"replica": 1, "num_requests": 0}
+    assert [each["state"] for each in list_replicas(two)] == ["running", "drained"]
+    assert httpx.post(f"{two.url}{PATH}/1/return").status_code == 200
+    assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
+
+
+def test_one_engine_is_one_replica(client: httpx.Client) -> None:
+    (only,) = client.get(PATH).json()["data"]
+    assert (only["replica"], only["role"], only["state"]) == (0, "mixed", "running")
+    assert "cloister_replica_state" not in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("profile", ["team", "private"])
+def test_only_operators_see_replicas_and_a_strict_profile_shows_no_load(model_path: Path, profile: str) -> None:
+    credentials, key = Credentials.empty().add("ann")
+    credentials, operator_key = credentials.add("boss", is_operator=True)
+    with served_by_two(model_path, make_gate(profile, credentials)) as server:
+        refused = httpx.get(server.url + PATH, headers={"authorization": f"Bearer {key}"})
+        assert "only an operator" in check_error(refused, 403)["message"]
+        found = httpx.get(server.url + PATH, headers={"authorization": f"Bearer {operator_key}"}).json()["data"]
+        assert [each["state"] for each in found] == ["running", "running"]
+        assert [each["load"] is not None for each in found] == [profile == "team"] * 2
+
+
+def test_the_command_line_lists_drains_and_returns_replicas(two: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "drain", "0", two.url)
+    assert (status, out) == (0, "replica 0 is drained\n")
+    status, out, _ = run(capsys, "status", two.url)
+    assert status == 0
+    (first,) = [line for line in out.splitlines() if "drained" in line]
+    assert "mixed" in first
+    assert "running" in out
+    status, out, _ = run(capsys, "status", two.url, "--json")
+    assert [each["state"] for each in json.loads(out)["data"]] == ["drained", "running"]
+    status, out, err = run(capsys, "drain", "1", two.url)
+    assert status == 1
+    assert err == "error: no other replica is left; return one of them first\n"
+    assert run(capsys, "return", "0", two.url)[:2] == (0, "replica 0 gets requests again\n")
+    assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
+
+
+def test_the_command_line_says_what_is_wrong(
+    two: RunningServer, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for address, what in (("http://127.0.0.1:9", "no server answers at"), ("here", "http://127.0.0.1:8000")):
+        status, _, err = run(capsys, "status", address)
+        assert (status, err.count("\n")) == (1, 1)
+        assert what in err
+    credentials, key = Credentials.empty().add("boss", is_operator=True)
+    with served_by_two(model_path, make_gate("team", credentials)) as server:
+        assert "--api-key-file" in run(capsys, "status", server.url)[2]
+        file = tmp_path / "key"
+        file.write_text(f"{key}\n")
+        assert "running" in run(capsys, "status", server.url, "--api-key-file", str(file))[1]
+
+
+def test_a_table_without_load_says_that_the_profile_withholds_it(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    credentials, key = Credentials.empty().add("boss", is_operator=True)
+    file = tmp_path / "key"
+    file.write_text(key)
+    with served_by_two(model_path, make_gate("private", credentials)) as server:
+        status, out, err = run(capsys, "status", server.url, "--api-key-file", str(file))
+    assert status == 0
+    assert out.count("running") == 2
+    assert "the profile shows no load" in err
