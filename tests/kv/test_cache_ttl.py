@@ -32,7 +32,7 @@ def chain(root: bytes, num_blocks: int = 3) -> list[bytes]:
 def remember(pool: BlockPool, tree: PrefixCache, root: bytes) -> BlockTable:
     table = BlockTable(pool)
     table.grow(0, len(TOKENS))
-    tree.insert(chain(root), table.blocks, 0, root)
+    tree.insert(chain(root), table.blocks, 0, root, expires=True)
     return table
 
 

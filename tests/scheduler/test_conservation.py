@@ -17,6 +17,7 @@ from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
 from tests.checked_runner import EMPTY, STATE, CheckedRunner
+from tests.memory_tier import MemoryTier
 from tests.thinning import examples
 from tests.tree_history import Erratic
 
@@ -67,12 +68,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         public=st.sampled_from([(), (PUBLIC,)]),
         cache_scopes=st.integers(0, 3),
         most_drafts=st.sampled_from([0, 1, 7]),
+        num_slots=st.sampled_from([0, 0, 2, 30]),
         windows=st.sampled_from(
             [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
         ),
     )
     def start(
-        self, policy, num_blocks, block_size, max_num_seqs, max_tokens, prefix_cache, public, cache_scopes, most_drafts, windows
+        self,
+        policy,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        max_tokens,
+        prefix_cache,
+        public,
+        cache_scopes,
+        most_drafts,
+        num_slots,
+        windows,
     ):
         self.pool = BlockPool([_group(num_blocks, window, block_size, max_tokens) for window in windows], block_size)
         config = SchedulerConfig(
@@ -89,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.windows = windows
         self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
         self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
+        self.tier = MemoryTier(self.scheduler, self.runner, num_slots) if num_slots and prefix_cache else None
         self.now = 0.0
         self.flights = []
         self.count = 0
@@ -102,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(event, Ended):
                 self.ended[event.request_id, event.index] += 1
                 self.last[event.request_id] += event.last
-            if isinstance(event, KVLoaded):
+            if isinstance(event, KVLoaded) and not event.tier:
                 self.loading[event.request_id] -= 1
 
     @rule(
@@ -223,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def plan(self):
-        if len(self.flights) < 2 and (plan := self.scheduler.plan(self.now)) is not None:
+        if len(self.flights) < 2 and (plan := self.make_plan()) is not None:
             self.flights.append(plan)
 
     @rule(stop=st.integers(0, 3))
@@ -254,6 +268,29 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pool.check()
             if self.scheduler.prefix_cache is not None:
                 self.scheduler.prefix_cache.check()
+            if self.tier is not None:
+                self.tier.index.check()
+
+    @rule(num_blocks=st.integers(1, 9), is_written=st.sampled_from([True, True, True, False]))
+    def tier_writes(self, num_blocks, is_written):
+        if self.tier is not None:
+            self.tier.write(num_blocks, is_written=is_written)
+
+    @rule(num_entries=st.integers(1, 9))
+    def tier_reads(self, num_entries):
+        if self.tier is not None:
+            self.tier.read(num_entries, self.now)
+
+    @rule()
+    def a_block_of_the_tier_is_damaged(self):
+        if self.tier is not None:
+            self.tier.damage()
+
+    def make_plan(self):
+        plan = self.scheduler.plan(self.now)
+        if self.tier is not None:
+            self.tier.dispatch()
+        return plan
 
     @invariant()
     def nothing_ends_twice(self):
@@ -290,10 +327,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run_out(self):
         for _ in range(20_000):
-            if not self.flights and (plan := self.scheduler.plan(self.now)) is not None:
+            if self.tier is not None:
+                self.tier.write(100)
+                self.tier.read(100, self.now)
+            if not self.flights and (plan := self.make_plan()) is not None:
                 self.flights.append(plan)
-            if not self.flights:
+            if not self.flights and (self.tier is None or not self.tier.reads):
                 break
+            if not self.flights:
+                continue
             self.note(self.scheduler.commit(self.runner.run(self.flights.pop(0)), {}, self.now))
         self.note(self.scheduler.take_events())
 

@@ -11,12 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from cloister.engine.replica_snapshot import LengthErrors
 from cloister.policy import CountRelease
 from cloister.server.metrics import EngineGauges, Metrics, ReleasedCounts
-from cloister.types.events import Arrived, Drafting, Ended, Preempted, Progressed, Scheduled, Stepped
+from cloister.types.events import Arrived, Drafting, Ended, KVLoaded, KVStored, Preempted, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
 from tests.server.running_server import MODEL, ScriptedEngine, make_gate, says, serving, start_speaking
 
 LABELS = {
     "drafter",
+    "tier",
+    "result",
     "finished_reason",
     "route",
     "status",
@@ -144,6 +146,22 @@ def test_blocks_are_not_told_before_the_engine_said_how_many_there_are():
     shown = figures(Metrics().render().decode())
     assert not [name for name in shown if name.startswith("cloister_kv_blocks")]
     assert shown["cloister_kv_cache_usage_perc"] == 0
+
+
+def test_loads_and_stores_of_kv_are_counted_by_tier():
+    metrics = Metrics()
+    for tier, complete in (("disk", True), ("disk", True), ("disk", False), ("", True)):
+        metrics.observe(KVLoaded("r", 1.0, 32, 1000, 0.25, complete=complete, tier=tier))
+    for num_bytes, used in ((500, 700), (300, 900)):
+        metrics.observe(Stepped(10.9, 0.1, 2, 1, 1, 0, 4, 2, 8, stored=KVStored("disk", num_bytes=num_bytes, used_bytes=used)))
+    shown = figures(metrics.render().decode())
+    assert shown["cloister_kv_loads_total{result=whole,tier=disk}"] == 2
+    assert shown["cloister_kv_loads_total{result=part,tier=disk}"] == 1
+    assert shown["cloister_kv_loads_total{result=whole,tier=peer}"] == 1
+    assert shown["cloister_kv_loaded_bytes_total{tier=disk}"] == 3000
+    assert shown["cloister_kv_load_seconds_total{tier=disk}"] == 0.75
+    assert shown["cloister_kv_stored_bytes_total{tier=disk}"] == 800
+    assert shown["cloister_kv_tier_used_bytes{tier=disk}"] == 900
 
 
 def test_a_step_says_how_long_it_took_and_what_the_blocks_hold():

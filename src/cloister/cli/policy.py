@@ -76,6 +76,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister.backends.base import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT
     from cloister.cluster.routers import ROUTERS
+    from cloister.engine.kv_tier_storage import KV_TIERS
     from cloister.executor.drafters import DRAFTERS
     from cloister.scheduler.policies import POLICIES
     from cloister.scheduler.speculation import SPECULATION_THREAT
@@ -91,7 +92,7 @@ def list_entries() -> tuple[Entry, ...]:
         "metrics of sealed nodes": WINDOWS_THREAT,
         **declared_threats(),
     }
-    return gather((BACKENDS, POLICIES, ROUTERS, DRAFTERS), declared)
+    return gather((BACKENDS, POLICIES, ROUTERS, DRAFTERS, KV_TIERS), declared)
 
 
 def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:

@@ -708,7 +708,7 @@ class ReplicaSet(RequestClient):
                 self._stop_move(event.request_id)
                 self._places.pop(event.request_id, None)
                 self._handing_off[index].discard(event.request_id)
-        elif isinstance(event, KVLoaded):
+        elif isinstance(event, KVLoaded) and not event.tier:
             self._note_load(index, event)
         for listener in self._listeners:
             listener(event)

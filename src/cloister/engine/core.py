@@ -42,6 +42,7 @@ from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, ModelInfo
 from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from cloister.engine.kv_tiers import KVTier
     from cloister.executor.grammar import Grammars
     from cloister.executor.image_encoding import ImageEncoding
 
@@ -118,6 +119,7 @@ class EngineCore:
         self._ahead = ahead
         self._kv_blocks = kv_blocks
         self._transfer: KVTransfer | None = None
+        self._tier: KVTier | None = None
         self._drain_by_s: float | None = None
         self._num_failures = 0
 
@@ -145,6 +147,22 @@ class EngineCore:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
         self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form), step_bytes)
 
+    def open_kv_tier(self, setting: str) -> None:
+        """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
+
+        Args:
+            setting: `kv_tier`.
+
+        Raises:
+            ConfigError: the tier cannot be used, or the program cannot export KV.
+        """
+        if self._kv_blocks is None:
+            raise ConfigError("this back end cannot export KV; leave kv_tier out, or compute on a CPU", param="kv_tier")
+        from cloister.engine.kv_tier_storage import TierSetting  # only when it was asked for: it imports cryptography
+        from cloister.engine.kv_tiers import KVTier
+
+        self._tier = KVTier(self._scheduler, self._kv_blocks, TierSetting.parse(setting))
+
     def take_turns(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""
         self._ahead = None
@@ -165,14 +183,20 @@ class EngineCore:
             self._encoding.on_done(self.input_queue.wake)
         if self._transfer is not None:
             self._transfer.links.on_news(self.input_queue.wake)
-        while not self.is_done:
-            outputs = self.step(emit)
-            if outputs is not None:
-                emit(outputs)
-            elif not self.is_done:
-                self.input_queue.wait(self.patience_s())
-                if self.waits_for_others:
-                    emit(Outputs([], []))
+        if self._tier is not None:
+            self._tier.on_news(self.input_queue.wake)
+        try:
+            while not self.is_done:
+                outputs = self.step(emit)
+                if outputs is not None:
+                    emit(outputs)
+                elif not self.is_done:
+                    self.input_queue.wait(self.patience_s())
+                    if self.waits_for_others:
+                        emit(Outputs([], []))
+        finally:
+            if self._tier is not None:
+                self._tier.close()
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
         """Reads the input_queue and runs one step; returns None if there was nothing to do.
@@ -199,12 +223,16 @@ class EngineCore:
                 self._scheduler.abort(request_id, now)
         if self._transfer is not None:
             self._transfer.serve(now)
+        if self._tier is not None:
+            self._tier.serve(now)
         if self._ahead is None:
             plan, next_plan = self._scheduler.plan(now), None
         else:
             plan, next_plan = self._plan_ahead(self._ahead, now)
         if self._transfer is not None:
             self._transfer.dispatch()
+        if self._tier is not None:
+            self._tier.dispatch()
         if plan is not None and emit is not None and (early := self._collect(self._scheduler.take_events())) is not None:
             emit(early)
         outputs = self._collect(self._perform(plan, next_plan) if plan is not None else self._scheduler.take_events())
@@ -332,6 +360,8 @@ class EngineCore:
             return self._scheduler.take_events()
         self._num_failures = 0
         now = self._clock.now()
+        if self._tier is not None:
+            self._tier.note_step()
         events = self._scheduler.commit(result, stops, now)
         return [*events, self._stepped(plan, result, now)]
 
@@ -365,6 +395,7 @@ class EngineCore:
             drafting=drafting,
             gained_s=gained_s,
             spent_s=spent_s,
+            stored=None if self._tier is None else self._tier.take_stored(),
         )
 
     @property

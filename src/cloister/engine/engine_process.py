@@ -78,7 +78,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     if core is None:
         return 1
     core.input_queue = input_queue
-    if boot.kv_secret is not None and not _exchange_kv(core, boot.config, boot.kv_secret, send):
+    if not _set_up_kv(core, boot, send):
         return 1
     core.freeze_gc_heap()
     if listener is not None:
@@ -124,12 +124,15 @@ def build(boot: channel.Boot, send: Send) -> EngineCore | None:
     return None
 
 
-def _exchange_kv(core: EngineCore, config: EngineConfig, secret: bytes, send: Send) -> bool:
-    """Connects the engine to others; sends why it cannot."""
-    if config.kv_transfer is None:
-        return True
+def _set_up_kv(core: EngineCore, boot: channel.Boot, send: Send) -> bool:
+    """Connects the engine to others, and opens its tier; sends why it cannot. Threads and keys are of this process: a template
+    has none."""
+    config = boot.config
     try:
-        core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=secret))
+        if boot.kv_secret is not None and config.kv_transfer is not None:
+            core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=boot.kv_secret))
+        if config.kv_tier is not None:
+            core.open_kv_tier(config.kv_tier)
     except CloisterError as error:
         send(Failed(error.message, error.code))
         return False

@@ -64,6 +64,7 @@ def budget_memory(
     kv_memory_mb: float | None = None,
     adapters_bytes: int = 0,
     drafters_bytes: int = 0,
+    tier_bytes: int = 0,
     num_draft_rows: int = 0,
     num_drafts: int = 0,
     most_drafts: int = 0,
@@ -81,6 +82,7 @@ def budget_memory(
         adapters_bytes: size of the adapter slots.
         kv_memory_mb: size of the KV cache, states included.
         drafters_bytes: size of drafters without their KV, which `need` counts with each block.
+        tier_bytes: size of a KV tier in memory.
         num_draft_rows: rows of vocabulary width that drafts need at once.
         num_drafts: most drafts of a step.
         most_drafts: most of one sequence.
@@ -91,9 +93,11 @@ def budget_memory(
     activations_bytes = need.activations_bytes + need.logit_row_bytes * (_logit_rows(max_num_seqs) + num_draft_rows)
     activations_bytes += need.draft_bytes * num_drafts + need.draft_state_bytes * most_drafts
     left = available_bytes - need.weights_bytes - adapters_bytes - drafters_bytes - activations_bytes - overhead_bytes
+    left -= tier_bytes
     if left <= 0:
         raise MemoryBudgetError(
             f"weights ({_mib(need.weights_bytes)}), {_say('adapters', adapters_bytes)}{_say('drafters', drafters_bytes)}"
+            f"{_say('the KV tier', tier_bytes)}"
             f"activations ({_mib(activations_bytes)}) and overhead "
             f"({_mib(overhead_bytes)}) need {_mib(available_bytes - left)}, but {_mib(available_bytes)} are available; "
             f"give it {_mib(available_bytes - left + need.kv_block_bytes)} or choose a smaller model",
@@ -112,6 +116,7 @@ def budget_memory(
         *((("drafters", drafters_bytes),) if drafters_bytes else ()),
         ("KV cache", sizes.num_bytes(num_blocks) - sizes.state_bytes(num_blocks)),
         *((("states", sizes.state_bytes(num_blocks)),) if need.state_bytes else ()),
+        *((("KV tier", tier_bytes),) if tier_bytes else ()),
         ("activations", activations_bytes),
         ("overhead", overhead_bytes),
     )

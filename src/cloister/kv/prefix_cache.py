@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
 from cloister.kv.pool import NO_BLOCK, BlockPool
 from cloister.kv.table import BlockTable, first_seen
+from cloister.kv.tiers import KVTierIndex
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -28,12 +29,14 @@ PREFIX_CACHE_THREAT = ThreatProfile(
 
 
 class _Node:
-    __slots__ = ("blocks", "key", "last_used", "num_children", "offered", "owner", "parent", "root")
+    __slots__ = ("blocks", "entry", "expires", "key", "last_used", "num_children", "offered", "owner", "parent", "root")
 
-    def __init__(self, key: bytes, num_groups: int, parent: _Node | None, root: bytes | None, owner: bytes | None) -> None:
+    def __init__(
+        self, key: bytes, entry: int, num_groups: int, parent: _Node | None, root: bytes, owner: bytes | None, expires: bool
+    ) -> None:
         self.key = key
-        self.owner = owner
-        self.root = root
+        self.entry = entry
+        self.root, self.owner, self.expires = root, owner, expires
         self.blocks = [NO_BLOCK] * num_groups
         self.parent = parent
         self.num_children = 0
@@ -52,6 +55,7 @@ class PrefixCache:
 
     Attributes:
         ttl: deadlines for `expire`.
+        tier: gets what is evicted; None: it is gone.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class PrefixCache:
         self._pool = pool
         self._pinned = pinned
         self.ttl = CacheTTL()
+        self.tier: KVTierIndex | None = None
         self._nodes: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
         self._evictable: list[dict[bytes | None, list[tuple[int, int, _Node]]]] = [{None: []} for _ in pool.groups]
@@ -80,7 +85,7 @@ class PrefixCache:
         """
         self._tick += 1
         num_entries = self.match_length(keys)
-        firsts = [self._first_entry(num_entries, window) for window in self._windows]
+        firsts = self.first_entries(num_entries)
         table = [NO_BLOCK] * (min(firsts) * len(firsts))
         for i in range(min(firsts), num_entries):
             node = self._nodes[keys[i]]
@@ -88,13 +93,24 @@ class PrefixCache:
             table += [block if i >= first else NO_BLOCK for block, first in zip(node.blocks, firsts, strict=True)]
         return table
 
-    def match_length(self, keys: Sequence[bytes]) -> int:
-        """Returns how many entries the table of `match` would have; changes nothing."""
+    def first_entries(self, num_entries: int) -> list[int]:
+        """Returns for each group the first entry that a hit of so many entries needs."""
+        return [self._first_entry(num_entries, window) for window in self._windows]
+
+    def match_length(self, keys: Sequence[bytes], tier: KVTierIndex | None = None) -> int:
+        """Returns how many entries the table of `match` would have; changes nothing.
+
+        Args:
+            tier: as if what it holds were here.
+        """
         runs = [0] * len(self._windows)  # gapless entries of each group up to here
         longest = 0
         for i, key in enumerate(keys):
             node = self._nodes.get(key)
-            if node is None:
+            blocks = node.blocks if node is not None else None
+            if tier is not None:
+                blocks = self._blocks_with(tier, key, blocks)
+            if blocks is None:
                 if self._full is not None:
                     break
                 runs = [0] * len(runs)
@@ -102,10 +118,19 @@ class PrefixCache:
             if len(runs) == 1 and self._full is not None:
                 longest = i + 1
                 continue
-            runs = [0 if block == NO_BLOCK else run + 1 for block, run in zip(node.blocks, runs, strict=True)]
+            runs = [0 if block == NO_BLOCK else run + 1 for block, run in zip(blocks, runs, strict=True)]
             if all(run > i - self._first_entry(i + 1, window) for run, window in zip(runs, self._windows, strict=True)):
                 longest = i + 1
         return longest
+
+    def _blocks_with(self, tier: KVTierIndex, key: bytes, blocks: list[int] | None) -> list[int] | None:
+        """Returns the blocks of a key, with any number in place of those that the tier holds; None if a prefix ends before."""
+        held = tier.holds(key)
+        if blocks is None:
+            blocks = [NO_BLOCK] * len(held)
+        found = [0 if is_held else block for block, is_held in zip(blocks, held, strict=True)]
+        is_known = any(block != NO_BLOCK for block in found) if self._full is None else found[self._full] != NO_BLOCK
+        return found if is_known else None
 
     @property
     def is_tree(self) -> bool:
@@ -117,8 +142,9 @@ class PrefixCache:
         return next((i for i, key in enumerate(keys) if key not in self._nodes), len(keys)) if self._full is not None else 0
 
     def blocks_of(self, key: bytes) -> list[int]:
-        """Returns the blocks that are cached under a known key, one for each group."""
-        return list(self._nodes[key].blocks)
+        """Returns the blocks that are cached under a key, one for each group; `NO_BLOCK` for those that are not."""
+        node = self._nodes.get(key)
+        return [NO_BLOCK] * len(self._windows) if node is None else list(node.blocks)
 
     def share_known(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
         """Puts the kept blocks of layers that see all positions into a table that has equal ones of its own.
@@ -157,14 +183,17 @@ class PrefixCache:
         keys: Sequence[bytes],
         blocks: Sequence[int],
         start: int,
-        root: bytes | None = None,
+        root: bytes = b"",
         owner: bytes | None = None,
+        *,
+        expires: bool = False,
     ) -> None:
         """Caches the entries [start, len(keys)) of a block table in use by the caller under their keys.
 
         Args:
             blocks: the table (`BlockTable.blocks`).
-            root: root of the chain, if its blocks have a deadline (`renew`).
+            root: root of the chain; empty if nobody will look for it again, so that no tier keeps it.
+            expires: its blocks have a deadline (`renew`).
             owner: owner whose share is charged, if there are quotas. Blocks beyond the share are not cached; None: the blocks
                 may be evicted for any request.
 
@@ -183,7 +212,7 @@ class PrefixCache:
             entry = blocks[i * num_groups : (i + 1) * num_groups]
             node = self._nodes.get(keys[i])
             if node is None:
-                node = self._add(keys[i], entry, parent, root, owner)
+                node = self._add(keys[i], i, entry, parent, root, owner, expires)
                 if node is None:
                     if full is not None:
                         return
@@ -211,6 +240,8 @@ class PrefixCache:
                     leaves.append(node.parent)
             if keys:
                 self.ttl.renew(root, now + RETRY_S)
+            elif self.tier is not None:
+                self.tier.forget(root)
 
     def evict_one(self, group: int = 0) -> int | None:
         """Evicts and returns the least recently used evictable block of a group that has no owner; None if there is none."""
@@ -227,9 +258,17 @@ class PrefixCache:
                 self._offer(node, group)
                 continue
             block = node.blocks[group]
+            if self.tier is not None:
+                self._offer_to(self.tier, node, group)
             self._drop_or_remove(node, group)
             return block
         return None
+
+    def _offer_to(self, tier: KVTierIndex, node: _Node, group: int) -> None:
+        """Offers a tier what an eviction takes: a block, and with one that all queries see those of the other groups."""
+        for number, block in enumerate(node.blocks):
+            if block != NO_BLOCK and (number == group or self._windows[group] is None):
+                tier.offer(node.root, node.key, node.entry, number, block)
 
     def _find_room(self, owner: bytes | None, group: int) -> bool:
         """Whether another block of an owner can be kept; evicts the owner's own blocks if needed."""
@@ -272,21 +311,28 @@ class PrefixCache:
         return node is not None and self._full is not None and node.blocks[self._full] == block
 
     def _add(
-        self, key: bytes, entry: Sequence[int], parent: _Node | None, root: bytes | None, owner: bytes | None
+        self,
+        key: bytes,
+        number: int,
+        entry: Sequence[int],
+        parent: _Node | None,
+        root: bytes,
+        owner: bytes | None,
+        expires: bool,
     ) -> _Node | None:
         """Caches an entry under a new key; None if the owner's share lacks space for the blocks that a node needs."""
         if key in self._pinned:
-            root = owner = None  # it has no owner
+            root, owner, expires = b"", None, False  # it has no owner
         if self._quotas is None:
             owner = None
         if self._full is not None and not self._find_room(owner, self._full):
             return None
-        node = _Node(key, len(entry), parent, root, owner)
+        node = _Node(key, number, len(entry), parent, root, owner, expires)
         self._complete(node, entry)
         if node.blocks.count(NO_BLOCK) == len(entry):
             return None
-        if root is not None:
-            self.ttl.keep(root, key)
+        if node.expires:
+            self.ttl.keep(node.root, key)
         if parent is not None:
             parent.num_children += 1
         self._nodes[key] = node
@@ -313,7 +359,7 @@ class PrefixCache:
 
     def _remove(self, node: _Node) -> None:
         del self._nodes[node.key]
-        if node.root is not None:
+        if node.expires:
             self.ttl.drop(node.root, node.key)
         for group, block in enumerate(node.blocks):
             if block != NO_BLOCK:

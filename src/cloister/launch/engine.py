@@ -106,6 +106,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         kv_memory_mb=config.kv_memory_mb,
         adapters_bytes=0 if room is None else room.num_bytes(model.spec, max_batched_tokens(config)),
         drafters_bytes=drafters.fixed_bytes,
+        tier_bytes=_host_tier_bytes(config),
         num_draft_rows=drafters.num_rows(config.max_num_seqs, max_batched_tokens(config)),
         num_drafts=drafters.num_drafts(config.max_num_seqs, max_batched_tokens(config)),
         most_drafts=drafters.most_drafts,
@@ -167,6 +168,16 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
         kv_blocks=_kv_blocks(info, budget.groups, config.block_size, program),
     )
+
+
+def _host_tier_bytes(config: EngineConfig) -> int:
+    """Returns the bytes of a KV tier in memory."""
+    if config.kv_tier is None:
+        return 0
+    from cloister.engine.kv_tier_storage import TierSetting
+
+    where = TierSetting.parse(config.kv_tier)
+    return where.limit_bytes if where.storage.is_memory else 0
 
 
 def _kv_blocks(info: ModelInfo, groups: Sequence[KVGroup], block_size: int, program: Program) -> KVBlocks | None:

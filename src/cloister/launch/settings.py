@@ -139,6 +139,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
         ),
     )
     _check_kv_transfer(policy, engine.config, server.config.replicas if listens else 1)
+    _check_kv_tier(policy, engine.config, server.config)
     resolved = Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
     if server.config.on == "ray" and importlib.util.find_spec("ray") is None:  # last: the profile may refuse it anyway
         raise ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on")
@@ -166,6 +167,29 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) 
         raise ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
     if not config.prefix_cache:
         raise ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
+
+
+def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -> None:
+    """Refuses a tier that the profile denies, or that has no effect.
+
+    Raises:
+        ConfigError: it has no effect, or `kv_tier` names no tier.
+        PolicyError: the profile denies it.
+    """
+    if config.kv_tier is None:
+        return
+    from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting  # only when it was asked for
+
+    where = TierSetting.parse(config.kv_tier)
+    entry = Entry.of(KV_TIERS, where.name)
+    policy.check({"kv-tier": Use(True, f"setting `kv_tier` {where.name}")})
+    policy.check_entry(entry.kind, entry.name, entry.threat)
+    if not config.prefix_cache:
+        raise ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
+    if where.num_bytes is None and (where.name == "host" or server.replicas > 1):
+        raise ConfigError(
+            "give kv_tier a size, such as host:4G; of several replicas each has a tier of its own", param="kv_tier"
+        )
 
 
 def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:

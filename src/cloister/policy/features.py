@@ -89,6 +89,9 @@ def _feature(
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
+_COPIES_STAY = refuse(
+    "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
+)
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
 _PLACED = "front and replicas know each other's certificates; no request passes the orchestrator, and no key leaves its process"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
@@ -359,6 +362,20 @@ _FEATURES: Final = (
         private=_UNENCRYPTED,
         paranoid=_UNENCRYPTED,
         instead="set `kv_transfer` to unix, or to an address of loopback",
+    ),
+    _feature(
+        "kv-tier",
+        row="offload",
+        setting="kv_tier",
+        title="KV below the device",
+        does="keeps KV that the prefix cache evicts in memory or on a disk, and loads it in place of computing it",
+        endangers="whoever reads that memory or disk reads KV, from which prompts could be recovered if it were not encrypted",
+        part="tier",
+        open=mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory"),
+        team=mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory"),
+        private=_COPIES_STAY,
+        paranoid=refuse("KV never leaves the device"),
+        instead="leave the setting `kv_tier` out; what was evicted is computed again",
     ),
     _feature(
         "slow-replicas",

@@ -1,4 +1,5 @@
-"""KV that comes from other engines, until it is in the prefix cache (decisions/0022). Pure: no I/O, no clock; it takes `now`.
+"""KV that comes from other engines (decisions/0022) or a tier (decisions/0029), until it is in the prefix cache. Pure: no I/O,
+no clock; it takes `now`.
 
 A load asks for the keys of a request (`queries`), takes what arrives, has steps put it into blocks of its own, and offers these
 to the prefix cache under their keys: from there on they are like blocks that were computed here. Until the request starts, the
@@ -12,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
-from cloister.scheduler.request_table import RequestTable
-from cloister.scheduler.sequence import RequestState, Status
+from cloister.scheduler.request_table import RequestTable, kept_root
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 from cloister.scheduler.step import Step
 from cloister.types.events import KVLoaded
 from cloister.types.request import Request
@@ -41,6 +42,8 @@ class KVLoad:
         num_in_flight: entries in plans that were not committed.
         is_complete: whether the source has sent all it had; None while it sends.
         is_open: no end was reported yet.
+        tier: name of the tier that it comes from; empty for another engine.
+        num_promised: blocks of each group that it still needs, if it comes from a tier.
     """
 
     __slots__ = (
@@ -53,12 +56,14 @@ class KVLoad:
         "num_bytes",
         "num_in_flight",
         "num_known",
+        "num_promised",
         "owner",
         "request",
         "root",
         "started_s",
         "state",
         "table",
+        "tier",
     )
 
     def __init__(
@@ -72,6 +77,8 @@ class KVLoad:
         self.started_s, self.deadline_s = now, now + KV_LOAD_TIMEOUT_S
         self.is_complete: bool | None = None
         self.is_open = True
+        self.tier = ""
+        self.num_promised: list[int] = []
 
 
 class KVLoads:
@@ -82,12 +89,14 @@ class KVLoads:
 
     Attributes:
         queries: what the engine must ask for, since it last took them.
-        cancelled: ids of loads that have ended here, whose transfer the engine must end.
+        cancelled, cancelled_reads: ids of loads that have ended here, whose transfer from another engine or whose read from a
+            tier the engine must end.
     """
 
     def __init__(self, requests: RequestTable) -> None:
         self.queries: list[KVQuery] = []
         self.cancelled: list[str] = []
+        self.cancelled_reads: list[str] = []
         self._requests = requests
         self._pool = requests.pool
         self._full = next((number for number, group in enumerate(self._pool.groups) if group.window is None), None)
@@ -111,7 +120,12 @@ class KVLoads:
     @property
     def next_deadline_s(self) -> float | None:
         """When the next load ends whatever has arrived."""
-        return min((load.deadline_s for load in self.loading.values()), default=None)
+        return min((load.deadline_s for load in self.loading.values() if not (load.tier and load.is_complete)), default=None)
+
+    def count_promised(self) -> list[int]:
+        """Returns the blocks of each group that loads from a tier still need."""
+        promised = [load.num_promised for load in self.loading.values() if load.num_promised]
+        return [sum(counts) for counts in zip(*promised, strict=True)] if promised else [0] * self._pool.num_groups
 
     def begin(self, state: RequestState, now: float) -> None:
         """Begins the load of a new request, which is queued when it has ended."""
@@ -119,12 +133,27 @@ class KVLoads:
         keys = self._requests.match_keys(max(sequences, key=lambda sequence: len(sequence.token_ids)))
         for sequence in sequences:
             sequence.status = Status.LOADING
-        self._begin(KVLoad(state.request, state, keys, state.root, state.owner, now), now)
+        self._ask(KVLoad(state.request, state, keys, state.root, state.owner, now), now)
+
+    def restore(
+        self, sequence: SequenceRecord, keys: Sequence[bytes], tier: str, num_promised: list[int], timeout_s: float, now: float
+    ) -> None:
+        """Begins the load of a sequence that was next, from a tier; it is queued again when the load has ended.
+
+        Args:
+            keys: of what is known here or in the tier, up to where a hit can end.
+            num_promised: blocks of each group that it brings.
+        """
+        state = sequence.request_state
+        sequence.status = Status.LOADING
+        load = KVLoad(state.request, state, keys, state.root, state.owner, now)
+        load.tier, load.num_promised, load.deadline_s = tier, num_promised, now + min(timeout_s, KV_LOAD_TIMEOUT_S)
+        self._begin(load, now)
 
     def prefetch(self, request: Request, token_ids: list[int], now: float) -> None:
         """Begins a load for a request that may come later."""
         keys, root, owner = self._requests.chain_of(request, token_ids)
-        self._begin(KVLoad(request, None, keys, root, owner, now), now)
+        self._ask(KVLoad(request, None, keys, root, owner, now), now)
 
     def refuse(self, request_id: str, now: float) -> None:
         """Reports a load that this engine cannot make."""
@@ -137,8 +166,8 @@ class KVLoads:
             return
         for found in objects:
             if not self._follows(load, found):
+                self._stop_transfer(load)
                 load.is_complete = False
-                self.cancelled.append(request_id)
                 return
             load.num_bytes += found.num_bytes
             load.arrived.append(found)
@@ -161,7 +190,8 @@ class KVLoads:
     def expire(self, now: float) -> None:
         """Ends the loads whose deadline has passed."""
         for load in [load for load in self.loading.values() if load.deadline_s <= now]:
-            self._cut(load, now)
+            if not (load.tier and load.is_complete):  # what a tier has brought is only waiting for steps, as computing would
+                self._cut(load, now)
 
     def give_up_one(self, now: float) -> bool:
         """Gives back blocks that no sequence runs on: of a lease or of a load. Returns False if there are none."""
@@ -199,11 +229,11 @@ class KVLoads:
         for load, entry in step.loads:
             load.num_in_flight -= 1
             if load.is_open and cache is not None:
-                lifetime_s = load.request.scope.lifetime_s
-                root = load.root if lifetime_s is not None else None
-                cache.insert(load.keys[: entry + 1], load.table, entry, root, load.owner)
-                if lifetime_s is not None:
-                    cache.renew(load.root, now + lifetime_s)
+                scope = load.request.scope
+                root, expires = kept_root(scope, load.root), scope.lifetime_s is not None
+                cache.insert(load.keys[: entry + 1], load.table, entry, root, load.owner, expires=expires)
+                if scope.lifetime_s is not None:
+                    cache.renew(load.root, now + scope.lifetime_s)
             self._settle_in_flight(load, now)
 
     def fail(self, step: Step, now: float) -> None:
@@ -228,6 +258,8 @@ class KVLoads:
         for group in groups:
             (block,) = pool.allocate(1, group)
             load.table[entry * num_groups + group] = block
+            if load.num_promised:
+                load.num_promised[group] -= 1
             step.plan.loads.append(BlockLoad(block, found.contents[group]))
         load.num_in_flight += 1
         step.loads.append((load, entry))
@@ -235,7 +267,13 @@ class KVLoads:
 
     # A load from begin to end
 
-    def _begin(self, load: KVLoad, now: float) -> None:
+    def _ask(self, load: KVLoad, now: float) -> None:
+        """Begins a load from another engine."""
+        if self._begin(load, now):
+            self.queries.append(KVQuery(load.request.request_id, load.root, load.keys, load.num_known))
+
+    def _begin(self, load: KVLoad, now: float) -> bool:
+        """Enters a load, which ends at once if nothing is missing; returns whether something is."""
         name, cache = load.request.request_id, self._requests.prefix_cache
         if name in self.loading:
             self._cut(self.loading[name], now)
@@ -243,13 +281,13 @@ class KVLoads:
         if cache is None or cache.match_length(load.keys) == len(load.keys):
             load.is_complete = True
             self._end_if_done(load, now)
-            return
+            return False
         load.num_known = load.next_entry = cache.count_known(load.keys)
         for key in load.keys[: load.num_known]:
             load.table += cache.blocks_of(key)
         self._pool.share(block for block in load.table if block != NO_BLOCK)
         load.table += [NO_BLOCK] * ((len(load.keys) - load.num_known) * self._pool.num_groups)
-        self.queries.append(KVQuery(name, load.root, load.keys, load.num_known))
+        return True
 
     def _follows(self, load: KVLoad, found: KVObject) -> bool:
         """Whether an object is the next of its load. Layers that see all positions need every entry."""
@@ -276,8 +314,11 @@ class KVLoads:
     def _drop_rest(self, load: KVLoad) -> None:
         """Forgets what no plan has taken, and has the transfer end."""
         if load.is_complete is None:
-            self.cancelled.append(load.request.request_id)
+            self._stop_transfer(load)
         load.arrived.clear()
+
+    def _stop_transfer(self, load: KVLoad) -> None:
+        (self.cancelled_reads if load.tier else self.cancelled).append(load.request.request_id)
 
     def _end_if_done(self, load: KVLoad, now: float) -> None:
         if load.is_complete is not None and not load.arrived and not load.num_in_flight:
@@ -297,6 +338,7 @@ class KVLoads:
                 num_bytes=load.num_bytes,
                 elapsed_s=now - load.started_s,
                 complete=bool(load.is_complete),
+                tier=load.tier,
             )
         )
         if load.state is None:

@@ -13,7 +13,7 @@ from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 from cloister.types.events import Arrived, Ended, Event, Preempted, PrefillDone, Resumption
 from cloister.types.request import FinishReason, Request
-from cloister.types.scope import ScopeKind
+from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import NewSequence
 
 
@@ -88,6 +88,7 @@ class RequestTable:
         root, owner = self._root_of(request)
         arrival_s = now if resumption is None else now - resumption.waited_s
         state = RequestState(request, now=arrival_s, order=self._next_order, seed=seed, root=root, owner=owner)
+        state.kept_root = kept_root(request.scope, root)
         self._next_order += 1
         self.request_states[request.request_id] = state
         if resumption is None:
@@ -181,6 +182,7 @@ class RequestTable:
             self.prefix_cache.discard(sequence.request_state.sequences[0].keys if sequence.request_state.sequences else [])
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
+            sequence.may_restore = True
             self.wait(sequence)
         else:
             self.sequences.pop(sequence.seq_id, None)
@@ -199,11 +201,17 @@ class RequestTable:
         if num_full > sequence.num_kept:
             state = sequence.request_state
             self._extend_keys(sequence, num_full)
-            root = state.root if state.request.scope.lifetime_s is not None else None
             self.share_known(sequence, num_full, sequence.num_kept)
             if self.pool.state_group is not None and num_full * self.pool.block_size == sequence.num_committed:
                 self._replace_snapshot(sequence, num_full)
-            self.prefix_cache.insert(sequence.keys[:num_full], table_of(sequence).blocks, sequence.num_kept, root, state.owner)
+            self.prefix_cache.insert(
+                sequence.keys[:num_full],
+                table_of(sequence).blocks,
+                sequence.num_kept,
+                state.kept_root,
+                state.owner,
+                expires=state.request.scope.lifetime_s is not None,
+            )
             sequence.num_kept = num_full
 
     def share_known(self, sequence: SequenceRecord, num_entries: int, start: int = 0) -> None:
@@ -387,6 +395,11 @@ class RequestTable:
                 "less busy, ask for fewer tokens, or raise --request-timeout-s"
             )
             self.end_request(state, FinishReason.TIMEOUT, now, error=message)
+
+
+def kept_root(scope: Scope, root: bytes) -> bytes:
+    """Returns the root under which blocks of a scope may be kept below the device; empty if its only request ends with it."""
+    return b"" if scope.kind is ScopeKind.REQUEST and scope.lifetime_s is None else root
 
 
 def _wants_every_position(request: Request) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cloister.kv import NO_BLOCK, BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixKeys
+from cloister.kv.tiers import KVTierIndex
 from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
@@ -19,6 +20,7 @@ from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.image_encodings import ImageEncodings
 from cloister.scheduler.kv_exports import KVExports
 from cloister.scheduler.kv_loads import KVLoads
+from cloister.scheduler.kv_restores import KVRestores, TierRead
 from cloister.scheduler.policies import POLICIES
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
@@ -77,6 +79,7 @@ class Scheduler:
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
         leases: cached blocks that stay for other engines; None without a prefix cache.
         kv_loads, kv_exports: KV on its way here, and from here, with what the engine must tell them.
+        kv_restores: KV that comes back from a tier; None without one (`use_tier`).
         answers: finished answers of beam searches that were not collected yet, each as a new sequence with prompt and whole
             output.
     """
@@ -127,8 +130,22 @@ class Scheduler:
         self.kv_loads = KVLoads(self._requests)
         self._prefilled: list[SequenceRecord] = []  # of this step, with a token that another engine goes on from
         self.kv_exports = KVExports(self._requests)
+        self.kv_restores: KVRestores | None = None
+        self._most_shared = (
+            None
+            if quotas is None
+            else min((q.per_scope for q, group in zip(quotas, pool.groups, strict=True) if group.window is None), default=None)
+        )  # entries of a prefix that the cache keeps for one scope
         self._steps: deque[Step] = deque()
         self._next_plan = 0
+
+    def use_tier(self, index: KVTierIndex) -> None:
+        """Has a tier keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
+        assert self.prefix_cache is not None
+        self.prefix_cache.tier = index
+        self.kv_restores = KVRestores(
+            index, self.prefix_cache, self.kv_loads, self.cost, self.pool.block_size, self._most_shared
+        )
 
     # State
 
@@ -444,6 +461,7 @@ class Scheduler:
             if not self._make_room(step, sequence):
                 return
             keys = self._requests.match_keys(sequence)
+            read = None if self.kv_restores is None else self.kv_restores.find(sequence, keys)
             hits = self.prefix_cache.match(keys) if self.prefix_cache is not None else []
             num_hit = len(hits) // self.pool.num_groups * self.pool.block_size
             if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
@@ -454,8 +472,22 @@ class Scheduler:
                 sequence.table.close()
                 sequence.table = None
                 return
+            if read is not None:
+                self._restore(sequence, read, step.now)
+                continue
             self._start(step, sequence, num_hit)
             self._extend_chunk(step, sequence)
+
+    def _restore(self, sequence: SequenceRecord, read: TierRead, now: float) -> None:
+        """Lets a waiting sequence wait for KV from a tier."""
+        assert self.kv_restores is not None
+        assert sequence.table is not None
+        self._policy.pop()
+        self._requests.num_waiting -= 1
+        sequence.table.close()
+        sequence.table = None
+        self.kv_loads.settle(sequence.request_state.request.request_id)
+        self.kv_restores.begin(sequence, read, now)
 
     def _make_room(self, step: Step, sequence: SequenceRecord) -> bool:
         """Frees slots for a waiting sequence, by preempting others if the policy permits it."""
@@ -471,6 +503,9 @@ class Scheduler:
     def _reserve(self, step: Step, sequence: SequenceRecord) -> bool:
         """True if the pool can hold all known tokens of the sequence, in addition to what running prompts still need."""
         needed = self._count_needed(sequence)
+        loading = self.kv_loads.count_promised() if self.kv_restores is not None else []
+        if any(loading):
+            needed = [sum(counts) for counts in zip(needed, loading, strict=True)]
         while self._requests.running:
             missing = [table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values()]
             headroom = len(missing)  # one entry each, so that admission does not cause a preemption one step later
@@ -482,8 +517,8 @@ class Scheduler:
                 return False
             self._requests.preempt(victim, step.now)
         while not self.pool.has_room([], 0, needed):
-            if not self.kv_loads.give_up_one(step.now):
-                return False
+            if any(loading) or not self.kv_loads.give_up_one(step.now):
+                return False  # what is loading ends soon
         return True
 
     def _count_needed(self, sequence: SequenceRecord) -> list[int]:

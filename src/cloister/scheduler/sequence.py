@@ -20,7 +20,7 @@ class Status(Enum):
 
     NEW = "new"
     LOADING = "loading"
-    """Waits for KV from another engine, and is queued then."""
+    """Waits for KV from another engine or a tier, and is queued then."""
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTING = "preempting"
@@ -39,6 +39,7 @@ class RequestState:
         order: arrival rank, for first come first served.
         seed: seed of the sampling noise, from the client or drawn.
         root: root of its prefix-key chain.
+        kept_root: the same for tiers (`request_table.kept_root`).
         owner: owner whose share of the prefix cache is charged for its blocks; None for none.
         num_open: sequences that have not ended.
         beams: the beam search that its sequences belong to; None if they are answers themselves.
@@ -53,6 +54,7 @@ class RequestState:
         "first_token_s",
         "grammar_deadline_s",
         "hold_kv_s",
+        "kept_root",
         "num_cached_tokens",
         "num_open",
         "num_prompt_tokens",
@@ -74,7 +76,7 @@ class RequestState:
         self.deadline_s = now + request.timeout_s
         self.order = order
         self.seed = seed
-        self.root = root
+        self.root = self.kept_root = root
         self.owner = owner
         self.grammar_deadline_s = 0.0
         self.stop_token_ids: tuple[int, ...] = ()
@@ -110,6 +112,7 @@ class SequenceRecord:
         snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
         last_snapshot: the same of the latest state that was kept beside those; 0 for none.
         is_unknown: it runs, but no plan has introduced it to the runner yet.
+        may_restore: before it starts, a tier may be asked for its KV (`scheduler.kv_restores`).
     """
 
     __slots__ = (
@@ -119,6 +122,7 @@ class SequenceRecord:
         "keys",
         "last_snapshot",
         "max_output",
+        "may_restore",
         "num_committed",
         "num_drafts",
         "num_in_flight",
@@ -150,6 +154,7 @@ class SequenceRecord:
         self.num_drafts = 0
         self.drafting: object | None = None
         self.is_unknown = False
+        self.may_restore = True
         self.keys: list[bytes] = []
         self.table: BlockTable | None = None
 

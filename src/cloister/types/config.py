@@ -115,6 +115,11 @@ class EngineConfig:
         "How replicas load KV from each other: unix (on one machine) or tcp://HOST:0, where each listens on a port"
         " of its own; unset, they compute it.",
     )
+    kv_tier: str | None = setting(
+        None,
+        "Where evicted KV of the prefix cache is kept, encrypted: disk:PATH[,SIZE] or host:SIZE (with K, M, G or T); unset,"
+        " nowhere.",
+    )
     profile: str | None = setting(
         None,
         "Privacy profile; unset, `open` on loopback without API keys, else `team`.",

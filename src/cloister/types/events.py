@@ -101,6 +101,20 @@ class Drafting(msgspec.Struct, frozen=True):
     draft_s: float
 
 
+class KVStored(msgspec.Struct, frozen=True):
+    """What a tier has written since the last step.
+
+    Attributes:
+        tier: its name.
+        num_bytes: KV written.
+        used_bytes: bytes of its slots in use.
+    """
+
+    tier: str
+    num_bytes: int
+    used_bytes: int
+
+
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     """One step ran: its counts, and the load of the engine."""
 
@@ -121,15 +135,18 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     """Time that steps without drafts would have taken for the accepted drafts (`engine.drafting.weigh`)."""
     spent_s: float = 0.0
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
+    stored: KVStored | None = None
+    """What a tier has written, if anything."""
 
 
 class KVLoaded(msgspec.Struct, frozen=True, tag=True):
-    """A load of KV from another engine has ended (`Submit.kv_source`, `PrefetchKV`), exactly once for each.
+    """A load of KV from another engine (`Submit.kv_source`, `PrefetchKV`) or from a tier has ended, exactly once for each.
 
     Attributes:
         num_tokens: leading tokens of the request that a prefix hit covers now.
         num_bytes: KV that arrived.
-        complete: all that the other engine offered arrived; if not, the rest is computed.
+        complete: all that the other engine offered, or that the tier was to have, arrived; if not, the rest is computed.
+        tier: the tier that it came from; empty for another engine.
     """
 
     request_id: str
@@ -138,6 +155,7 @@ class KVLoaded(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
     elapsed_s: float
     complete: bool
+    tier: str = ""
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True):

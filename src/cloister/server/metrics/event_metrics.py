@@ -13,7 +13,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cloister.types.events import Arrived, Ended, Event, Lost, Migrated, Preempted, Progressed, Scheduled, Stepped
+from cloister.types.events import (
+    Arrived,
+    Ended,
+    Event,
+    KVLoaded,
+    KVStored,
+    Lost,
+    Migrated,
+    Preempted,
+    Progressed,
+    Scheduled,
+    Stepped,
+)
 from cloister.types.request import FinishReason
 
 # A cheap histogram that adds equal values at once, and has no `_created` series.
@@ -112,6 +124,47 @@ def _by_place(name: str, text: str, values: Mapping[tuple[str, int], int]) -> Me
     return family
 
 
+# KV that came from another engine or a tier, and what tiers keep.
+
+
+class KVTierFigures:
+    """Sums over all loads of KV, by where it came from: a tier, or `peer` for another engine."""
+
+    def __init__(self) -> None:
+        self._loads: Counter[tuple[str, ...]] = Counter()
+        self._bytes: Counter[tuple[str, ...]] = Counter()
+        self._load_s: dict[str, float] = {}
+        self._stored: Counter[tuple[str, ...]] = Counter()
+        self._used: dict[str, int] = {}
+
+    def note_load(self, event: KVLoaded) -> None:
+        """Takes one load that has ended."""
+        tier = event.tier or "peer"
+        self._loads[tier, "whole" if event.complete else "part"] += 1
+        self._bytes[tier,] += event.num_bytes
+        self._load_s[tier] = self._load_s.get(tier, 0.0) + event.elapsed_s
+
+    def note_stored(self, stored: KVStored) -> None:
+        """Takes what a tier has written."""
+        self._stored[stored.tier,] += stored.num_bytes
+        self._used[stored.tier] = stored.used_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the families, which are empty until something was stored or loaded."""
+        yield _counters("kv_loads", "Loads of KV that ended, by tier: whole, or part and the rest computed.",
+                        ("tier", "result"), self._loads)  # fmt: skip
+        yield _counters("kv_loaded_bytes", "KV that was loaded, by tier.", ("tier",), self._bytes)
+        seconds = CounterMetricFamily("cloister_kv_load_seconds", "Time that requests waited for loads.", labels=("tier",))
+        for tier, value in sorted(self._load_s.items()):
+            seconds.add_metric((tier,), value)
+        yield seconds
+        yield _counters("kv_stored_bytes", "KV that a tier has written.", ("tier",), self._stored)
+        used = GaugeMetricFamily("cloister_kv_tier_used_bytes", "What a tier holds.", labels=("tier",))
+        for tier, value in sorted(self._used.items()):
+            used.add_metric((tier,), value)
+        yield used
+
+
 _QUEUE_S: Final = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _FIRST_TOKEN_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160, 600)
 _BETWEEN_TOKENS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
@@ -184,6 +237,7 @@ class Metrics:
         self.before_change: Callable[[], None] = _nothing
         self._lives = LiveRequests()
         self._drafts = DraftTotals()
+        self._tiers = KVTierFigures()
         self._sums = dict.fromkeys(_COUNTERS, 0)
         self._ended: Counter[tuple[str, ...]] = Counter({(reason.value,): 0 for reason in FinishReason})
         self._replies: Counter[tuple[str, ...]] = Counter()
@@ -225,6 +279,8 @@ class Metrics:
                 self._observe_end(event)
             case Stepped():
                 self._observe_step(event)
+            case KVLoaded():
+                self._tiers.note_load(event)
             case _:
                 pass
         self._lives.follow(event)
@@ -253,6 +309,7 @@ class Metrics:
         for histogram in (self._prompts, self._answers, self._step_s, self._step_tokens):
             yield histogram.family()
         yield from self._drafts.collect()
+        yield from self._tiers.collect()
         for other in self._others:
             yield from other.collect()
 
@@ -277,6 +334,8 @@ class Metrics:
 
     def _observe_step(self, event: Stepped) -> None:
         self._drafts.observe(event)
+        if event.stored is not None:
+            self._tiers.note_stored(event.stored)
         self._step_s.observe(event.elapsed_s)
         self._step_tokens.observe(event.num_tokens)
         used, cached = event.num_used_blocks, event.num_cached_blocks

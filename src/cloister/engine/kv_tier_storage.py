@@ -1,0 +1,139 @@
+"""Where the slots of a tier lie: a file without a name, in a directory or in memory.
+
+Keys are in the memory of the engine only, so nobody can read the file after it: it gets no name, and its space is free again
+when the engine ends, in whatever way. Engines that use one directory cannot reach each other's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from cloister.kv.tiers import tier_threat
+from cloister.types.errors import ConfigError
+from cloister.types.registry import Registry
+
+_UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_EXAMPLES: Final = "kv_tier is host:SIZE or disk:PATH[,SIZE], such as host:4G or disk:/var/lib/cloister,200G"
+FREE_SHARE: Final = 0.5
+"""Default size of a disk tier: this part of what is free at the start."""
+
+
+class TierStorage(Protocol):
+    """Where a tier's file is."""
+
+    def open(self, where: TierSetting) -> int:
+        """Returns a file descriptor that this process alone has.
+
+        Raises:
+            ConfigError: there can be no file.
+        """
+        ...
+
+    def measure(self, where: TierSetting) -> int:
+        """Returns the bytes of a tier without a given size (ConfigError if it needs one)."""
+        ...
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether its bytes are taken from the engine's memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetting:
+    """The setting `kv_tier`.
+
+    Attributes:
+        name: which tier, a name of `KV_TIERS`.
+        path: its directory; empty where it needs none.
+        num_bytes: its size; None if it was not given.
+    """
+
+    name: str
+    path: str
+    num_bytes: int | None
+
+    @classmethod
+    def parse(cls, setting: str) -> TierSetting:
+        """Raises ConfigError if the setting says something else."""
+        name, _, rest = setting.partition(":")
+        KV_TIERS.get(name)
+        path, comma, size = rest.rpartition(",")
+        if name == "host":
+            path, size = "", rest
+        elif not comma:
+            path, size = rest, ""
+        if (name == "disk") != bool(path):
+            raise ConfigError(_EXAMPLES, param="kv_tier")
+        return cls(name, path, _parse_size(size) if size else None)
+
+    @property
+    def storage(self) -> TierStorage:
+        return KV_TIERS.get(self.name)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Its size: the given one, or what `TierStorage.measure` says."""
+        return self.storage.measure(self) if self.num_bytes is None else self.num_bytes
+
+
+def _parse_size(text: str) -> int:
+    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in _UNITS else (text, "M")
+    try:
+        num_bytes = int(float(number) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ConfigError(f"{_EXAMPLES}; a size is a number with K, M, G or T", param="kv_tier")
+    return num_bytes
+
+
+KV_TIERS: Registry[TierStorage] = Registry("KV tier")
+
+
+class DiskStorage:
+    """A file in a directory, whose name is removed when it is made."""
+
+    is_memory = False
+
+    def open(self, where: TierSetting) -> int:
+        try:
+            with tempfile.TemporaryFile(prefix="cloister-kv-", dir=where.path) as file:
+                return os.dup(file.fileno())
+        except OSError as error:
+            raise _unusable(where, error) from error
+
+    def measure(self, where: TierSetting) -> int:
+        try:
+            return int(shutil.disk_usage(Path(where.path)).free * FREE_SHARE)
+        except OSError as error:
+            raise _unusable(where, error) from error
+
+
+class HostStorage:
+    """A file in memory."""
+
+    is_memory = True
+
+    def open(self, where: TierSetting) -> int:
+        return os.memfd_create("cloister-kv")
+
+    def measure(self, where: TierSetting) -> int:
+        raise ConfigError("a tier in memory needs its size, such as host:4G", param="kv_tier")
+
+
+def _unusable(where: TierSetting, error: OSError) -> ConfigError:
+    reason = os.strerror(error.errno) if error.errno else type(error).__name__
+    return ConfigError(
+        f"kv_tier cannot use the directory {where.path}: {reason}; name one that this user may write to",
+        param="kv_tier",
+    )
+
+
+KV_TIERS.register("host", tier_threat("host memory"))(HostStorage())
+KV_TIERS.register("disk", tier_threat("SSD"))(DiskStorage())

@@ -1,0 +1,283 @@
+"""Which blocks a tier below the device holds, and whether loading them is worth it. Pure: no I/O, no clock, no arrays.
+
+What the prefix cache evicts goes into a slot of the tier (`engine.kv_tier_worker` writes it). Each group of layers has slots of
+its own, in proportion to its part of the device's memory, and lets its least recently used block go. A block can be found once
+it is written; what cannot be read back is forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from cloister.kv.pool import BlockGroup
+from cloister.types.errors import ConfigError
+from cloister.types.threat import Requirement, ThreatProfile
+
+MAX_UNWRITTEN_BYTES: Final = 64 * 2**20
+"""KV that waits to be written; while there is more, what is evicted is not stored. A slow disk delays no step."""
+TRY_EVERY: Final = 16
+"""Of loads that seem slower than computing, every so many-th one is made all the same: the tier may have become faster."""
+STORE_SHARE: Final = 0.02
+"""Storing may take this part of the processor time of steps, and what loads have saved."""
+MOST_CREDIT_S: Final = 0.25
+"""Time that storing may take beyond that: at the start, and at most ever."""
+_PAGE: Final = 4096
+TAG_BYTES: Final = 16
+"""What sealing adds to a block (AES-GCM)."""
+
+
+def tier_threat(where: str) -> ThreatProfile:
+    """Returns the threat profile of a tier whose blocks are `where`."""
+    return ThreatProfile(
+        row="disk or host offload",
+        threats=frozenset({Requirement.STATELESS, Requirement.ENFORCEABLE}),
+        residue="KV, encrypted",
+        where=(where,),
+        attack="data leak",
+        mitigations=(
+            "AES-256-GCM under a key for each scope and adapter, which is only in the engine's memory and dies with the scope",
+            "no plain text, key, token or prefix key is written; the file has no name, and ends with the engine",
+            "a block is sealed together with what it is: another one, a changed one or part of one is a miss",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TierBlock:
+    """One block in a tier.
+
+    Attributes:
+        root: root of its chain: scope and adapter.
+        key: prefix key of its entry.
+        entry: number of its entry in a block table.
+        group: group of layers.
+        slot: where it lies, among the slots of its group.
+        number: of this write; no other one in the life of an engine has it.
+    """
+
+    root: bytes
+    key: bytes
+    entry: int
+    group: int
+    slot: int
+    number: int
+
+    def __repr__(self) -> str:
+        """Shows no key: where a scope has no secret, a key tells whether somebody's text is known."""
+        return f"TierBlock(entry={self.entry}, group={self.group}, slot={self.slot})"
+
+
+@dataclass(frozen=True, slots=True)
+class TierLayout:
+    """The slots of a tier.
+
+    Attributes:
+        block_bytes: bytes of a block of each group.
+        num_slots: slots of each group.
+    """
+
+    block_bytes: tuple[int, ...]
+    num_slots: tuple[int, ...]
+
+    @classmethod
+    def plan(cls, limit_bytes: int, block_bytes: Sequence[int], groups: Sequence[BlockGroup]) -> TierLayout:
+        """Divides a tier of `limit_bytes` among groups as the device's memory is divided.
+
+        Raises:
+            ConfigError: some group would have no slot.
+        """
+        layout = cls(tuple(block_bytes), (0,) * len(groups))
+        sizes = layout.slot_bytes
+        device_bytes = sum(group.num_blocks * size for group, size in zip(groups, sizes, strict=True))
+        num_slots = tuple(limit_bytes * group.num_blocks // device_bytes for group in groups)
+        if not all(num_slots):
+            least = math.ceil(device_bytes / min(group.num_blocks for group in groups) / 2**20)
+            raise ConfigError(f"kv_tier is too small for one block of each kind; give it at least {least}M", param="kv_tier")
+        return cls(tuple(block_bytes), num_slots)
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of a slot of each group: whole pages, so that writing one never reads."""
+        return tuple(math.ceil((size + TAG_BYTES) / _PAGE) * _PAGE for size in self.block_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num * size for num, size in zip(self.num_slots, self.slot_bytes, strict=True))
+
+    def place(self, group: int, slot: int) -> int:
+        """Returns where a slot begins in a file that has all of them, group after group."""
+        before = sum(num * size for num, size in zip(self.num_slots[:group], self.slot_bytes[:group], strict=True))
+        return before + slot * self.slot_bytes[group]
+
+
+class _Slots:
+    """The slots of one group: its blocks by key, least recently used first."""
+
+    __slots__ = ("blocks", "free", "num_slots")
+
+    def __init__(self, num_slots: int) -> None:
+        self.blocks: OrderedDict[bytes, TierBlock] = OrderedDict()
+        self.free: list[int] = []
+        self.num_slots = num_slots
+
+    def take(self) -> int | None:
+        """Returns an empty slot; None if there is none."""
+        if self.free:
+            return self.free.pop()
+        return len(self.blocks) if len(self.blocks) < self.num_slots else None
+
+
+class KVTierIndex:
+    """The blocks of one tier.
+
+    Args:
+        name: its name for metrics.
+        layout: its slots.
+
+    Attributes:
+        stores: (block of the device, block of the tier) to be copied before the device's is written again.
+        ended_roots: chains of which nothing is left, whose keys shall be forgotten.
+        is_stopped: nothing more is stored; what is there can be loaded.
+        credit_s: time that storing may take; where nothing is used again it runs out, and storing pauses until it has grown.
+        is_stuck: a load was given up and the tier has not noticed; until it does, nothing is loaded.
+        num_stored_blocks, num_stored_bytes: written so far.
+    """
+
+    def __init__(self, name: str, layout: TierLayout) -> None:
+        self.name, self.layout = name, layout
+        self.stores: list[tuple[int, TierBlock]] = []
+        self.ended_roots: list[bytes] = []
+        self.is_stopped = self.is_stuck = False
+        self.num_stored_blocks = self.num_stored_bytes = 0
+        self.credit_s = MOST_CREDIT_S
+        self._is_paused = False
+        self._slots = [_Slots(num_slots) for num_slots in layout.num_slots]
+        self._by_root: dict[bytes, set[tuple[int, bytes]]] = {}
+        self._unwritten: dict[int, TierBlock] = {}  # by number
+        self._unwritten_bytes = 0
+        self._numbers = count()
+        self._byte_s = 0.0
+        self._num_declined = 0
+
+    def __len__(self) -> int:
+        """Blocks that it holds, or that are being written."""
+        return sum(len(slots.blocks) for slots in self._slots)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return sum(len(slots.blocks) * size for slots, size in zip(self._slots, self.layout.slot_bytes, strict=True))
+
+    # Storing
+
+    def earn(self, seconds: float) -> None:
+        """Lets storing take more time."""
+        self.credit_s = min(MOST_CREDIT_S, self.credit_s + seconds)
+        if self._is_paused and self.credit_s > MOST_CREDIT_S / 4:  # enough for whole prefixes, not only for ends of them
+            self._is_paused = False
+
+    def spend(self, seconds: float) -> None:
+        """Notes what storing took."""
+        self.credit_s -= seconds
+        if self.credit_s < 0.0:
+            self._is_paused = True
+
+    def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int) -> None:
+        """Stores a block that the device evicts, unless the tier has it, is behind with writing, or has paused or stopped."""
+        slots = self._slots[group]
+        if key in slots.blocks:
+            slots.blocks.move_to_end(key)
+            return
+        size = self.layout.block_bytes[group]
+        if not root or self.is_stopped or self._is_paused or self._unwritten_bytes + size > MAX_UNWRITTEN_BYTES:
+            return
+        slot = slots.take()
+        if slot is None:
+            slot = self._remove(next(iter(slots.blocks.values())))
+        stored = TierBlock(root, key, entry, group, slot, next(self._numbers))
+        slots.blocks[key] = stored
+        self._by_root.setdefault(root, set()).add((group, key))
+        self._unwritten[stored.number] = stored
+        self._unwritten_bytes += size
+        self.stores.append((block, stored))
+
+    def confirm(self, stored: TierBlock, *, is_written: bool) -> None:
+        """Notes that a block was written, or could not be."""
+        if self._unwritten.pop(stored.number, None) is not None:
+            self._unwritten_bytes -= self.layout.block_bytes[stored.group]
+        if is_written:
+            self.num_stored_blocks += 1
+            self.num_stored_bytes += self.layout.block_bytes[stored.group]
+        else:
+            self.lose(stored)
+
+    def lose(self, stored: TierBlock) -> None:
+        """Forgets a block that cannot be read."""
+        slots = self._slots[stored.group]
+        if slots.blocks.get(stored.key) is stored:
+            slots.free.append(self._remove(stored))
+
+    def forget(self, root: bytes) -> None:
+        """Forgets all of a scope: its lifetime is over."""
+        for group, key in list(self._by_root.get(root, ())):
+            slots = self._slots[group]
+            slots.free.append(self._remove(slots.blocks[key]))
+
+    def _remove(self, stored: TierBlock) -> int:
+        """Removes a block and returns its slot."""
+        del self._slots[stored.group].blocks[stored.key]
+        left = self._by_root[stored.root]
+        left.discard((stored.group, stored.key))
+        if not left:
+            del self._by_root[stored.root]
+            self.ended_roots.append(stored.root)
+        return stored.slot
+
+    # Loading
+
+    def find(self, key: bytes, group: int) -> TierBlock | None:
+        """Returns a block that can be loaded; None if there is none."""
+        found = self._slots[group].blocks.get(key)
+        return None if found is None or found.number in self._unwritten else found
+
+    def holds(self, key: bytes) -> list[bool]:
+        """Returns for each group whether its block of this key can be loaded."""
+        return [self.find(key, group) is not None for group in range(len(self._slots))]
+
+    def touch(self, blocks: Iterable[TierBlock]) -> None:
+        """Marks blocks as most recently used, the last one most."""
+        for found in blocks:
+            slots = self._slots[found.group].blocks
+            if found.key in slots:
+                slots.move_to_end(found.key)
+
+    def is_worth(self, num_bytes: int, compute_s: float) -> bool:
+        """Whether loading takes less time than computing. Of those that seem not to, one in `TRY_EVERY` counts as worth it."""
+        if self.predict_s(num_bytes) < compute_s:
+            return True
+        self._num_declined += 1
+        return self._num_declined % TRY_EVERY == 0
+
+    def predict_s(self, num_bytes: int) -> float:
+        """Returns how long a load of so many bytes takes, as far as loads were measured."""
+        return num_bytes * self._byte_s
+
+    def learn(self, num_bytes: int, elapsed_s: float) -> None:
+        """Takes one measured load."""
+        byte_s = elapsed_s / num_bytes
+        self._byte_s = byte_s if not self._byte_s else self._byte_s + (byte_s - self._byte_s) / 4
+
+    def check(self) -> None:
+        """Raises AssertionError unless every slot is empty or has one block, and every block is known by its root."""
+        for group, slots in enumerate(self._slots):
+            used = [stored.slot for stored in slots.blocks.values()]
+            assert len({*used, *slots.free}) == len(used) + len(slots.free) <= slots.num_slots, "a slot has two blocks"
+            assert all((group, key) in self._by_root[stored.root] for key, stored in slots.blocks.items()), "a root is lost"
+        assert sum(map(len, self._by_root.values())) == len(self), "a root has a block that is gone"
+        sizes = [self.layout.block_bytes[stored.group] for stored in self._unwritten.values()]
+        assert sum(sizes) == self._unwritten_bytes, "the count of unwritten bytes is off"

@@ -1,0 +1,377 @@
+"""A tier with real files: what comes back has the same bits, and what does not is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
+from cloister.engine import kv_tier_worker
+from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting
+from cloister.kv import BlockGroup
+from cloister.kv.tiers import TierBlock, TierLayout
+from cloister.text import Tokenizer
+from cloister.types.clock import WallClock
+from cloister.types.errors import ConfigError
+from cloister.types.events import Ended, Event, KVLoaded, Scheduled, Stepped, Submit
+from cloister.types.request import Request, SamplingParams, SequenceOutput
+from cloister.types.scope import Scope, ScopeKind
+
+PROMPT = list(b"a prompt that is longer than some blocks of tokens, and so worth keeping for the next turn")
+NUM_HIT = (len(PROMPT) - 1) // 8 * 8
+
+
+class Engine:
+    """An engine of 24 blocks with a tier, whose steps the test makes."""
+
+    def __init__(self, tokenizer: Tokenizer, setting: str | None) -> None:
+        # computing is slow, as the scheduler knows after some steps, so that loading is worth it on a busy machine too
+        shape = EngineShape(num_blocks=24, step_s=1.0, token_s=0.1)
+        self.engine: VirtualEngine = make_engine(shape, tokenizer, WallClock())
+        self.core = self.engine.core
+        if setting is not None:
+            self.core.open_kv_tier(setting)
+            self.core._tier.on_news(self.core.input_queue.wake)  # type: ignore[union-attr]
+        self.events: list[Event] = []
+        self.outputs: list[SequenceOutput] = []
+
+    @property
+    def tier(self) -> Any:
+        return self.core._tier
+
+    @property
+    def index(self) -> Any:
+        return self.tier.index
+
+    def step(self) -> None:
+        message = self.core.step()
+        if message is not None:
+            self.events += message.events
+            self.outputs += message.outputs
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Makes steps until something has happened; a busy machine has long for it."""
+        deadline_s = time.monotonic() + 90.0
+        while not is_done():
+            assert time.monotonic() < deadline_s, "it never happened"
+            self.step()
+            time.sleep(0.0002)
+
+    def find(self, kind: type[Any], name: str) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind) and event.request_id == name]  # type: ignore[union-attr]
+
+    def answer(self, name: str, token_ids: list[int] = PROMPT, scope: Scope | None = None) -> list[int]:
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        request = Request(request_id=name, token_ids=token_ids, sampling=sampling)
+        if scope is not None:
+            request = Request(request_id=name, token_ids=token_ids, sampling=sampling, scope=scope)
+        self.core.input_queue.put(Submit(request))
+        self.run_until(lambda: bool(self.find(Ended, name)))
+        return [token_id for output in self.outputs if output.request_id == name for token_id in output.token_ids]
+
+    def crowd_out(self, first: int = 0, num_others: int = 4) -> None:
+        """Others' prompts take all blocks of the device, and what they evict is written."""
+        for number in range(first, first + num_others):
+            self.answer(f"other {number}", [(31 * number + i) % 251 for i in range(90)])
+        if self.tier is not None:
+            self.run_until(lambda: not self.index._unwritten)
+
+    def num_cached(self, name: str) -> int:
+        (scheduled,) = self.find(Scheduled, name)
+        return int(scheduled.num_cached_tokens)
+
+    def blocks_of(self, token_ids: list[int] = PROMPT) -> list[TierBlock]:
+        request = Request(request_id="x", token_ids=token_ids, sampling=SamplingParams())
+        keys, _, _ = self.engine.scheduler._requests.chain_of(request, token_ids)
+        return [block for key in keys if (block := self.index.find(key, 0)) is not None]
+
+    def overwrite(self, block: TierBlock, content: bytes, offset: int = 0) -> None:
+        os.pwrite(self.tier.worker._fd, content, self.index.layout.place(block.group, block.slot) + offset)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take its time: only tests of deadlines have one."""
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
+    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer) -> Iterator[Callable[[str | None], Engine]]:
+    made: list[Engine] = []
+
+    def make_one(setting: str | None) -> Engine:
+        made.append(Engine(tokenizer, setting))
+        return made[-1]
+
+    yield make_one
+    for engine in made:
+        if engine.tier is not None:
+            engine.tier.close()
+
+
+@pytest.fixture(params=["disk", "host"])
+def setting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"disk:{tmp_path},10M" if request.param == "disk" else "host:10M"
+
+
+def test_what_was_evicted_is_loaded_and_the_answer_is_the_same(make: Callable[..., Engine], setting: str) -> None:
+    engine = make(setting)
+    expected = make(None).answer("first")
+    assert engine.answer("first") == expected
+    engine.crowd_out()
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == NUM_HIT
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert (loaded.tier, loaded.complete, loaded.num_tokens) == (setting[:4], True, NUM_HIT)
+    assert loaded.num_bytes == NUM_HIT * 16
+    stored = [event.stored for event in engine.events if isinstance(event, Stepped) and event.stored is not None]
+    assert sum(part.num_bytes for part in stored) == len(engine.index) * 8 * 16
+    assert engine.engine.scheduler.pool.num_used == 0
+
+
+def test_a_file_has_no_name_and_nothing_of_a_request_in_it(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    engine.answer("first")
+    engine.crowd_out()
+    assert not list(tmp_path.iterdir())
+    written = os.pread(engine.tier.worker._fd, 2**20, 0)
+    assert len(written.strip(b"\0")) > 1000
+    kv = make(None)
+    kv.answer("first")
+    plain = [content for content in kv.engine.runner._runner._program.export_blocks(range(24)) if content.strip(b"\0")]  # type: ignore[attr-defined]
+    assert plain
+    for block, content in zip(engine.blocks_of(), plain, strict=False):
+        assert content[:32] not in written
+        assert block.key not in written
+        assert block.root not in written
+
+
+def flip(engine: Engine, block: TierBlock, other: TierBlock) -> None:
+    engine.overwrite(block, b"\xff", 40)
+
+
+def cut(engine: Engine, block: TierBlock, other: TierBlock) -> None:
+    engine.overwrite(block, bytes(64), 64)
+
+
+def truncate(engine: Engine, block: TierBlock, other: TierBlock) -> None:
+    os.ftruncate(engine.tier.worker._fd, engine.index.layout.place(block.group, block.slot) + 10)
+
+
+def swap(engine: Engine, block: TierBlock, other: TierBlock) -> None:
+    size = engine.index.layout.slot_bytes[0]
+    engine.overwrite(block, os.pread(engine.tier.worker._fd, size, engine.index.layout.place(0, other.slot)))
+
+
+@pytest.mark.parametrize("damage", [flip, cut, truncate, swap])
+def test_a_damaged_block_is_a_miss_and_is_computed(make: Callable[..., Engine], tmp_path: Path, damage: Any) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    blocks = engine.blocks_of()
+    assert len(blocks) == NUM_HIT // 8
+    damage(engine, blocks[3], blocks[4])
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") <= 3 * 8
+    assert not engine.find(KVLoaded, "again")[0].complete
+    assert set(blocks) - set(engine.blocks_of()), "it would be tried again and again"
+
+
+def test_an_older_block_of_a_slot_does_not_open_as_the_one_that_followed(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    (block, *_) = engine.blocks_of()
+    place = engine.index.layout.place(0, block.slot)
+    stale = os.pread(engine.tier.worker._fd, engine.index.layout.slot_bytes[0], place)
+    engine.index.lose(block)
+    engine.crowd_out(20)
+    engine.answer("again")
+    engine.crowd_out(30)
+    (again, *_) = engine.blocks_of()
+    assert (again.key, again.number) != (block.key, block.number)
+    engine.overwrite(again, stale)
+    assert engine.answer("and again") == expected
+    assert engine.num_cached("and again") == 0
+
+
+def test_a_scope_that_ended_takes_its_key_along(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    session = Scope(ScopeKind.SESSION, b"s", lifetime_s=1e6)
+    engine.answer("first", scope=session)
+    engine.crowd_out()
+    root = engine.engine.scheduler._requests._keys.root(session)  # type: ignore[union-attr]
+    assert root in engine.tier.worker._keys
+    engine.engine.clock._offset_s += 2e6
+    engine.step()
+    assert root not in engine.tier.worker._keys
+    engine.answer("again", scope=session)
+    assert engine.num_cached("again") == 0
+
+
+def test_a_full_disk_stops_the_tier_once_and_no_request(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+
+    def write_none(fd: int, content: bytes, place: int) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(kv_tier_worker.os, "pwrite", write_none)
+    with caplog.at_level(logging.WARNING):
+        engine.crowd_out(10)
+        engine.crowd_out(20)
+    assert sum("stores nothing more" in record.getMessage() for record in caplog.records) == 1
+    assert "No space left" in caplog.text
+    engine.index.check()
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == NUM_HIT, "what was written before is lost"
+
+
+def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_answers(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 0.02)
+    pread, may_go_on = os.pread, threading.Event()
+
+    def hang(*arguments: int) -> bytes:
+        may_go_on.wait(60.0)
+        return pread(*arguments)
+
+    monkeypatch.setattr(kv_tier_worker.os, "pread", hang)
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == 0
+    assert not engine.find(KVLoaded, "again")[0].complete
+    assert engine.tier.worker.is_stuck
+    engine.crowd_out(10)
+    assert engine.answer("and again") == expected
+    assert not engine.find(KVLoaded, "and again")
+    may_go_on.set()
+    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 60.0)
+    engine.run_until(lambda: not engine.tier.worker.is_stuck)
+    engine.index._byte_s = 1e-9  # it was slow, which it would have to unlearn
+    engine.crowd_out(20)
+    assert engine.answer("at last") == expected
+    assert engine.num_cached("at last") == NUM_HIT
+
+
+def test_two_engines_use_one_directory(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engines = [make(f"disk:{tmp_path},1M") for _ in range(2)]
+    for engine in engines:
+        engine.answer("first")
+        engine.crowd_out()
+    engines[0].tier.close()
+    engines[1].answer("again")
+    assert engines[1].num_cached("again") == NUM_HIT
+
+
+KILLED = """
+import os, sys, tempfile
+from pathlib import Path
+from cloister.engine.kv_tier_storage import TierSetting
+from cloister.engine.kv_tier_worker import TierWorker
+from cloister.kv import BlockGroup, KVFormat
+from cloister.kv.tiers import KVTierIndex, TierLayout
+setting = TierSetting.parse(f"disk:{sys.argv[1]},64M")
+layout = TierLayout.plan(setting.limit_bytes, (100_000,), [BlockGroup(8)])
+worker = TierWorker(setting.storage.open(setting), layout, KVFormat("model", 8, "one", (100_000,)))
+index, number = KVTierIndex("disk", layout), 0
+while True:
+    for _ in range(50):
+        number += 1
+        index.offer(b"root", number.to_bytes(32, "big"), 0, 0, 0)
+    stores, index.stores = index.stores, []
+    worker.write([stored for _, stored in stores], [bytes(100_000)] * len(stores))
+    while index._unwritten:
+        for block, is_written in worker.take_written()[0]:
+            index.confirm(block, is_written=is_written)
+    print(number, flush=True)
+"""
+
+
+def test_an_engine_that_is_killed_while_it_writes_leaves_nothing_in_the_directory(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline(), "it wrote nothing"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+    assert not list(tmp_path.iterdir())
+    with contextlib.closing(make_worker(tmp_path)) as worker:
+        assert worker.probe()[0] > 0
+
+
+def make_worker(path: Path) -> kv_tier_worker.TierWorker:
+    from cloister.kv import KVFormat
+
+    setting = TierSetting.parse(f"disk:{path},1M")
+    layout = TierLayout.plan(setting.limit_bytes, (1000,), [BlockGroup(8)])
+    return kv_tier_worker.TierWorker(setting.storage.open(setting), layout, KVFormat("model", 8, "one", (1000,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "path", "num_bytes"),
+    [
+        ("host:4G", "host", "", 4 * 2**30),
+        ("host:1.5m", "host", "", 3 * 2**19),
+        ("host:64", "host", "", 64 * 2**20),
+        ("disk:/a/b", "disk", "/a/b", None),
+        ("disk:/a,b,2T", "disk", "/a,b", 2 * 2**40),
+        ("disk:C,10K", "disk", "C", 10240),
+    ],
+)
+def test_a_setting_says_which_tier_and_where(given: str, name: str, path: str, num_bytes: int | None) -> None:
+    setting = TierSetting.parse(given)
+    assert (setting.name, setting.path, setting.num_bytes) == (name, path, num_bytes)
+
+
+@pytest.mark.parametrize("given", ["disk", "disk:", "disk:,4G", "disk:/a,lots", "host:0", "host:-1G", "host:infG", "tape:4G"])
+def test_a_wrong_setting_is_answered_with_a_right_one(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as host:4G|choose one of: host, disk"):
+        TierSetting.parse(given)
+
+
+def test_a_directory_that_cannot_be_used_says_so(make: Callable[..., Engine], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory; name one that this user may write to"):
+        make(f"disk:{tmp_path / 'missing'},1M")
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        make(f"disk:{tmp_path / 'missing'}")
+    with pytest.raises(ConfigError, match="too small for one block of each kind; give it at least"):
+        make("host:1K")
+    assert make(f"disk:{tmp_path}").index.layout.num_bytes > 2**20
+
+
+def test_a_tier_is_divided_as_the_device_is() -> None:
+    groups = [BlockGroup(100), BlockGroup(20, 16, 4), BlockGroup.of_state(10)]
+    layout = TierLayout.plan(100 * 2**20, (5000, 5000, 50_000), groups)
+    assert layout.slot_bytes == (8192, 8192, 53_248)
+    assert layout.num_bytes <= 100 * 2**20
+    assert [num // layout.num_slots[2] for num in layout.num_slots] == [10, 2, 1]
+    assert layout.place(1, 0) == layout.num_slots[0] * 8192
+    assert layout.place(2, 1) == layout.place(1, layout.num_slots[1]) + 53_248
+
+
+def test_every_tier_says_what_it_endangers() -> None:
+    assert KV_TIERS.names() == ("host", "disk")
+    assert all(threat.mitigations for _, threat in KV_TIERS)

@@ -1,0 +1,86 @@
+"""A KV tier whose slots are a dictionary, and whose reads and writes happen when a test says so."""
+
+from __future__ import annotations
+
+from cloister.kv import KVObject
+from cloister.kv.objects import KVHeader
+from cloister.kv.tiers import KVTierIndex, TierLayout
+from cloister.scheduler import Scheduler
+from cloister.scheduler.kv_restores import TierRead
+
+BLOCK_BYTES = 1000
+"""What a block counts as, whatever the runner says of it."""
+
+
+class MemoryTier:
+    """Attaches itself to a scheduler.
+
+    Attributes:
+        reads: those that have not ended.
+        contents: (group, slot) -> (number of its write, contents).
+    """
+
+    def __init__(self, scheduler: Scheduler, runner, num_slots: int) -> None:
+        num_groups = scheduler.pool.num_groups
+        self.index = KVTierIndex("memory", TierLayout((BLOCK_BYTES,) * num_groups, (num_slots,) * num_groups))
+        self.scheduler, self.runner = scheduler, runner
+        self.contents: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self.unwritten: list = []
+        self.reads: list[TierRead] = []
+        self.cancelled: set[str] = set()
+        self.num_loaded = 0
+        scheduler.use_tier(self.index)
+
+    def dispatch(self) -> None:
+        """As the engine does it between planning a step and running it."""
+        stores, self.index.stores = self.index.stores, []
+        for block, stored in stores:
+            self.unwritten.append((stored, self.runner.export_blocks([block])[0]))
+        self.index.ended_roots.clear()
+        restores = self.scheduler.kv_restores
+        self.reads += restores.reads
+        restores.reads = []
+        loads = self.scheduler.kv_loads
+        self.reads = [read for read in self.reads if read.request_id not in loads.cancelled_reads]
+        loads.cancelled_reads.clear()
+
+    def write(self, num_blocks: int, *, is_written: bool = True) -> None:
+        """Writes the oldest blocks."""
+        for stored, content in self.unwritten[:num_blocks]:
+            if is_written:
+                self.contents[stored.group, stored.slot] = stored.number, content
+            self.index.confirm(stored, is_written=is_written)
+        del self.unwritten[:num_blocks]
+
+    def read(self, num_entries: int, now: float) -> None:
+        """Reads so many entries of the oldest read, and ends it after the last one or at one that it cannot read."""
+        if not self.reads:
+            return
+        read, loads = self.reads[0], self.scheduler.kv_loads
+        for _ in range(num_entries):
+            if not read.entries:
+                break
+            entry = read.entries.pop(0)
+            contents = []
+            for block in entry.blocks:
+                number, content = (0, b"") if block is None else self.contents.get((block.group, block.slot), (-1, b""))
+                if block is not None and number != block.number:
+                    self.index.lose(block)
+                    self._end(read, now, is_complete=False)
+                    return
+                contents.append(content)
+            header = KVHeader(b"", read.root, entry.key, entry.entry, tuple(map(len, contents)))
+            loads.arrive(read.request_id, [KVObject(header, tuple(contents), b"")])
+            self.num_loaded += 1
+        if not read.entries:
+            self._end(read, now, is_complete=True)
+
+    def _end(self, read: TierRead, now: float, *, is_complete: bool) -> None:
+        self.reads.remove(read)
+        self.scheduler.kv_loads.finish(read.request_id, now, is_complete=is_complete)
+
+    def damage(self) -> None:
+        """Damages what was written last."""
+        if self.contents:
+            place = max(self.contents, key=lambda place: self.contents[place][0])
+            self.contents[place] = -1, b""

@@ -1,0 +1,388 @@
+"""What the device evicts comes back from a tier: the same answers, no other scope's, no wait for what is not worth it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cloister.kv import BlockGroup, BlockPool, PrefixKeys
+from cloister.kv.tiers import MOST_CREDIT_S
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+from cloister.types.events import Ended, Event, KVLoaded, Preempted, Scheduled
+from cloister.types.request import FinishReason, Request, SamplingParams
+from cloister.types.scope import Scope, ScopeKind
+from tests.checked_runner import STATE, CheckedRunner
+from tests.memory_tier import MemoryTier
+
+BLOCK = 4
+LOCAL = Scope(ScopeKind.LOCAL, b"a")
+LAYOUTS = [(None,), (None, 6), (6,), (None, STATE), (STATE,), (None, 6, STATE)]
+
+
+class Engine:
+    """A scheduler with a tier, and a runner that checks every position that a sequence reads."""
+
+    def __init__(self, windows=(None,), *, num_blocks=24, num_states=12, num_slots=500, max_tokens=24, num_seqs=4, scopes=0):
+        groups = [
+            BlockGroup.of_state(num_states) if window == STATE else BlockGroup(num_blocks, window, window and 12)
+            for window in windows
+        ]
+        self.pool = BlockPool(groups, BLOCK)
+        config = SchedulerConfig(
+            max_model_len=200, max_num_seqs=num_seqs, budget=BudgetConfig(max_tokens=max_tokens), cache_scopes=scopes
+        )
+        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", BLOCK))
+        self.runner = CheckedRunner(self.pool.num_total, BLOCK, windows=windows)
+        self.tier = MemoryTier(self.scheduler, self.runner, num_slots) if num_slots else None
+        self.now = 0.0
+        self.events: list[Event] = []
+        self.answers: dict[str, list[int]] = {}
+        self.names: dict[int, str] = {}
+        self.can_read = True
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan(self.now)
+        if self.tier is not None:
+            self.tier.dispatch()
+            self.tier.write(10**6)
+            while self.can_read and self.tier.reads:
+                self.tier.read(3, self.now)
+        if plan is not None:
+            self.names |= {new.seq_id: self.scheduler_name(new.seq_id) for new in plan.arrivals}
+            self.names |= {fork.child_id: self.names[fork.parent_id] for fork in plan.forks}
+            result = self.runner.run(plan)
+            for sample in result.samples:
+                self.answers.setdefault(self.names[sample.seq_id], []).extend(sample.token_ids)
+            self.events += self.scheduler.commit(result, {}, self.now)
+        self.events += self.scheduler.take_events()
+        self.check()
+        return plan is not None or bool(self.scheduler.requests)
+
+    def scheduler_name(self, seq_id: int) -> str:
+        return self.scheduler._requests.sequences[seq_id].request_state.request.request_id
+
+    def check(self) -> None:
+        self.pool.check()
+        self.scheduler.prefix_cache.check()
+        if self.tier is not None:
+            self.tier.index.check()
+
+    def run(self) -> None:
+        for _ in range(1000):
+            if not self.step():
+                return
+        raise AssertionError("it does not end")
+
+    def serve(self, name: str, token_ids: list[int], **options) -> list[int]:
+        self.scheduler.add(make_request(name, token_ids, **options), self.now)
+        self.run()
+        return self.answers[name]
+
+    def keys_of(self, token_ids: list[int]) -> list[bytes]:
+        return self.scheduler._requests.chain_of(make_request("x", token_ids), token_ids)[0]
+
+    def find(self, kind, name=None):
+        return [event for event in self.events if isinstance(event, kind) and name in (None, event.request_id)]
+
+    def num_cached(self, name: str) -> int:
+        return self.find(Scheduled, name)[-1].num_cached_tokens
+
+
+def make_request(name, token_ids, *, scope=LOCAL, adapter=None, n=1, max_tokens=6) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
+    return Request(request_id=name, token_ids=list(token_ids), sampling=sampling, scope=scope, adapter=adapter)
+
+
+def prompt(number: int, length: int = 39) -> list[int]:
+    return [(7 * number + i) % 50 for i in range(length)]
+
+
+def crowd_out(engine: Engine, first: int = 1, last: int = 6) -> None:
+    """Other prompts take all blocks of the device."""
+    for number in range(first, last):
+        engine.serve(f"other {number}", prompt(number))
+
+
+@pytest.mark.parametrize("windows", LAYOUTS, ids=str)
+def test_a_prompt_whose_blocks_were_evicted_is_loaded_and_the_answer_is_the_same(windows):
+    engine = Engine(windows, num_states=8)
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine)
+    assert engine.scheduler.prefix_cache.match_length(engine.keys_of(prompt(0))) < 9
+    assert engine.serve("again", prompt(0)) == first
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert (loaded.tier, loaded.complete) == ("memory", True)
+    assert loaded.num_tokens == engine.num_cached("again") == 36
+    assert engine.pool.num_used == 0
+
+
+@pytest.mark.parametrize("windows", LAYOUTS, ids=str)
+def test_conversations_ten_times_as_large_as_the_device_have_the_answers_of_an_engine_without_a_tier(windows):
+    with_tier, without = (Engine(windows, num_slots=num_slots, num_blocks=30) for num_slots in (500, 0))
+    histories = {number: prompt(number, 20) for number in range(8)}
+    for turn in range(3):
+        for number, history in histories.items():
+            name = f"{number} {turn}"
+            answer = with_tier.serve(name, history)
+            assert answer == without.serve(name, history)
+            if turn:
+                assert with_tier.num_cached(name) >= without.num_cached(name)
+            histories[number] = [*history, *answer, 7, turn, number]
+    assert sum(e.num_cached_tokens for e in with_tier.find(Scheduled)) > sum(
+        e.num_cached_tokens for e in without.find(Scheduled)
+    )
+
+
+def test_what_the_device_has_is_not_loaded():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    engine.serve("again", prompt(0))
+    assert not engine.find(KVLoaded)
+    assert engine.tier.num_loaded == 0
+    assert not engine.tier.contents, "something was stored though nothing was evicted"
+
+
+def test_only_the_part_that_the_device_lacks_is_loaded():
+    engine = Engine(num_blocks=24)
+    engine.serve("first", prompt(0))
+    engine.serve("other", prompt(1, 60))  # evicts the end
+    num_here = engine.scheduler.prefix_cache.match_length(engine.keys_of(prompt(0)))
+    assert 0 < num_here < 9
+    engine.serve("again", prompt(0))
+    assert engine.num_cached("again") == 36
+    assert engine.tier.num_loaded == 9 - num_here
+
+
+def test_a_block_is_stored_once_however_often_it_is_evicted():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    for turn in range(3):
+        crowd_out(engine)
+        engine.serve(f"again {turn}", prompt(0))
+    numbers = [number for number, _ in engine.tier.contents.values()]
+    assert len(numbers) == len(engine.tier.index) == 6 * 11
+
+
+@pytest.mark.parametrize("damaged", [0, 4])
+def test_a_block_that_cannot_be_read_ends_the_load_and_the_rest_is_computed(damaged):
+    engine = Engine()
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine)
+    keys = engine.keys_of(prompt(0))
+    stored = engine.tier.index.find(keys[damaged], 0)
+    engine.tier.contents[0, stored.slot] = -1, b""
+    assert engine.serve("again", prompt(0)) == first
+    assert engine.num_cached("again") == damaged * BLOCK
+    assert not engine.find(KVLoaded, "again")[0].complete
+    assert engine.tier.index.find(keys[damaged], 0) is not stored, "it is tried again and again"
+
+
+def test_no_scope_and_no_adapter_gets_the_blocks_of_another():
+    engine = Engine()
+    scopes = [LOCAL, Scope(ScopeKind.TENANT, b"a"), Scope(ScopeKind.TENANT, b"b"), Scope(ScopeKind.SESSION, b"a", 100.0)]
+    for number, scope in enumerate(scopes):
+        engine.serve(f"first {number}", prompt(0), scope=scope)
+        assert engine.num_cached(f"first {number}") == 0
+    engine.serve("adapter", prompt(0), adapter="adapter")
+    assert engine.num_cached("adapter") == 0
+    assert not engine.find(KVLoaded)
+    crowd_out(engine)
+    for number, scope in enumerate(scopes):
+        engine.serve(f"again {number}", prompt(0), scope=scope)
+        assert engine.num_cached(f"again {number}") == 36
+
+
+def test_what_nobody_can_ask_for_again_is_not_stored():
+    engine = Engine()
+    for number in range(6):
+        engine.serve(f"r{number}", prompt(number), scope=Scope(ScopeKind.REQUEST, bytes([number])))
+    assert not engine.tier.contents
+
+
+def test_a_session_ends_in_the_tier_when_it_ends():
+    engine = Engine()
+    session = Scope(ScopeKind.SESSION, b"s", lifetime_s=10.0)
+    engine.serve("first", prompt(0), scope=session)
+    crowd_out(engine)
+    root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
+    assert root in engine.tier.index._by_root
+    num_before = len(engine.tier.index)
+    engine.now = 11.0
+    engine.scheduler.plan(engine.now)
+    assert engine.tier.index.ended_roots == [root]
+    assert len(engine.tier.index) < num_before
+    engine.run()
+    engine.serve("again", prompt(0), scope=session)
+    assert engine.num_cached("again") == 0
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_made():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    engine.tier.index.learn(1000, 10.0)
+    engine.serve("again", prompt(0))
+    assert engine.num_cached("again") == 0
+    assert not engine.find(KVLoaded)
+    engine.tier.index._byte_s = 1e-9
+    crowd_out(engine, 1, 6)
+    engine.serve("and again", prompt(0))
+    assert engine.num_cached("and again") == 36
+
+
+def test_a_slow_tier_is_tried_again_from_time_to_time():
+    engine = Engine()
+    engine.tier.index.learn(1000, 10.0)
+    worth = [engine.tier.index.is_worth(1000, 1.0) for _ in range(48)]
+    assert worth.count(True) == 3
+
+
+def test_a_load_past_its_deadline_becomes_computing_and_late_blocks_do_nothing():
+    engine = Engine()
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine)
+    engine.can_read = False
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    for _ in range(3):
+        engine.step()
+    assert not engine.find(Scheduled, "again"), "it did not wait"
+    due_s = engine.scheduler.next_deadline_s
+    assert engine.now < due_s <= engine.now + KV_LOAD_TIMEOUT_S
+    engine.now = due_s
+    engine.run()
+    assert engine.answers["again"] == first
+    assert engine.num_cached("again") == 0
+    assert not engine.tier.reads
+
+
+def test_a_stuck_tier_makes_nobody_wait():
+    engine = Engine()
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine)
+    engine.can_read, engine.tier.index.is_stuck = False, True
+    assert engine.serve("again", prompt(0)) == first
+    assert not engine.find(KVLoaded)
+
+
+def test_others_run_while_one_loads():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    engine.can_read = False
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.scheduler.add(make_request("next", prompt(9, 20)), engine.now)
+    for _ in range(10):
+        engine.step()
+    assert engine.find(Ended, "next")
+    assert not engine.find(Scheduled, "again")
+    engine.can_read = True
+    engine.run()
+    assert engine.num_cached("again") == 36
+
+
+def test_many_that_load_at_once_do_not_take_each_others_blocks():
+    engine = Engine(num_blocks=30)
+    for number in range(6):
+        engine.serve(f"first {number}", prompt(number))
+    engine.can_read = False
+    for number in range(6):
+        engine.scheduler.add(make_request(f"again {number}", prompt(number)), engine.now)
+    engine.step()
+    num_loading = len(engine.scheduler.kv_loads)
+    assert 0 < num_loading < 6, "all of them load, though there are blocks for two"
+    engine.can_read = True
+    engine.run()
+    for number in range(6):
+        assert engine.answers[f"again {number}"] == engine.answers[f"first {number}"]
+    assert all(event.complete for event in engine.find(KVLoaded))
+    assert sum(engine.num_cached(f"again {number}") == 36 for number in range(6)) >= 4
+
+
+def test_a_request_that_leaves_while_it_loads_leaves_nothing():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    engine.can_read = False
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.step()
+    engine.scheduler.abort("again", engine.now)
+    engine.run()
+    assert engine.find(Ended, "again")[0].reason is FinishReason.ABORT
+    assert not engine.tier.reads
+    assert engine.pool.num_used == 0
+    assert not len(engine.scheduler.kv_loads)
+
+
+def test_a_preempted_sequence_gets_its_blocks_back_from_the_tier():
+    engine = Engine(num_blocks=20, max_tokens=64)
+    names = ["a", "b"]
+    for number, name in enumerate(names):
+        engine.scheduler.add(make_request(name, prompt(number, 20), max_tokens=40), engine.now)
+    engine.run()
+    assert engine.find(Preempted)
+    alone = Engine(num_blocks=60, num_slots=0)
+    for number, name in enumerate(names):
+        assert engine.answers[name] == alone.serve(name, prompt(number, 20), max_tokens=40)
+
+
+def test_all_answers_of_a_request_use_what_was_loaded():
+    engine = Engine(num_blocks=40)
+    engine.serve("first", prompt(0), n=3)
+    crowd_out(engine, 1, 9)
+    engine.serve("again", prompt(0), n=3)
+    assert engine.num_cached("again") == 36
+    assert sorted(engine.answers["again"]) == sorted(engine.answers["first"])
+
+
+def test_a_share_of_the_cache_bounds_what_is_loaded():
+    engine = Engine(num_blocks=60, scopes=3)
+    tenant = Scope(ScopeKind.TENANT, b"t")
+    for number in range(4):
+        engine.serve(f"first {number}", prompt(number, 80), scope=tenant)
+    for number in range(4):
+        engine.serve(f"again {number}", prompt(number, 80), scope=tenant)
+        loads = engine.find(KVLoaded, f"again {number}")
+        assert all(load.num_tokens == engine.num_cached(f"again {number}") for load in loads)
+
+
+def test_a_tier_that_stopped_stores_nothing_and_still_loads():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    num_stored = len(engine.tier.contents)
+    engine.tier.index.is_stopped = True
+    crowd_out(engine, 10, 15)
+    assert len(engine.tier.contents) == num_stored
+    engine.serve("again", prompt(0))
+    assert engine.num_cached("again") == 36
+
+
+def test_storing_pauses_where_nothing_is_used_again_and_goes_on_when_loads_save_time():
+    engine = Engine()
+    index = engine.tier.index
+    crowd_out(engine)
+    num_stored = len(index)
+    index.spend(2 * MOST_CREDIT_S)
+    crowd_out(engine, 10, 15)
+    assert len(index) == num_stored, "it stores though it had no time left"
+    index.earn(MOST_CREDIT_S * 1.1)
+    crowd_out(engine, 20, 25)
+    assert len(index) == num_stored, "it stores as soon as it has time for one block"
+    index.earn(MOST_CREDIT_S)
+    crowd_out(engine, 30, 35)
+    assert len(index) > num_stored
+    index.earn(1000.0)
+    index.spend(1.1 * MOST_CREDIT_S)
+    num_stored = len(index)
+    crowd_out(engine, 40, 45)
+    assert len(index) == num_stored, "what was saved long ago pays for ever"
+
+
+def test_a_full_tier_lets_the_least_recently_used_go():
+    engine = Engine(num_slots=30)
+    engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 20)
+    assert len(engine.tier.index) == 30
+    engine.serve("again", prompt(0))
+    assert engine.num_cached("again") == 0
+    assert max(place[1] for place in engine.tier.contents) < 30
