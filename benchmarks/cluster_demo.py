@@ -54,7 +54,8 @@ class LocalRay:
 
     def __init__(self, num_raylets: int) -> None:
         self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
-        os.environ.update(VARIABLES, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=self._folder)  # before Ray is imported
+        os.environ.update(VARIABLES, RAY_TMPDIR=self._folder)  # before Ray is imported
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in a process
         from ray.cluster_utils import Cluster
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -79,6 +80,21 @@ class LocalRay:
     def num_hosts(self, index: int) -> int:
         """Counts the engine hosts below a raylet."""
         return sum(b"cloister.cluster.remote.host" in _command(pid) for pid in descendants(self.raylet_pid(index)))
+
+    @property
+    def busiest(self) -> int:
+        """The raylet with the most replicas, without that of the head, to which the front is joined."""
+        return max(range(1, len(self.raylets)), key=self.num_hosts)
+
+    def actor_pids(self) -> list[int]:
+        """Returns the processes of Ray that hold an engine host each."""
+        found = [pid for index in range(len(self.raylets)) for pid in descendants(self.raylet_pid(index))]
+        return [pid for pid in found if _command(pid).startswith(b"ray::HostActor")]
+
+    def kill_head(self) -> None:
+        """SIGKILL to the head: to the process that knows the cluster (GCS), and to its raylet."""
+        for name in ("gcs_server", "raylet"):
+            os.kill(self.raylets[0].all_processes[name][0].process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends it, and removes its files."""
@@ -225,7 +241,7 @@ async def kill_under_load(
     loading = asyncio.create_task(ask_all(server.url, bodies, num_at_once, answers))
     while sum(answer is not None for answer in answers) < len(bodies) // 4:
         await asyncio.sleep(0.02)
-    victim = max(range(1, len(ray.raylets)), key=ray.num_hosts)
+    victim = ray.busiest
     num_killed = ray.num_hosts(victim)
     killed_s = time.monotonic()
     os.kill(ray.raylet_pid(victim), signal.SIGKILL)

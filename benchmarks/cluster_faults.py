@@ -4,12 +4,15 @@ One engine alone answers all prompts first: greedy and seeded ones, a quarter wi
 each layout of replicas answers the same, several at once, without a fault and with each fault. Prints what the client saw:
 answers that came, that are the same to the letter, requests that were refused because no engine ran (503) and were not sent
 again, those that were lost after they were accepted, the longest gap in a stream, and how long a replica was seen to be gone.
+
+With `--on ray` each run has a Ray of three raylets on this machine, and faults are of Ray's processes too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -23,7 +26,7 @@ from typing import Any, Final
 import httpx
 from rich.table import Table
 
-from benchmarks.cluster_demo import PROMPTS, Answer, ask_all, replicas_up, serving
+from benchmarks.cluster_demo import PROMPTS, Answer, LocalRay, ask_all, local_ray, replicas_up, serving
 from benchmarks.harness import console
 from cloister.models import locate
 from tests.adapter_factory import write_adapter
@@ -40,6 +43,34 @@ LAYOUTS: Final = {
         "--replicas", "4", "--kv-transfer", "unix", "--prefill", "2", "--decode", "2", "--router", "conductor",
     ),
 }  # fmt: skip
+RAY_LAYOUTS: Final = {
+    "2 mixed": ("--replicas", "2"),
+    "4 mixed, prefix_aware, --rebalance": ("--replicas", "4", "--router", "prefix_aware", "--rebalance"),
+}
+NUM_RAYLETS: Final = 3
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a fault is done to.
+
+    Attributes:
+        ray: on which its replicas are; None: they are children of the server.
+    """
+
+    server: ServeProcess
+    ray: LocalRay | None = None
+
+    def engine_pids(self) -> list[int]:
+        """Returns the engines' processes, in the order of their start."""
+        named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in descendants(os.getpid())}
+        return [pid for pid, name in named.items() if name == "cl-engine"]
+
+    @property
+    def known_ray(self) -> LocalRay:
+        """Its Ray, of which there is one."""
+        assert self.ray is not None
+        return self.ray
 
 
 def make_bodies(num_requests: int, max_tokens: int, model: str) -> list[dict[str, Any]]:
@@ -58,40 +89,34 @@ def make_bodies(num_requests: int, max_tokens: int, model: str) -> list[dict[str
     return bodies
 
 
-def engine_pids(server: ServeProcess) -> list[int]:
-    """Returns the engines' processes, in the order of their start."""
-    named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in descendants(server.process.pid)}
-    return [pid for pid, name in named.items() if name == "cl-engine"]
-
-
-async def nothing(server: ServeProcess) -> None:
+async def nothing(cluster: Cluster) -> None:
     """No fault."""
 
 
-async def kill_first(server: ServeProcess) -> None:
+async def kill_first(cluster: Cluster) -> None:
     """SIGKILL to the first engine, which computes prompts where there are roles."""
-    os.kill(engine_pids(server)[0], signal.SIGKILL)
+    os.kill(cluster.engine_pids()[0], signal.SIGKILL)
 
 
-async def kill_last(server: ServeProcess) -> None:
+async def kill_last(cluster: Cluster) -> None:
     """SIGKILL to the last engine, which goes on with answers where there are roles."""
-    os.kill(engine_pids(server)[-1], signal.SIGKILL)
+    os.kill(cluster.engine_pids()[-1], signal.SIGKILL)
 
 
-async def kill_all(server: ServeProcess) -> None:
+async def kill_all(cluster: Cluster) -> None:
     """SIGKILL to every engine at once."""
-    for pid in engine_pids(server):
+    for pid in cluster.engine_pids():
         os.kill(pid, signal.SIGKILL)
 
 
-async def stop_one(server: ServeProcess) -> None:
+async def stop_one(cluster: Cluster) -> None:
     """SIGSTOP to an engine, which hangs then."""
-    os.kill(engine_pids(server)[-1], signal.SIGSTOP)
+    os.kill(cluster.engine_pids()[-1], signal.SIGSTOP)
 
 
-async def starve_one(server: ServeProcess) -> None:
+async def starve_one(cluster: Cluster) -> None:
     """An engine gets a tenth of the processor for five seconds."""
-    pid = engine_pids(server)[-1]
+    pid = cluster.engine_pids()[-1]
     for _ in range(10):
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(0.45)
@@ -99,21 +124,47 @@ async def starve_one(server: ServeProcess) -> None:
         await asyncio.sleep(0.05)
 
 
-async def drain_each(server: ServeProcess) -> None:
+async def drain_each(cluster: Cluster) -> None:
     """Each replica in turn is drained and returned, so that its requests move."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
-        for index in range(replicas_up(server)):
+    async with httpx.AsyncClient(base_url=cluster.server.url, timeout=60.0) as client:
+        for index in range(replicas_up(cluster.server)):
             for verb in ("drain", "return"):
                 reply = await client.post(f"/v1/replicas/{index}/{verb}")
                 if reply.status_code != 200:
                     console.print(f"{verb} of replica {index}: {reply.text}")
 
 
-Fault = Callable[[ServeProcess], Awaitable[None]]
+async def kill_actor(cluster: Cluster) -> None:
+    """SIGKILL to the process of Ray that holds an engine's host."""
+    os.kill(cluster.known_ray.actor_pids()[-1], signal.SIGKILL)
+
+
+async def stop_actor(cluster: Cluster) -> None:
+    """SIGSTOP to the process of Ray that holds an engine's host."""
+    os.kill(cluster.known_ray.actor_pids()[-1], signal.SIGSTOP)
+
+
+async def kill_raylet(cluster: Cluster) -> None:
+    """SIGKILL to the raylet with the most replicas."""
+    ray = cluster.known_ray
+    os.kill(ray.raylet_pid(ray.busiest), signal.SIGKILL)
+
+
+async def kill_head(cluster: Cluster) -> None:
+    """SIGKILL to the head of Ray."""
+    cluster.known_ray.kill_head()
+
+
+Fault = Callable[[Cluster], Awaitable[None]]
 FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 all": kill_all, "SIGSTOP one": stop_one,
     "a tenth of a CPU": starve_one, "drain each": drain_each,
 }  # fmt: skip
+RAY_FAULTS: Final[dict[str, Fault]] = {
+    "none": nothing, "kill -9 engine": kill_last, "kill -9 actor": kill_actor, "SIGSTOP engine": stop_one,
+    "SIGSTOP actor": stop_actor, "kill -9 raylet": kill_raylet, "kill -9 head": kill_head, "drain each": drain_each,
+}  # fmt: skip
+WHERE: Final = {"local": (LAYOUTS, FAULTS), "ray": (RAY_LAYOUTS, RAY_FAULTS)}
 
 
 @dataclass(frozen=True)
@@ -140,9 +191,10 @@ class Outcome:
 
 
 async def strike(
-    server: ServeProcess, bodies: list[dict[str, Any]], expected: list[Answer | None], fault: Fault, given: argparse.Namespace
+    cluster: Cluster, bodies: list[dict[str, Any]], expected: list[Answer | None], fault: Fault, given: argparse.Namespace
 ) -> Outcome:
     """Loads a server and does something to it once a fifth of the answers have come."""
+    server = cluster.server
     answers: list[Answer | None] = [None] * len(bodies)
     num_replicas = replicas_up(server)
     begun_s = time.monotonic()
@@ -150,7 +202,7 @@ async def strike(
     while sum(answer is not None for answer in answers) < len(bodies) // 5:
         await asyncio.sleep(0.02)
     watching = asyncio.create_task(watch_replicas(server, num_replicas, loading))
-    await fault(server)
+    await fault(cluster)
     await loading
     load_s = time.monotonic() - begun_s
     gone_s, is_whole = await watching
@@ -211,12 +263,15 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
         console.print(
             f"one engine alone: {sum(a is not None and a.error is None for a in expected)} answers, {num_texts} texts"
         )
-        for layout in given.layouts:
-            for name in given.faults:
-                async with serving(*flags, *LAYOUTS[layout]) as (server, _):
-                    outcome = await strike(server, bodies, expected, FAULTS[name], given)
-                    if outcome.num_identical < len(bodies) and given.log:
-                        Path(given.log).write_text(server.printed)
+        layouts, faults = WHERE[given.on]
+        for layout in given.layouts or layouts:
+            for name in given.faults or faults:
+                with local_ray(NUM_RAYLETS) if given.on == "ray" else contextlib.nullcontext() as ray:
+                    where = () if ray is None else ("--on", "ray", "--ray-address", ray.address)
+                    async with serving(*flags, *layouts[layout], *where) as (server, _):
+                        outcome = await strike(Cluster(server, ray), bodies, expected, faults[name], given)
+                        if outcome.num_identical < len(bodies) and given.log:
+                            Path(given.log).write_text(server.printed)
                 console.print(f"{layout}; {name}: {outcome}")
                 outcomes.append((layout, name, outcome))
     return outcomes
@@ -239,8 +294,9 @@ def show(outcomes: list[tuple[str, str, Outcome]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="cloister-5m")
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
-    parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS), metavar="FAULT")
+    parser.add_argument("--on", default="local", choices=list(WHERE))
+    parser.add_argument("--layouts", nargs="*", choices=[*LAYOUTS, *RAY_LAYOUTS], metavar="LAYOUT")
+    parser.add_argument("--faults", nargs="*", choices=[*FAULTS, *RAY_FAULTS], metavar="FAULT")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--streams", type=int, default=16, help="requests at once")
     parser.add_argument("--max-tokens", type=int, default=120)

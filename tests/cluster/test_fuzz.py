@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.poison_requests import Suspect, judge
+from cloister.engine.shadow import Shadow, ShadowState
 from cloister.engine.supervision import IdleTimer, Watchdog
 from cloister.kv import PrefixKeys
 from cloister.scheduler.request_table import RequestTable
@@ -174,6 +175,18 @@ def know_nothing(verifier: ReplayVerifier, request_id: str) -> bool:
     return False
 
 
+def go_over_at_once(shadow: Shadow, token_ids: Sequence[Sequence[int]], is_open: Collection[int]) -> ShadowState:
+    return ShadowState.AHEAD if shadow.has_begun else ShadowState.BEHIND
+
+
+def say_all_again(shadow: Shadow, token_ids: Sequence[Sequence[int]], is_open: Collection[int]) -> Iterator[object]:
+    return (item for _, item in shadow._news)
+
+
+def pass_on_shadows(requests: InFlightRequests, found: InFlightRequest) -> None:
+    requests._by_id[found.request.request_id] = found
+
+
 def keep_forecasts(forecasts: LengthForecasts, event: Ended) -> None:
     pass
 
@@ -199,6 +212,9 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a request does not wake an idle engine": (EngineClient, "_want", want_nothing),
     "an engine counts as idle though it computes": (IdleTimer, "note_use", note_nothing),
     "a request may kill engines for ever": (in_flight, "judge", blame_nobody),
+    "the front goes over to an engine that is behind": (Shadow, "compare", go_over_at_once),
+    "what two engines said is passed on twice": (Shadow, "news", say_all_again),
+    "a request is open at both engines that compute it": (InFlightRequests, "add_shadow", pass_on_shadows),
     "lengths of requests that have ended are predicted on": (LengthForecasts, "end", keep_forecasts),
 }
 
@@ -207,8 +223,9 @@ FIRST_SEEDS = {
     "repeated frames are taken as new": 180,
     "a resumed request forgets which sequences have ended": 140,
     "a hung engine is not replaced": 450,
-    "what an engine says of a request that left it is taken": 215,
+    "what an engine says of a request that left it is taken": 210,
     "the time waited is that between two clocks": 50,
+    "a request is open at both engines that compute it": 180,
     "a request is blamed for a death that had other causes": 80,
     "another replica counts as slow": 330,
     "tenants share prefixes": 110,

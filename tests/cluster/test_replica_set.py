@@ -83,6 +83,7 @@ class Engines:
         if self.clients[index].closed is None:
             self.on_the_way[index].clear()
             self.clients[index]._stop_accepting()
+            self.clients[index]._note_end()
             self.clients[index]._let_go()
 
     def restart(self, index: int) -> None:
@@ -109,6 +110,7 @@ class Accounting(RuleBasedStateMachine):
         self.said: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.ends: defaultdict[str, list[tuple[int, FinishReason]]] = defaultdict(list)
         self.left: set[str] = set()
+        self.shadow_ends: list[object] = []
 
     def take(self, output: SequenceOutput) -> None:
         self.said[output.request_id, output.index] += output.token_ids
@@ -155,8 +157,16 @@ class Accounting(RuleBasedStateMachine):
     @rule(data=st.data(), index=st.integers(0, NUM_REPLICAS - 1))
     def migrate(self, data: st.DataObject, index: int) -> None:
         request_id = data.draw(st.sampled_from(list(self.client._places)))
-        with pytest.raises(StopIteration):  # it waits for nothing: these engines cannot load KV
-            self.client.migrate(request_id, index).send(None)
+        source = self.client._places[request_id]
+        if source != index and self.client._snapshot(index).is_accepting:
+            self.client._switch(request_id, source, index)
+
+    @precondition(lambda self: self.client._places)
+    @rule(data=st.data(), index=st.integers(0, NUM_REPLICAS - 1))
+    def begin_shadow(self, data: st.DataObject, index: int) -> None:
+        request_id = data.draw(st.sampled_from(list(self.client._places)))
+        if index != (source := self.client._places[request_id]):
+            self.client.begin_shadow(request_id, source, index, self.shadow_ends.append)
 
     @invariant()
     def no_block_is_lost(self) -> None:
@@ -178,6 +188,7 @@ class Accounting(RuleBasedStateMachine):
             for index in range(NUM_REPLICAS):
                 self.engines.step(index)
         assert not self.client._places
+        assert not self.client.num_shadows
         assert not self.client.num_forecasts
         for replica in self.engines.replicas:
             assert replica.scheduler.pool.num_used == 0
@@ -339,7 +350,7 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None
 def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path) as replicas:
-            requests = [make_request(f"request {number}", max_tokens=20) for number in range(8)]
+            requests = [make_request(f"request {number}", max_tokens=40) for number in range(8)]
             answers = [asyncio.create_task(answer(replicas, request)) for request in requests]
             await asyncio.sleep(0.3)
             assert await replicas.drain_replica(1) == 0
@@ -350,7 +361,7 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) 
             with pytest.raises(InvalidRequestError, match="they are 0 to 1"):
                 await replicas.drain_replica(2)
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
-                whole = greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
+                whole = greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
                 assert [token_id for o in outputs for token_id in o.token_ids] == whole
             replicas.return_replica(1)
             assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, True]

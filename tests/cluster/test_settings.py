@@ -95,6 +95,7 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"on": "ray", "sealed": True}, "start more nodes"),
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
         ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "KV does not move between machines; leave kv_transfer out"),
+        ({"on": "ray", "replicas": 2, "prefill": 1, "decode": 1}, "leave prefill and decode out, or on ray"),
         ({"on": "slurm"}, "on must be one of"),
         ({"on": "ray", "idle_timeout_s": 5.0}, "leave idle_timeout_s out, or on ray"),
         ({"on": "ray", "fork_server": True}, "leave fork_server out, or on ray"),

@@ -27,7 +27,7 @@ class Move:
     target: int
 
 
-class LoadLeveller:
+class LoadBalancer:
     """Moves requests from the replica with the least freeness to that with the most.
 
     Freeness is how many KV blocks each request can still take (Llumnix, section 4.4.1). Only replicas of one role are compared.

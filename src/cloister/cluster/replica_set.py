@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from typing import Final
 
@@ -16,7 +17,7 @@ import msgspec
 
 from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
-from cloister.cluster.migration import LoadLeveller
+from cloister.cluster.migration import LoadBalancer
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
 from cloister.cluster.routers import Router
@@ -30,6 +31,7 @@ from cloister.engine.replica_snapshot import (
     Role,
     StepCoefficients,
 )
+from cloister.engine.shadow import Shadow, ShadowState
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
@@ -42,11 +44,14 @@ ALL_DRAINED: Final = "every replica is being drained; send the request again lat
 DEFAULT_BLOCK_SIZE: Final = 16
 DRAIN_EVERY_S: Final = 0.05
 REBALANCE_EVERY_S: Final = 0.5
-MAX_COPY_ROUNDS: Final = 4
 WAKE_TIMEOUT_S: Final = 10.0
 """Longest wait of a move for an engine that was idle; the request goes on where it is."""
 COPY_TIMEOUT_S: Final = 5.0
-"""Longest wait for a round of KV; what did not arrive is computed."""
+"""Longest wait for KV, and for a target to catch up; what did not arrive is computed."""
+MAX_SHADOWS: Final = 8
+"""How often a target begins anew with all tokens that there are, to catch up, before the source is stopped without it."""
+SHADOW_PATIENCE: Final = 2
+"""Steps in which a target that is behind may catch up by itself."""
 TRANSFER_WEIGHT: Final = 0.1
 """Weight of the last transfer in the mean time for a token."""
 
@@ -101,6 +106,34 @@ class ClusterConfig:
     rebalance: bool = False
 
 
+class _ShadowEnd(Enum):
+    """What became of a shadow."""
+
+    TOOK_OVER = auto()
+    LATE = auto()
+    """It was a few tokens behind the source, and stayed there."""
+    FAR = auto()
+    """It was more than a block behind."""
+    FAILED = auto()
+
+
+@dataclass(slots=True)
+class _Move:
+    """A request that two engines compute: that which has it, and the one where it will go on.
+
+    Attributes:
+        num_late: messages of the target after which it was behind, though it has begun.
+        on_end: called once, when the shadow is no more.
+    """
+
+    request_id: str
+    source: int
+    target: int
+    shadow: Shadow
+    on_end: Callable[[_ShadowEnd], None]
+    num_late: int = 0
+
+
 class ReplicaSet(RequestClient):
     """The client of several engines that serve one model, for one event loop.
 
@@ -143,8 +176,9 @@ class ReplicaSet(RequestClient):
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
-        self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
+        self._moves: dict[str, _Move] = {}
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
+        self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
         self._cost = StepCost()
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
@@ -161,7 +195,7 @@ class ReplicaSet(RequestClient):
             replica.subscribe(partial(self._note_speed, index))
             replica.rescue = partial(self._rescue, index)
             replica.diagnose = partial(self._diagnose, index)
-            replica.after_receive = partial(self._hand_off, index)
+            replica.after_receive = partial(self._follow_up, index)
             replica.after_end = partial(self._forget, index)
 
     async def start(self) -> None:
@@ -240,6 +274,11 @@ class ReplicaSet(RequestClient):
         return len(self._places)
 
     @property
+    def num_shadows(self) -> int:
+        """Requests that two engines compute, as they move."""
+        return len(self._moves) + sum(replica.num_shadows for replica in self._replicas)
+
+    @property
     def num_forecasts(self) -> int:
         """Requests whose lengths are predicted: those that have not ended, if anything asks for it."""
         return 0 if self._lengths is None else len(self._lengths)
@@ -312,6 +351,7 @@ class ReplicaSet(RequestClient):
     def abandon(self, request_id: str) -> None:
         """Aborts a request at its replica."""
         self._verifier.forget(request_id)
+        self._stop_move(request_id)
         if (index := self._places.get(request_id)) is not None:
             self._replicas[index].abandon(request_id)
 
@@ -350,7 +390,9 @@ class ReplicaSet(RequestClient):
             self._handing_off[placement.index].add(request_id)
 
     def _forget(self, index: int) -> None:
-        """Forgets what the engine of a replica had cached, and how fast it was: it has ended."""
+        """Forgets what the engine of a replica had cached, how fast it was, and its shadows: it has ended."""
+        for move in [move for move in self._moves.values() if move.target == index]:
+            self._end_move(move, _ShadowEnd.FAILED)
         self._speeds.forget(index)
         if self._router is not None:
             self._router.forget(index)
@@ -362,6 +404,7 @@ class ReplicaSet(RequestClient):
         placement = self._find_place(found, self._accepting())
         if placement is None:
             return False
+        self._stop_move(found.request.request_id)
         self._settle(found.request.request_id, placement)
         self._verifier.forget(found.request.request_id)
         self._replicas[placement.index].adopt(found)
@@ -394,51 +437,119 @@ class ReplicaSet(RequestClient):
     async def migrate(self, request_id: str, target: int) -> bool:
         """Moves a request to another replica while it runs. Its client sees one answer without a gap.
 
-        Where engines can load KV from each other, the target loads what there is in rounds, while the source goes on; the last
-        tokens are computed. An idle target is started first. Returns False if the request has ended or moved meanwhile, or the
-        target does not accept it.
+        Where engines can load KV from each other, the target loads what there is. Then it computes the request too, while the
+        source goes on; once it has said as much as the source, the source is told to stop. A target that stays behind begins
+        anew when the source has just filled a block, which it can load: then it has least to compute. An idle target is
+        started first. Returns False if the request has ended or moved meanwhile, or the target does not accept it.
         """
         source = self._places.get(request_id)
-        if source is None or source == target or not self._snapshot(target).is_accepting:
+        if source is None or source == target or request_id in self._moves or not self._snapshot(target).is_accepting:
             return False
         if not await self._replicas[target].wake(WAKE_TIMEOUT_S):
             return False
-        has_copied = await self._copy_kv(request_id, source, target)
+        for attempt in range(MAX_SHADOWS):
+            has_copied = await self._copy_kv(request_id, source, target)
+            if self._replicas[source].find(request_id) is not None:
+                await self._wait_for_step(source)  # its next token comes as late as can be
+            end = await self._run_shadow(request_id, source, target)
+            if end is _ShadowEnd.TOOK_OVER:
+                return True
+            if end is _ShadowEnd.FAILED or (end is _ShadowEnd.FAR and attempt):  # at first it computes what it could not load
+                break
+            if has_copied and not await self._wait_for_block(request_id, source):
+                break
         if self._places.get(request_id) != source or not self._snapshot(target).is_accepting:
             return False
         return self._switch(request_id, source, target, loads_kv=not has_copied)
 
-    async def _copy_kv(self, request_id: str, source: int, target: int) -> bool:
-        """Has the target load the KV of a running request, in rounds. Returns whether it did; what is left is computed sooner
-        than it is asked for.
+    async def _run_shadow(self, request_id: str, source: int, target: int) -> _ShadowEnd:
+        """Has the target compute a request beside the source, and go on with it if it catches up."""
+        ended: asyncio.Future[_ShadowEnd] = asyncio.get_running_loop().create_future()
+        if not self.begin_shadow(request_id, source, target, ended.set_result):
+            return _ShadowEnd.FAILED
+        try:
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                return await asyncio.shield(ended)
+        except TimeoutError:
+            return _ShadowEnd.FAILED
+        finally:
+            if not ended.done():
+                self._stop_move(request_id)
 
-        Blocks are loaded whole, so a round after the first begins when the source has just filled one: the target then computes
-        a few tokens at most, in one step.
-        """
-        endpoint = self._replicas[source].kv_endpoint
-        for number in range(MAX_COPY_ROUNDS):
-            if number and not await self._wait_for_block(request_id, source):
-                return False
-            found = self._replicas[source].find(request_id)
-            if endpoint is None or self._replicas[target].kv_endpoint is None or found is None or not found.has_output:
-                return False
-            self._replicas[source].hold(request_id)
-            loaded = self._loads[target, request_id] = asyncio.get_running_loop().create_future()
-            self._replicas[target].prefetch(found, endpoint)
-            try:
-                async with asyncio.timeout(COPY_TIMEOUT_S):
-                    is_complete = (await loaded).complete
-            except TimeoutError:
-                return False
-            finally:
-                self._loads.pop((target, request_id), None)
-            if not is_complete:
-                return False
-            if number and self._num_past_block(found) <= self._block_size // 2:
-                break
-        if self._replicas[source].find(request_id) is not None:
-            await self._wait_for_step(source)  # a step that the source has begun is not lost
+    def begin_shadow(self, request_id: str, source: int, target: int, on_end: Callable[[_ShadowEnd], None]) -> bool:
+        """Has the target compute a request beside the source, from where that is now. Returns False if it cannot."""
+        found = self._replicas[source].find(request_id)
+        if found is None or request_id in self._moves or not self._snapshot(target).is_accepting:
+            return False
+        shadow = self._replicas[target].add_shadow(found)
+        if shadow is None:
+            return False
+        self._moves[request_id] = _Move(request_id, source, target, shadow, on_end)
         return True
+
+    def _follow_up(self, index: int) -> None:
+        """Does what a message of a replica makes possible."""
+        self._hand_off(index)
+        for move in list(self._moves.values()):
+            if index in (move.source, move.target):
+                self._advance(move, is_target=index == move.target)
+
+    def _advance(self, move: _Move, *, is_target: bool) -> None:
+        """Goes over to the target if it has caught up; ends its shadow if it will not."""
+        found = self._replicas[move.source].find(move.request_id)
+        if found is None or self._places.get(move.request_id) != move.source:
+            self._end_move(move, _ShadowEnd.FAILED)
+            return
+        match move.shadow.compare(found.token_ids, found.open):
+            case ShadowState.LEVEL | ShadowState.AHEAD:
+                self._go_over(move)
+            case ShadowState.WRONG:
+                self._end_move(move, _ShadowEnd.FAILED)
+            case ShadowState.BEHIND:
+                move.num_late += is_target and move.shadow.has_begun
+                if move.num_late > SHADOW_PATIENCE:
+                    is_near = move.shadow.count_missing(found.token_ids) <= self._block_size
+                    self._end_move(move, _ShadowEnd.LATE if is_near else _ShadowEnd.FAR)
+
+    def _go_over(self, move: _Move) -> None:
+        """Goes on with a request where its shadow is."""
+        can_go = self._snapshot(move.target).is_accepting
+        if not can_go or self._replicas[move.source].release(move.request_id) is None:
+            self._end_move(move, _ShadowEnd.FAILED)
+            return
+        del self._moves[move.request_id]
+        self._note_move(move.request_id, move.source, move.target)
+        self._replicas[move.target].take_over(move.request_id)
+        move.on_end(_ShadowEnd.TOOK_OVER)
+
+    def _end_move(self, move: _Move, end: _ShadowEnd) -> None:
+        """Ends a shadow; the request stays where it is."""
+        if self._moves.pop(move.request_id, None) is not None:
+            self._replicas[move.target].drop_shadow(move.request_id)
+            move.on_end(end)
+
+    def _stop_move(self, request_id: str) -> None:
+        """Ends the shadow of a request, if there is one."""
+        if (move := self._moves.get(request_id)) is not None:
+            self._end_move(move, _ShadowEnd.FAILED)
+
+    async def _copy_kv(self, request_id: str, source: int, target: int) -> bool:
+        """Has the target load the KV of a running request. Returns whether it did."""
+        endpoint = self._replicas[source].kv_endpoint
+        found = self._replicas[source].find(request_id)
+        if endpoint is None or self._replicas[target].kv_endpoint is None or found is None or not found.has_output:
+            return False
+        self._replicas[source].hold(request_id)
+        loaded: asyncio.Future[KVLoaded] = asyncio.get_running_loop().create_future()
+        self._loads[target, request_id] = loaded
+        self._replicas[target].prefetch(found, endpoint)
+        try:
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                return (await loaded).complete
+        except TimeoutError:
+            return False
+        finally:
+            self._loads.pop((target, request_id), None)
 
     async def _wait_for_block(self, request_id: str, source: int) -> bool:
         """Waits until a running request has just filled a KV block. Returns False if it has ended, or takes too long."""
@@ -464,16 +575,20 @@ class ReplicaSet(RequestClient):
 
     def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
+        self._stop_move(request_id)
         found = self._replicas[source].release(request_id)
         if found is None:
             return False
+        self._note_move(request_id, source, target)
+        endpoint = self._replicas[source].kv_endpoint if found.has_output and loads_kv else None
+        self._replicas[target].adopt(found, endpoint)
+        return True
+
+    def _note_move(self, request_id: str, source: int, target: int) -> None:
         self._handing_off[source].discard(request_id)
         self._places[request_id] = target
         self._num_migrated[target] += 1
         self._verifier.forget(request_id)
-        endpoint = self._replicas[source].kv_endpoint if found.has_output and loads_kv else None
-        self._replicas[target].adopt(found, endpoint)
-        return True
 
     def _hand_off(self, index: int) -> None:
         """Moves requests that have their first token from a replica that prefills to one that decodes."""
@@ -539,7 +654,7 @@ class ReplicaSet(RequestClient):
 
     async def _rebalance(self) -> None:
         """Asks the controllers regularly, and does what they say."""
-        leveller, flips = LoadLeveller(), RoleFlips()
+        balancer, flips = LoadBalancer(), RoleFlips()
         while True:
             await asyncio.sleep(REBALANCE_EVERY_S)
             now = asyncio.get_running_loop().time()
@@ -548,7 +663,7 @@ class ReplicaSet(RequestClient):
                 index: [request for request in replica.request_snapshots() if request.request_id in self._places]
                 for index, replica in enumerate(self._replicas)
             }
-            for move in leveller.decide([replica for replica in replicas if replica.is_accepting], requests, now):
+            for move in balancer.decide([replica for replica in replicas if replica.is_accepting], requests, now):
                 self._begin(self._perform(self.migrate(move.request_id, move.target)), "migration")
             if (flip := flips.decide(replicas, now)) is not None:
                 self._begin(self._perform(self.set_role(flip.index, flip.role)), "flip")
@@ -590,6 +705,7 @@ class ReplicaSet(RequestClient):
             if self._lengths is not None:
                 self._lengths.end(event)
             if event.last:
+                self._stop_move(event.request_id)
                 self._places.pop(event.request_id, None)
                 self._handing_off[index].discard(event.request_id)
         elif isinstance(event, KVLoaded) and not event.tier:

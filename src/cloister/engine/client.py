@@ -16,6 +16,7 @@ from typing import Final
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, ReplicaState, RequestSnapshot
+from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
 from cloister.engine.transports import StackSource, Transport
@@ -463,10 +464,37 @@ class EngineClient(RequestClient):
         Args:
             source: endpoint of an engine that has its KV.
         """
+        self.drop_shadow(found.request.request_id)
         self._requests.adopt(found, source)
         self._num_routed += 1
         self._want()
         self._send_due()
+
+    @property
+    def num_shadows(self) -> int:
+        """Requests of other clients that its engine computes too."""
+        return self._requests.num_shadows
+
+    def add_shadow(self, found: InFlightRequest) -> Shadow | None:
+        """Has the engine go on with a request of another client, whose own engine goes on too. Returns what it says, which
+        reaches nobody before `take_over`; None if that is impossible now."""
+        if not self._is_open or self.closed is not None or self._requests.holds_back:
+            return None
+        shadow = self._requests.add_shadow(found)
+        if shadow is not None:
+            self._want()
+            self._send(found.submission(self._clock.now()))
+        return shadow
+
+    def drop_shadow(self, request_id: str) -> None:
+        """Ends a shadow, if there is one."""
+        if self._requests.drop_shadow(request_id):
+            self._send(Abort(request_id))
+
+    def take_over(self, request_id: str) -> None:
+        """Goes on with a request whose shadow is here, and which its own client has released."""
+        self._num_routed += 1
+        self._requests.take_over(request_id)
 
     # Messages
 

@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import msgspec
+
 from cloister.engine.poison_requests import Standing, Suspect, choose_due, judge
 from cloister.engine.replica_snapshot import RequestSnapshot
+from cloister.engine.shadow import Shadow
 from cloister.types.clock import Clock
 from cloister.types.errors import InvalidRequestError, QueueFullError
 from cloister.types.events import (
@@ -195,7 +198,7 @@ class InFlightRequest:
         stats = self.stats
         assert self.arrived_s is not None
         resumption = Resumption(
-            token_ids=self.token_ids,
+            token_ids=[list(ids) for ids in self.token_ids],
             ended=tuple(index for index in range(len(self.token_ids)) if index not in self.open),
             waited_s=now - self.arrived_s,
             first_token_after_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
@@ -246,6 +249,7 @@ class InFlightRequests:
         self.holds_back = False
         self._of_others: set[str] = set()
         self._leaving: Counter[str] = Counter()
+        self._shadows: dict[str, tuple[InFlightRequest, Shadow]] = {}
         self._listeners: list[EventListener] = []
         self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
         self.last_step: Stepped | None = None
@@ -271,9 +275,9 @@ class InFlightRequests:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether any requests are open, including those of workers with their own channels, and those that left and whose end
-        the engine has not reported."""
-        return bool(self._by_id or self._of_others or self._leaving)
+        """Whether any requests are open, including those of workers with their own channels, shadows, and those that left and
+        whose end the engine has not reported."""
+        return bool(self._by_id or self._of_others or self._shadows or self._leaving)
 
     def has_room(self) -> bool:
         """True if another request may be queued."""
@@ -298,7 +302,7 @@ class InFlightRequests:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait already; try again later", retry_after_s=self._estimate_retry_s()
             )
-        if request.request_id in self._by_id:
+        if request.request_id in self._by_id or request.request_id in self._shadows:
             raise InvalidRequestError("the request id is in use; choose another one", param="request_id")
         if not 1 <= request.sampling.n <= self._max_num_seqs:  # checked before anything is allocated for each sequence
             raise InvalidRequestError(f"n must be from 1 to {self._max_num_seqs}, the sequences that run at once", param="n")
@@ -369,6 +373,8 @@ class InFlightRequests:
         the reply, and one that is found to kill its engines. Returns how many it keeps."""
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
         culprit = None if self._of_others else judge([found.suspect for found in sent])
+        if self._leaving:
+            culprit = None  # it was not alone: the engine also had what was leaving it, shadows included
         self.lose_engine()
         now = self._clock.now()
         for found in sent:
@@ -432,6 +438,49 @@ class InFlightRequests:
         self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
         self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED
 
+    # Shadows: requests that this engine computes beside another one, which has them (`engine.shadow`)
+
+    @property
+    def num_shadows(self) -> int:
+        """Requests of other engines that this one computes too."""
+        return len(self._shadows)
+
+    def add_shadow(self, found: InFlightRequest) -> Shadow | None:
+        """Adds a shadow of another engine's request; None if it must stay where it is."""
+        is_fit = found.sink is not None and found.has_output and found.arrived_s is not None
+        if not is_fit or found.suspect.standing is not Standing.CLEARED or found.request.request_id in self._shadows:
+            return None
+        shadow = Shadow(found.token_ids, found.open)
+        self._shadows[found.request.request_id] = found, shadow
+        return shadow
+
+    def drop_shadow(self, request_id: str) -> bool:
+        """Forgets a shadow. Returns whether the engine still computes it."""
+        _, shadow = self._shadows.pop(request_id, (None, None))
+        if shadow is None or shadow.is_over:
+            return False
+        self._leaving[request_id] += 1
+        return True
+
+    def take_over(self, request_id: str) -> None:
+        """Makes a request of a shadow: its own engine has been told to abort it, and `depart` has returned it."""
+        found, shadow = self._shadows.pop(request_id)
+        found.is_prefilled, found.source = False, None
+        found.seq_ids.update(shadow.seq_ids)
+        self._by_id[request_id] = found
+        now, left = self._clock.now(), set(found.open)
+        for item in list(shadow.news(found.token_ids, found.open)):
+            match item:  # nobody has seen it before: it happens now
+                case SequenceOutput():
+                    self._pass_on(found, item)
+                case Progressed():
+                    self._happen(found, msgspec.structs.replace(item, now_s=now))
+                case Ended():
+                    left.discard(item.index)
+                    self._happen(found, msgspec.structs.replace(item, now_s=now, last=not left))
+                case _:
+                    self._happen(found, item)
+
     def take_due(self) -> list[Submit]:
         """Returns the messages that hand requests that were held to the engine, in the order of their arrival; those that it
         must not have yet are held on."""
@@ -455,6 +504,7 @@ class InFlightRequests:
         self.last_step = None
         self._of_others.clear()
         self._leaving.clear()
+        self._shadows.clear()
 
     def deliver(self, message: Outputs) -> None:
         """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and what is said of
@@ -476,6 +526,9 @@ class InFlightRequests:
                 if ends[output.request_id]:
                     ends[output.request_id] -= 1
                     continue
+            if output.request_id in self._shadows:
+                self._shadows[output.request_id][1].take(output)
+                continue
             found = self._by_id.get(output.request_id)
             if found is not None and output.index in found.open:
                 self._pass_on(found, output)
@@ -486,6 +539,9 @@ class InFlightRequests:
             return True
         if event.request_id in self._leaving and not isinstance(event, KVLoaded):
             self._note_leaving(event)
+            return False
+        if event.request_id in self._shadows and not isinstance(event, KVLoaded):
+            self._shadows[event.request_id][1].note(event)
             return False
         found = self._by_id.get(event.request_id)
         if found is None:

@@ -240,6 +240,11 @@ def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
     if server.replicas == 1 and given:
         raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
     assign_roles(server.replicas, server.prefill, server.decode)
+    if (server.prefill or server.decode) and server.on != LOCAL:
+        raise ConfigError(
+            f"roles need KV to move, which it does not between machines; leave prefill and decode out, or on {server.on}",
+            param="prefill",
+        )
     if (server.prefill or server.decode) and config.kv_transfer is None:
         raise ConfigError(
             "with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to unix", param="prefill"

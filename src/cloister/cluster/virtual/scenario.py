@@ -21,6 +21,9 @@ FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
 
 IDLE_SHARE: Final = 0.2
 """Share of the scenarios in which engines are idle now and then."""
+MOVED_SHARE: Final = 0.3
+"""Share of the clusters of several replicas in which one long request moves again and again."""
+MOVES_SPAN_S: Final = 0.8
 IDLE_SLOWDOWN: Final = 4
 """How many times as slowly requests come there."""
 SHARED_TEXT: Final = "Between two engines goes a text. "
@@ -139,7 +142,26 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
     """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
     error = random.Random(f"lengths {seed}").choice(LENGTH_ERRORS)
-    return msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
+    drawn = msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
+    draw = random.Random(f"moves {seed}")
+    return _move_one(drawn, draw) if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE else drawn
+
+
+def _move_one(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario in which one request is long, and told to move again and again while it runs."""
+    number = draw.randrange(len(scenario.jobs))
+    jobs = list(scenario.jobs)
+    job = jobs[number] = msgspec.structs.replace(jobs[number], max_tokens=80, num_stop_ids=0, stop="", ignores_eos=True)
+    moves = tuple(
+        OperatorAction(
+            at_s=round(job.at_s + draw.random() * MOVES_SPAN_S, 4),
+            kind="migrate",
+            replica=draw.randrange(scenario.num_replicas),
+            job=number,
+        )
+        for _ in range(12)
+    )
+    return msgspec.structs.replace(scenario, jobs=tuple(jobs), operations=scenario.operations + moves)
 
 
 def _draw_scenario(seed: int, routers: tuple[str, ...]) -> Scenario:

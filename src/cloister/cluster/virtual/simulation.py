@@ -376,6 +376,8 @@ class _Simulation:
                 self.violations.append(f"replica {replica.index} counts as slow, and is not")
         if self.front is not None and self.front.num_forecasts:
             self.violations.append(f"the front still predicts the lengths of {self.front.num_forecasts} requests")
+        if self.front is not None and self.front.num_shadows:
+            self.violations.append(f"the front still has {self.front.num_shadows} shadows of requests")
         if self.front is not None and self.front.num_places:
             self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
 
