@@ -85,6 +85,19 @@ def test_several_choices_come_from_one_prompt(thinking):
     assert again.usage.prompt_tokens_details.cached_tokens > 0
 
 
+def test_a_cache_salt_separates_what_equal_prompts_share(thinking):
+    with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none") as sdk:
+
+        def count_cached(salt: str | None) -> int:
+            extra = {} if salt is None else {"cache_salt": salt}
+            reply = sdk.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1, temperature=0, extra_body=extra)
+            return reply.usage.prompt_tokens_details.cached_tokens
+
+        found = [count_cached(salt) for salt in (None, None, "ward 3", "ward 3", "ward 4")]
+    assert found[1] > 0
+    assert found[2:] == [0, found[1], 0]
+
+
 def test_logprobs_of_a_reply_and_of_its_stream_are_equal(thinking):
     asked = {"model": MODEL, "messages": HELLO, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 3}
     with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none") as sdk:

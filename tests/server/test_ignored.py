@@ -32,7 +32,7 @@ def ignored(reply: httpx.Response) -> str | None:
 
 
 def test_a_request_of_a_generic_client_is_answered_and_told_what_had_no_effect(client):
-    fields = {"typical_p": 0.9, "cache_salt": "s", "enable_thinking": False, "reasoning_effort": "high"}
+    fields = {"typical_p": 0.9, "mirostat": 2, "enable_thinking": False, "reasoning_effort": "high"}
     plain, generic = client.post(CHAT, json=BODY), client.post(CHAT, json={**BODY, **fields})
     assert ignored(plain) is None
     assert set(ignored(generic).split(", ")) == set(fields)
@@ -92,7 +92,7 @@ def test_a_field_is_not_ignored_where_the_rest_is_wrong(client):
     assert error["param"] == "top_p"
 
 
-@pytest.mark.parametrize("field", ["typical_p", "cache_salt", SECRET])
+@pytest.mark.parametrize("field", ["typical_p", "mirostat", SECRET])
 def test_a_strict_server_names_the_field_that_it_refuses(strict, field):
     reply = strict.post(CHAT, json={**BODY, field: "sesame"})
     assert reply.status_code == 400

@@ -198,12 +198,15 @@ class Gate:
         for digest, account in self._accounts.items():
             account.limits = known[digest]
 
-    def with_request_options(self, admission: Admission, *, stream: bool = False, priority: int | None = None) -> Admission:
-        """Returns the admission with the request's own `stream` and `priority` applied.
+    def with_request_options(
+        self, admission: Admission, *, stream: bool = False, priority: int | None = None, cache_salt: str | None = None
+    ) -> Admission:
+        """Returns the admission with the request's own `stream`, `priority` and `cache_salt` applied.
 
         Args:
             stream: the request's field `stream`.
             priority: the request's field `priority`, None when it has none.
+            cache_salt: the request's field `cache_salt`, which narrows its scope; None when it has none.
 
         Raises:
             PolicyError: the profile refuses one of them; the message names the rule.
@@ -214,6 +217,8 @@ class Gate:
                 "client-priority": Use(priority is not None, "the request"),
             }
         )
+        if cache_salt is not None:
+            admission = replace(admission, scope=admission.scope.narrow(cache_salt))
         return admission if priority is None else replace(admission, priority=priority)
 
     def check_operator(self, admission: Admission) -> None:

@@ -21,7 +21,7 @@ from cloister.types.errors import InvalidRequestError
 
 # Request fields without effect: refused with `--strict-fields`, else dropped and listed in the reply.
 #
-# Generic clients send settings of other servers (`typical_p`, `cache_salt`, `enable_thinking`). Requests with one are answered
+# Generic clients send settings of other servers (`typical_p`, `enable_thinking`). Requests with one are answered
 # without it, and the header `cloister-ignored-fields` lists it.
 
 

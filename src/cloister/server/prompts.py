@@ -272,7 +272,9 @@ class PromptReader:
         self.find_adapter(body.model)
         if self.model.encoder is not None:
             raise invalid(NO_TEXT, "model", "no_generation")
-        return self.gate.with_request_options(admission, stream=bool(body.stream), priority=body.priority)
+        return self.gate.with_request_options(
+            admission, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+        )
 
     def find_adapter(self, name: str | None) -> str | None:
         """Returns the digest of the adapter that a request names as its model; None for the model itself.

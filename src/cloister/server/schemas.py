@@ -22,6 +22,8 @@ MAX_PROMPTS: Final = 256
 """Prompts in one request to /v1/completions."""
 MAX_METADATA: Final = 16
 MAX_TOOLS: Final = 128
+MAX_CACHE_SALT: Final = 256
+"""Characters of `cache_salt`."""
 MAX_MESSAGES: Final = 16_384
 """Messages in a conversation, and parts in a message."""
 INT64: Final = 2**63
@@ -61,6 +63,7 @@ Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 TokenId = Annotated[int, Field(ge=0, lt=INT32, json_schema_extra={"x-below": "vocab_size"})]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 MetadataText = Annotated[str, Field(max_length=512)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -116,6 +119,7 @@ class GenerationBody(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
+    cache_salt: CacheSalt | None = None
 
     use_beam_search: bool | None = None
     best_of: int | None = Field(None, ge=1, json_schema_extra={"x-most": "max_n"})

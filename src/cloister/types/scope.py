@@ -41,6 +41,14 @@ class Scope(msgspec.Struct, frozen=True):
         """The 32 bytes at the root of every prefix-key chain of this scope."""
         return hashlib.sha256(b"cloister/scope/1\0" + self.kind.encode() + b"\0" + self.salt).digest()
 
+    def narrow(self, cache_salt: str) -> Scope:
+        """Returns the scope of requests with the same `cache_salt` within this one, to whose share it is charged. A request
+        that shares nothing anyway keeps its scope."""
+        if self.kind is ScopeKind.REQUEST:
+            return self
+        salt = hashlib.sha256(b"cloister/cache-salt/1\0" + self.seed + cache_salt.encode()).digest()
+        return Scope(self.kind, salt, self.lifetime_s, self.owner or self.seed)
+
 
 SESSION_LIFETIME_S = 300.0
 """Lifetime of a session's state after its last request."""

@@ -18,7 +18,6 @@ SALT = CREDENTIALS.tenants["ann"]
 
 FIELDS = [
     {},
-    {"cache_salt": SALT.hex()},
     {"scope": "public"},
     {"salt": SALT.hex()},
     {"tenant": "ann"},
@@ -66,6 +65,24 @@ def test_no_field_or_header_of_a_request_moves_its_scope(server: tuple[str, str,
     else:
         assert {scope.kind for scope in bobs} == {ScopeKind.REQUEST}
         assert len({scope.salt for scope in bobs}) == len(bobs)  # not even the next request of one key
+
+
+def test_a_cache_salt_narrows_and_never_widens(server: tuple[str, str, ScriptedEngine]) -> None:
+    profile, url, engine = server
+    engine.taken.clear()
+    for key, salt in ((ANN, "x"), (ANN, "x"), (ANN, "y"), (BOB, "x"), (BOB, SALT.hex())):
+        body = {"model": engine.model.name, "input": "hello", "cache_salt": salt}
+        headers = {"authorization": f"Bearer {key}"}
+        assert httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=20).status_code == 200
+    scopes = [request.scope for request in engine.taken]
+    if profile in ("open", "team"):
+        assert scopes[0] == scopes[1]
+        assert len({scope.seed for scope in scopes}) == 4  # bob has ann's salts, and they open nothing of hers
+        tenants = [Scope(ScopeKind.TENANT, CREDENTIALS.tenants[name]) for name in ("ann", "bob")]
+        assert [scope.owner for scope in scopes] == [tenants[i].seed for i in (0, 0, 0, 1, 1)]
+        assert not {scope.seed for scope in scopes} & {tenant.seed for tenant in tenants}
+    else:
+        assert len({scope.salt for scope in scopes}) == len(scopes)
 
 
 def test_a_session_secret_narrows_and_never_widens(server: tuple[str, str, ScriptedEngine]) -> None:

@@ -16,6 +16,7 @@ from cloister.server.schemas import (
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_TOOLS,
+    CacheSalt,
     ChatBody,
     FunctionName,
     MetadataText,
@@ -233,6 +234,7 @@ class ResponsesBody(Strict):
     reasoning: ReasoningSettings | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    cache_salt: CacheSalt | None = None
 
     # Known fields without effect here: type-checked and ignored.
     user: str | None = None
@@ -257,6 +259,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
+        "cache_salt": body.cache_salt,
     }
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
