@@ -53,7 +53,7 @@ class Engines:
         self.on_the_way: list[list[Outputs]] = [[] for _ in range(NUM_REPLICAS)]
         self.replicas: list[Replica] = [self.new_engine() for _ in range(NUM_REPLICAS)]
         self.clients = [self.connect(index) for index in range(NUM_REPLICAS)]
-        self.client = ReplicaSet(self.clients, partial(make_router, router), ClusterConfig(roles), BLOCK_SIZE)
+        self.client = ReplicaSet(self.clients, partial(make_router, router), ClusterConfig(roles), BLOCK_SIZE, clock=self.clock)
         self.client.connect_routers()
 
     def new_engine(self) -> Replica:
@@ -266,6 +266,17 @@ def test_kv_that_came_from_another_replica_is_counted(model_path: Path) -> None:
     for num_bytes in (4096, 0):
         engines.client._observe(1, KVLoaded("r", 1.0, 16, num_bytes, 0.1, complete=num_bytes > 0))
     assert [snapshot.num_kv_loads for snapshot in engines.client.snapshots()] == [0, 1, 0]
+
+
+def test_how_long_kv_took_to_come_is_forgotten_without_another_load(model_path: Path) -> None:
+    """A time that was measured under a fault would else keep requests from the loads that would correct it."""
+    engines = Engines(model_path, "least_load")
+    engines.client._observe(1, KVLoaded("r", 1.0, 16, 4096, 8.0, complete=True))
+    assert engines.client.snapshots()[1].transfer_token_s == 0.5
+    engines.clock.advance(31.0)
+    assert engines.client.snapshots()[1].transfer_token_s == 0.0
+    engines.client._observe(1, KVLoaded("s", 1.0, 16, 4096, 0.016, complete=True))
+    assert engines.client.snapshots()[1].transfer_token_s == 0.001
 
 
 def test_a_replica_says_how_much_is_expected_of_its_answers_and_learns_from_their_ends(model_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +15,10 @@ from typing import Any
 import pytest
 
 from cloister import LLM
+from cloister.engine import EngineClient
 from cloister.engine.core import EngineCore
 from cloister.launch import build_engine, resolve_settings
+from cloister.launch.processes import make_engine
 from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError, PolicyError
 from cloister.types.events import Ended, KVLoaded, Scheduled, Submit
@@ -141,3 +147,31 @@ def test_strict_profiles_refuse_a_tier(where: str, profile: str) -> None:
         return
     with pytest.raises(PolicyError, match=rf"T6\.offload\.tier\.{profile}.*leave the setting `kv_tier` out"):
         resolve_settings(given)
+
+
+def test_an_engine_whose_directory_is_gone_starts_again_without_a_tier(tmp_path: Path) -> None:
+    directory = tmp_path / "tier"
+    directory.mkdir()
+    flags = {"num_threads": 1, "kv_memory_mb": 16, "kv_tier": f"disk:{directory},16M"}
+
+    async def run() -> None:
+        settings = resolve_settings(flags)
+        engine = make_engine(settings.engine.config, settings.server.config)
+        assert isinstance(engine, EngineClient)
+        await engine.start()
+        try:
+            first = await ask(engine, "first")
+            shutil.rmtree(directory)
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            assert await ask(engine, "second") == first
+        finally:
+            await engine.drain(0.0)
+
+    asyncio.run(run())
+
+
+async def ask(engine: EngineClient, name: str) -> list[int]:
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    request = Request(request_id=name, token_ids=list(range(40)), sampling=sampling, timeout_s=90.0)
+    return [token_id async for output in engine.generate(request) for token_id in output.token_ids]

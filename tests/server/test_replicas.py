@@ -129,6 +129,10 @@ def test_the_command_line_says_what_is_wrong(
         assert what in err
     credentials, key = Credentials.empty().add("boss", is_operator=True)
     with served_by_two(model_path, make_gate("team", credentials)) as server:
+        for wrong in ("", "the key is\nclo-abc\n"):
+            file = tmp_path / "wrong"
+            file.write_text(wrong)
+            assert "holds no API key" in run(capsys, "status", server.url, "--api-key-file", str(file))[2]
         assert "--api-key-file" in run(capsys, "status", server.url)[2]
         file = tmp_path / "key"
         file.write_text(f"{key}\n")

@@ -86,6 +86,8 @@ def _ask(method: str, url: str, path: str, api_key_file: Path | None, timeout_s:
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is no address; give one such as {LOCAL_URL}", param="url")
     key = None if api_key_file is None else read_text_file(api_key_file, param="api_key_file").strip()
+    if key is not None and (not key.isascii() or len(key.split()) != 1):
+        raise ConfigError(f"{api_key_file} holds no API key; it has one line, the key", param="api_key_file")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         reply = httpx.request(method, address + path, headers=headers, timeout=timeout_s)

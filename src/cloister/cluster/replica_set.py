@@ -54,6 +54,9 @@ SHADOW_PATIENCE: Final = 2
 """Steps in which a target that is behind may catch up by itself."""
 TRANSFER_WEIGHT: Final = 0.1
 """Weight of the last transfer in the mean time for a token."""
+TRANSFER_LIFETIME_S: Final = 30.0
+"""Without a transfer for so long, its time counts as unknown: one that was slow, as under a fault, would stop all others, and
+nothing would show that they are fast again."""
 
 _logger = logging.getLogger(__name__)
 
@@ -181,6 +184,7 @@ class ReplicaSet(RequestClient):
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
         self._cost = StepCost()
         self._transfer_token_s = [0.0 for _ in self._replicas]
+        self._transferred_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
         self._num_kv_loads = [0 for _ in self._replicas]
         self._tasks: set[asyncio.Task[None]] = set()
@@ -305,7 +309,7 @@ class ReplicaSet(RequestClient):
             num_kv_loads=self._num_kv_loads[index],
             role=self._roles[index],
             cost=self._cost_of(index),
-            transfer_token_s=self._transfer_token_s[index],
+            transfer_token_s=self._transfer_time(index),
         )
 
     def _state(self, index: int, own: ReplicaState) -> ReplicaState:
@@ -319,6 +323,11 @@ class ReplicaSet(RequestClient):
         if index in self._verifier.odd:
             return "suspicious"
         return "slow" if self._speeds.is_slow(index) else own
+
+    def _transfer_time(self, index: int) -> float:
+        """Returns the mean seconds that KV of a token took to come to a replica; 0 if that is unknown, or was long ago."""
+        is_known = self._clock.now() - self._transferred_s[index] < TRANSFER_LIFETIME_S
+        return self._transfer_token_s[index] if is_known else 0.0
 
     def _cost_of(self, index: int) -> StepCoefficients:
         """Returns the step times of a replica: those of all, which have equal settings, and longer if it is clearly slower."""
@@ -717,8 +726,9 @@ class ReplicaSet(RequestClient):
         if event.num_bytes and event.num_tokens:
             self._num_kv_loads[index] += 1
             token_s = event.elapsed_s / event.num_tokens
-            before_s = self._transfer_token_s[index] or token_s
+            before_s = self._transfer_time(index) or token_s
             self._transfer_token_s[index] = before_s + TRANSFER_WEIGHT * (token_s - before_s)
+            self._transferred_s[index] = self._clock.now()
         if (waiting := self._loads.get((index, event.request_id))) is not None and not waiting.done():
             waiting.set_result(event)
 

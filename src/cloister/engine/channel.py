@@ -41,6 +41,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
         import_path: the front's `sys.path`, so that both sides import the same code.
         log_format: the front's log format, which the engine uses too.
         kv_secret: what all engines that exchange KV know, and nobody else; None: this one does not.
+        is_restart: an engine before this one was ready, so a KV tier that cannot be used any more is left out.
     """
 
     entry: str
@@ -48,6 +49,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     import_path: list[str]
     log_format: str = "text"
     kv_secret: bytes | None = None
+    is_restart: bool = False
 
     def __repr__(self) -> str:
         """Shows no secret."""

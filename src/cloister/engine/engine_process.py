@@ -132,11 +132,21 @@ def _set_up_kv(core: EngineCore, boot: channel.Boot, send: Send) -> bool:
         if boot.kv_secret is not None and config.kv_transfer is not None:
             core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=boot.kv_secret))
         if config.kv_tier is not None:
-            core.open_kv_tier(config.kv_tier)
+            _open_tier(core, config.kv_tier, is_restart=boot.is_restart)
     except CloisterError as error:
         send(Failed(error.message, error.code))
         return False
     return True
+
+
+def _open_tier(core: EngineCore, setting: str, *, is_restart: bool) -> None:
+    """Opens the tier. A disk that has filled up or is gone must not keep an engine from starting again: it goes on without."""
+    try:
+        core.open_kv_tier(setting)
+    except ConfigError as error:
+        if not is_restart:
+            raise
+        _logger.warning("this engine has no KV tier until it starts again: %s", error.message)
 
 
 def ignore_terminal() -> None:

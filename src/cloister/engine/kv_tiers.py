@@ -29,8 +29,9 @@ class KVTier:
 
     def __init__(self, scheduler: Scheduler, blocks: KVBlocks, setting: TierSetting) -> None:
         self._loads, self._blocks = scheduler.kv_loads, blocks
-        layout = TierLayout.plan(setting.limit_bytes, blocks.form.sizes, scheduler.pool.groups)
-        self.index = KVTierIndex(setting.name, layout)
+        num_shares = max(1, scheduler.config.cache_scopes)
+        layout = TierLayout.plan(setting.limit_bytes, blocks.form.sizes, scheduler.pool.groups, num_shares)
+        self.index = KVTierIndex(setting.name, layout, num_shares)
         self.worker = TierWorker(setting.storage.open(setting), layout, blocks.form)
         try:
             self.index.learn(*self.worker.probe())

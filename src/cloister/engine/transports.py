@@ -190,7 +190,8 @@ class ProcessTransport(_ChannelTransport):
             if listener is not None:
                 unused.enter_context(listener)
             import_path = [path for path in sys.path if path]
-            boot = channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret)
+            is_restart = self.ready is not None
+            boot = channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret, is_restart)
             near, far = socket.socketpair()
             on_failure = unused.enter_context(contextlib.ExitStack())
             on_failure.enter_context(near)

@@ -268,7 +268,7 @@ class PrefixCache:
         """Offers a tier what an eviction takes: a block, and with one that all queries see those of the other groups."""
         for number, block in enumerate(node.blocks):
             if block != NO_BLOCK and (number == group or self._windows[group] is None):
-                tier.offer(node.root, node.key, node.entry, number, block)
+                tier.offer(node.root, node.key, node.entry, number, block, node.owner)
 
     def _find_room(self, owner: bytes | None, group: int) -> bool:
         """Whether another block of an owner can be kept; evicts the owner's own blocks if needed."""

@@ -2,7 +2,8 @@
 
 What the prefix cache evicts goes into a slot of the tier (`engine.kv_tier_worker` writes it). Each group of layers has slots of
 its own, in proportion to its part of the device's memory, and lets its least recently used block go. A block can be found once
-it is written; what cannot be read back is forgotten.
+it is written; what cannot be read back is forgotten. With shares each owner lets only its own blocks go, as in the prefix cache
+(`kv.cache_quotas`): a tenant whose blocks went for others' would notice that others are active.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class TierBlock:
 
     Attributes:
         root: root of its chain: scope and adapter.
+        owner: whose share it takes.
         key: prefix key of its entry.
         entry: number of its entry in a block table.
         group: group of layers.
@@ -61,6 +63,7 @@ class TierBlock:
     """
 
     root: bytes
+    owner: bytes
     key: bytes
     entry: int
     group: int
@@ -85,19 +88,24 @@ class TierLayout:
     num_slots: tuple[int, ...]
 
     @classmethod
-    def plan(cls, limit_bytes: int, block_bytes: Sequence[int], groups: Sequence[BlockGroup]) -> TierLayout:
+    def plan(
+        cls, limit_bytes: int, block_bytes: Sequence[int], groups: Sequence[BlockGroup], num_shares: int = 1
+    ) -> TierLayout:
         """Divides a tier of `limit_bytes` among groups as the device's memory is divided.
 
         Raises:
-            ConfigError: some group would have no slot.
+            ConfigError: some group would have no slot for each share.
         """
         layout = cls(tuple(block_bytes), (0,) * len(groups))
         sizes = layout.slot_bytes
         device_bytes = sum(group.num_blocks * size for group, size in zip(groups, sizes, strict=True))
         num_slots = tuple(limit_bytes * group.num_blocks // device_bytes for group in groups)
-        if not all(num_slots):
-            least = math.ceil(device_bytes / min(group.num_blocks for group in groups) / 2**20)
-            raise ConfigError(f"kv_tier is too small for one block of each kind; give it at least {least}M", param="kv_tier")
+        if min(num_slots) < num_shares:
+            least = math.ceil(num_shares * device_bytes / min(group.num_blocks for group in groups) / 2**20)
+            shares = "" if num_shares == 1 else f" in each of {num_shares} shares"
+            raise ConfigError(
+                f"kv_tier is too small for one block of each kind{shares}; give it at least {least}M", param="kv_tier"
+            )
         return cls(tuple(block_bytes), num_slots)
 
     @property
@@ -116,20 +124,43 @@ class TierLayout:
 
 
 class _Slots:
-    """The slots of one group: its blocks by key, least recently used first."""
+    """The slots of one group: its blocks by key, and those of each owner, least recently used first."""
 
-    __slots__ = ("blocks", "free", "num_slots")
+    __slots__ = ("blocks", "free", "num_shares", "num_slots", "owned")
 
-    def __init__(self, num_slots: int) -> None:
-        self.blocks: OrderedDict[bytes, TierBlock] = OrderedDict()
+    def __init__(self, num_slots: int, num_shares: int) -> None:
+        self.blocks: dict[bytes, TierBlock] = {}
+        self.owned: dict[bytes, OrderedDict[bytes, TierBlock]] = {}
         self.free: list[int] = []
-        self.num_slots = num_slots
+        self.num_slots, self.num_shares = num_slots, num_shares
 
-    def take(self) -> int | None:
-        """Returns an empty slot; None if there is none."""
-        if self.free:
-            return self.free.pop()
-        return len(self.blocks) if len(self.blocks) < self.num_slots else None
+    def has_share(self, owner: bytes) -> bool:
+        """Whether an owner has a share, or a free one is available."""
+        return owner in self.owned or len(self.owned) < self.num_shares
+
+    def oldest(self, owner: bytes) -> TierBlock | None:
+        """Returns the least recently used block of an owner whose share is full; None if it is not."""
+        owned = self.owned.get(owner, ())
+        return next(iter(self.owned[owner].values())) if len(owned) >= self.num_slots // self.num_shares else None
+
+    def take(self) -> int:
+        """Returns an empty slot; there is one while some share is not full."""
+        return self.free.pop() if self.free else len(self.blocks)
+
+    def add(self, stored: TierBlock) -> None:
+        self.blocks[stored.key] = stored
+        self.owned.setdefault(stored.owner, OrderedDict())[stored.key] = stored
+
+    def remove(self, stored: TierBlock) -> None:
+        del self.blocks[stored.key]
+        owned = self.owned[stored.owner]
+        del owned[stored.key]
+        if not owned:
+            del self.owned[stored.owner]
+
+    def touch(self, key: bytes) -> None:
+        """Marks a block as its owner's most recently used one."""
+        self.owned[self.blocks[key].owner].move_to_end(key)
 
 
 class KVTierIndex:
@@ -138,6 +169,7 @@ class KVTierIndex:
     Args:
         name: its name for metrics.
         layout: its slots.
+        num_shares: owners that may have blocks at once; 1: all take from one share.
 
     Attributes:
         stores: (block of the device, block of the tier) to be copied before the device's is written again.
@@ -148,15 +180,16 @@ class KVTierIndex:
         num_stored_blocks, num_stored_bytes: written so far.
     """
 
-    def __init__(self, name: str, layout: TierLayout) -> None:
+    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1) -> None:
         self.name, self.layout = name, layout
+        self._has_shares = num_shares > 1
         self.stores: list[tuple[int, TierBlock]] = []
         self.ended_roots: list[bytes] = []
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
         self.credit_s = MOST_CREDIT_S
         self._is_paused = False
-        self._slots = [_Slots(num_slots) for num_slots in layout.num_slots]
+        self._slots = [_Slots(num_slots, num_shares) for num_slots in layout.num_slots]
         self._by_root: dict[bytes, set[tuple[int, bytes]]] = {}
         self._unwritten: dict[int, TierBlock] = {}  # by number
         self._unwritten_bytes = 0
@@ -187,20 +220,23 @@ class KVTierIndex:
         if self.credit_s < 0.0:
             self._is_paused = True
 
-    def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int) -> None:
-        """Stores a block that the device evicts, unless the tier has it, is behind with writing, or has paused or stopped."""
+    def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
+        """Stores a block that the device evicts, unless the tier has it, is behind with writing, has paused or stopped, or all
+        shares are others'."""
         slots = self._slots[group]
         if key in slots.blocks:
-            slots.blocks.move_to_end(key)
+            slots.touch(key)
             return
         size = self.layout.block_bytes[group]
         if not root or self.is_stopped or self._is_paused or self._unwritten_bytes + size > MAX_UNWRITTEN_BYTES:
             return
-        slot = slots.take()
-        if slot is None:
-            slot = self._remove(next(iter(slots.blocks.values())))
-        stored = TierBlock(root, key, entry, group, slot, next(self._numbers))
-        slots.blocks[key] = stored
+        payer = owner if self._has_shares and owner is not None else b""
+        if not slots.has_share(payer):
+            return
+        oldest = slots.oldest(payer)
+        slot = slots.take() if oldest is None else self._remove(oldest)
+        stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers))
+        slots.add(stored)
         self._by_root.setdefault(root, set()).add((group, key))
         self._unwritten[stored.number] = stored
         self._unwritten_bytes += size
@@ -230,7 +266,7 @@ class KVTierIndex:
 
     def _remove(self, stored: TierBlock) -> int:
         """Removes a block and returns its slot."""
-        del self._slots[stored.group].blocks[stored.key]
+        self._slots[stored.group].remove(stored)
         left = self._by_root[stored.root]
         left.discard((stored.group, stored.key))
         if not left:
@@ -252,9 +288,9 @@ class KVTierIndex:
     def touch(self, blocks: Iterable[TierBlock]) -> None:
         """Marks blocks as most recently used, the last one most."""
         for found in blocks:
-            slots = self._slots[found.group].blocks
-            if found.key in slots:
-                slots.move_to_end(found.key)
+            slots = self._slots[found.group]
+            if found.key in slots.blocks:
+                slots.touch(found.key)
 
     def is_worth(self, num_bytes: int, compute_s: float) -> bool:
         """Whether loading takes less time than computing. Of those that seem not to, one in `TRY_EVERY` counts as worth it."""
@@ -277,6 +313,10 @@ class KVTierIndex:
         for group, slots in enumerate(self._slots):
             used = [stored.slot for stored in slots.blocks.values()]
             assert len({*used, *slots.free}) == len(used) + len(slots.free) <= slots.num_slots, "a slot has two blocks"
+            assert sum(map(len, slots.owned.values())) == len(slots.blocks), "a block has no owner"
+            assert len(slots.owned) <= slots.num_shares, "more owners than shares"
+            share = slots.num_slots // slots.num_shares
+            assert all(0 < len(owned) <= share for owned in slots.owned.values()), "a share is overdrawn"
             assert all((group, key) in self._by_root[stored.root] for key, stored in slots.blocks.items()), "a root is lost"
         assert sum(map(len, self._by_root.values())) == len(self), "a root has a block that is gone"
         sizes = [self.layout.block_bytes[stored.group] for stored in self._unwritten.values()]

@@ -90,6 +90,7 @@ class Driver:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             if settings.address is None:
+                os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's processes yield to all others
                 ray.init(
                     "local",
                     num_cpus=settings.num_replicas * (settings.num_cpus or 1),

@@ -1,0 +1,69 @@
+"""Shares of a tier: what one owner stores lets nothing of another one go."""
+
+from __future__ import annotations
+
+import pytest
+
+from cloister.kv.pool import BlockGroup
+from cloister.kv.tiers import KVTierIndex, TierLayout
+from cloister.types.errors import ConfigError
+
+NUM_SLOTS, NUM_SHARES = 13, 4
+
+
+def key_of(owner: bytes, number: int) -> bytes:
+    return owner + number.to_bytes(4, "big")
+
+
+def store(index: KVTierIndex, owner: bytes, numbers: range) -> None:
+    for number in numbers:
+        index.offer(b"root of " + owner, key_of(owner, number), number, 0, number, owner)
+    for _, stored in index.stores:
+        index.confirm(stored, is_written=True)
+    index.stores.clear()
+    index.check()
+
+
+def held(index: KVTierIndex, owner: bytes) -> list[int]:
+    return [number for number in range(100) if index.find(key_of(owner, number), 0) is not None]
+
+
+@pytest.fixture
+def index() -> KVTierIndex:
+    return KVTierIndex("host", TierLayout((100,), (NUM_SLOTS,)), NUM_SHARES)
+
+
+def test_a_flood_of_one_owner_lets_only_its_own_blocks_go(index: KVTierIndex) -> None:
+    store(index, b"ann", range(3))
+    store(index, b"bob", range(60))
+    assert held(index, b"ann") == [0, 1, 2]
+    assert held(index, b"bob") == [57, 58, 59]
+
+
+def test_an_owner_does_not_notice_that_others_leave_their_shares_empty(index: KVTierIndex) -> None:
+    store(index, b"ann", range(10))
+    assert held(index, b"ann") == [7, 8, 9]
+
+
+def test_a_further_owner_stores_nothing_until_a_share_is_empty(index: KVTierIndex) -> None:
+    for owner in (b"ann", b"bob", b"cat", b"dan"):
+        store(index, owner, range(2))
+    store(index, b"eve", range(2))
+    assert held(index, b"eve") == []
+    index.forget(b"root of cat")
+    store(index, b"eve", range(2))
+    assert held(index, b"eve") == [0, 1]
+
+
+def test_without_shares_the_least_recently_used_block_of_all_goes() -> None:
+    index = KVTierIndex("host", TierLayout((100,), (4,)))
+    store(index, b"ann", range(2))
+    store(index, b"bob", range(3))
+    assert (held(index, b"ann"), held(index, b"bob")) == ([1], [0, 1, 2])
+
+
+def test_a_tier_that_has_no_slot_for_each_share_is_refused_with_the_size_that_would_do() -> None:
+    groups = [BlockGroup(num_blocks=100)]
+    with pytest.raises(ConfigError, match="in each of 8 shares; give it at least 8M"):
+        TierLayout.plan(4 * 2**20, (2**20 - 4096,), groups, 8)
+    assert TierLayout.plan(8 * 2**20, (2**20 - 4096,), groups, 8).num_slots == (8,)
