@@ -38,6 +38,9 @@ from cloister.types.errors import EngineError
 
 RESERVE_S: Final = 100.0
 """Longest wait until a cluster has a place for each replica."""
+LOST_JOB_S: Final = 45.0
+"""If hosts have run, none runs and none starts for so long, Ray has ended this driver's job, as it does when the node beside it
+dies. Then nothing ever starts; another driver has another job."""
 _OBJECT_STORE_BYTES: Final = 80 * 2**20  # Ray takes no less; nothing is put there
 _NOTE_CHARS: Final = 200
 
@@ -76,6 +79,8 @@ class Driver:
         self._settings = settings
         self._writer = writer
         self._actors: dict[int, Any] = {}
+        self._running: set[int] = set()
+        self._has_run = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_cpus = 0
         self._group: Any = None
@@ -151,18 +156,32 @@ class Driver:
                 )
                 .remote()
             )
-            said = await actor.start.remote(self._settings.front)
+            said = await self._start(actor)
             if "error" in said:
                 self.say(HostEnded(host, said["error"]))
             else:
                 cpus = self._node_cpus().get(said["node"], self._num_cpus)
                 share = share_memory(cpus, self._num_cpus, self._settings.num_replicas)
+                self._running.add(host)
+                self._has_run = True
                 self.say(HostStarted(host, said["address"], said["port"], said["certificate"], self._num_cpus, share))
                 self.say(HostEnded(host, await actor.wait_ended.remote()))
         except RayError as error:
             self.say(HostEnded(host, f"Ray says {_note(error)}"))
         finally:
+            self._running.discard(host)
             self._kill(host)
+
+    async def _start(self, actor: Any) -> dict[str, Any]:
+        """Has an actor start its host, for as long as that takes; ends this process if Ray has ended its job."""
+        starting = asyncio.wrap_future(actor.start.remote(self._settings.front).future())
+        while True:
+            done, _ = await asyncio.wait([starting], timeout=LOST_JOB_S)
+            if done:
+                said: dict[str, Any] = starting.result()
+                return said
+            if self._has_run and not self._running:
+                os._exit(1)  # `ray.shutdown` would wait for a node that is gone
 
     def _kill(self, host: int) -> None:
         actor = self._actors.pop(host, None)
