@@ -79,7 +79,7 @@ class ForkServer:
         Raises:
             CloisterError: it cannot be built.
         """
-        boot = msgspec.structs.replace(boot, kv_secret=None)  # an engine gets it, the template none
+        boot = msgspec.structs.replace(boot, kv_secret=None, is_restart=False)  # an engine gets these, the template does not
         async with self._lock:
             if not self._forks:
                 return spawn_program(far)
