@@ -166,7 +166,7 @@ class Accounting(RuleBasedStateMachine):
     def begin_shadow(self, data: st.DataObject, index: int) -> None:
         request_id = data.draw(st.sampled_from(list(self.client._places)))
         if index != (source := self.client._places[request_id]):
-            self.client.begin_shadow(request_id, source, index, self.shadow_ends.append)
+            self.client._shadow_moves.begin(request_id, source, index, self.shadow_ends.append)
 
     @invariant()
     def no_block_is_lost(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cloister.cluster import ReplicaSet, replica_set
+from cloister.cluster import ReplicaSet
+from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
 from cloister.engine import EngineClient
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.in_flight import InFlightRequest
@@ -181,13 +182,13 @@ def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_bl
     ask = EngineClient.prefetch
     monkeypatch.setattr(EngineClient, "prefetch", prefetch)
 
-    ends = iter([replica_set._ShadowEnd.LATE])
-    run_shadow = ReplicaSet._run_shadow
+    ends = iter([ShadowEnd.LATE])
+    run_moves = ShadowMoves.run
 
-    async def be_late_once(cluster: ReplicaSet, request_id: str, source: int, target: int) -> replica_set._ShadowEnd:
-        return next(ends, None) or await run_shadow(cluster, request_id, source, target)
+    async def be_late_once(moves: ShadowMoves, request_id: str, source: int, target: int) -> ShadowEnd:
+        return next(ends, None) or await run_moves(moves, request_id, source, target)
 
-    monkeypatch.setattr(ReplicaSet, "_run_shadow", be_late_once)
+    monkeypatch.setattr(ShadowMoves, "run", be_late_once)
 
     async def run() -> None:
         settings = resolve_settings({"replicas": 2, "num_threads": 1, "kv_memory_mb": 64, "kv_transfer": "unix"})

@@ -9,7 +9,6 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from functools import partial
 from typing import Final
 
@@ -21,6 +20,7 @@ from cloister.cluster.migration import LoadBalancer
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
 from cloister.cluster.routers import Router
+from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import (
@@ -31,7 +31,6 @@ from cloister.engine.replica_snapshot import (
     Role,
     StepCoefficients,
 )
-from cloister.engine.shadow import Shadow, ShadowState
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
@@ -47,11 +46,9 @@ REBALANCE_EVERY_S: Final = 0.5
 WAKE_TIMEOUT_S: Final = 10.0
 """Longest wait of a move for an engine that was idle; the request goes on where it is."""
 COPY_TIMEOUT_S: Final = 5.0
-"""Longest wait for KV, and for a target to catch up; what did not arrive is computed."""
+"""Longest wait for KV; what did not arrive is computed."""
 MAX_SHADOWS: Final = 8
 """How often a target begins anew with all tokens that there are, to catch up, before the source is stopped without it."""
-SHADOW_PATIENCE: Final = 2
-"""Steps in which a target that is behind may catch up by itself."""
 TRANSFER_WEIGHT: Final = 0.1
 """Weight of the last transfer in the mean time for a token."""
 TRANSFER_LIFETIME_S: Final = 30.0
@@ -109,34 +106,6 @@ class ClusterConfig:
     rebalance: bool = False
 
 
-class _ShadowEnd(Enum):
-    """What became of a shadow."""
-
-    TOOK_OVER = auto()
-    LATE = auto()
-    """It was a few tokens behind the source, and stayed there."""
-    FAR = auto()
-    """It was more than a block behind."""
-    FAILED = auto()
-
-
-@dataclass(slots=True)
-class _Move:
-    """A request that two engines compute: that which has it, and the one where it will go on.
-
-    Attributes:
-        num_late: messages of the target after which it was behind, though it has begun.
-        on_end: called once, when the shadow is no more.
-    """
-
-    request_id: str
-    source: int
-    target: int
-    shadow: Shadow
-    on_end: Callable[[_ShadowEnd], None]
-    num_late: int = 0
-
-
 class ReplicaSet(RequestClient):
     """The client of several engines that serve one model, for one event loop.
 
@@ -179,7 +148,7 @@ class ReplicaSet(RequestClient):
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
-        self._moves: dict[str, _Move] = {}
+        self._shadow_moves = ShadowMoves(self._replicas, block_size, self._is_accepting, self._note_move)
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
         self._cost = StepCost()
@@ -280,7 +249,7 @@ class ReplicaSet(RequestClient):
     @property
     def num_shadows(self) -> int:
         """Requests that two engines compute, as they move."""
-        return len(self._moves) + sum(replica.num_shadows for replica in self._replicas)
+        return len(self._shadow_moves) + sum(replica.num_shadows for replica in self._replicas)
 
     @property
     def num_forecasts(self) -> int:
@@ -360,7 +329,7 @@ class ReplicaSet(RequestClient):
     def abandon(self, request_id: str) -> None:
         """Aborts a request at its replica."""
         self._verifier.forget(request_id)
-        self._stop_move(request_id)
+        self._shadow_moves.stop(request_id)
         if (index := self._places.get(request_id)) is not None:
             self._replicas[index].abandon(request_id)
 
@@ -372,6 +341,9 @@ class ReplicaSet(RequestClient):
     @property
     def _moves_kv(self) -> bool:
         return all(replica.exchanges_kv for replica in self._replicas)
+
+    def _is_accepting(self, index: int) -> bool:
+        return self._snapshot(index).is_accepting
 
     def _accepting(self, but: int | None = None) -> list[ReplicaSnapshot]:
         """Returns the replicas that requests may go to, without slow ones, and without idle ones that need not be started
@@ -400,8 +372,7 @@ class ReplicaSet(RequestClient):
 
     def _forget(self, index: int) -> None:
         """Forgets what the engine of a replica had cached, how fast it was, and its shadows: it has ended."""
-        for move in [move for move in self._moves.values() if move.target == index]:
-            self._end_move(move, _ShadowEnd.FAILED)
+        self._shadow_moves.lose(index)
         self._speeds.forget(index)
         if self._router is not None:
             self._router.forget(index)
@@ -413,7 +384,7 @@ class ReplicaSet(RequestClient):
         placement = self._find_place(found, self._accepting())
         if placement is None:
             return False
-        self._stop_move(found.request.request_id)
+        self._shadow_moves.stop(found.request.request_id)
         self._settle(found.request.request_id, placement)
         self._verifier.forget(found.request.request_id)
         self._replicas[placement.index].adopt(found)
@@ -452,7 +423,7 @@ class ReplicaSet(RequestClient):
         started first. Returns False if the request has ended or moved meanwhile, or the target does not accept it.
         """
         source = self._places.get(request_id)
-        if source is None or source == target or request_id in self._moves or not self._snapshot(target).is_accepting:
+        if source is None or source == target or request_id in self._shadow_moves or not self._is_accepting(target):
             return False
         if not await self._replicas[target].wake(WAKE_TIMEOUT_S):
             return False
@@ -460,87 +431,21 @@ class ReplicaSet(RequestClient):
             has_copied = await self._copy_kv(request_id, source, target)
             if self._replicas[source].find(request_id) is not None:
                 await self._wait_for_step(source)  # its next token comes as late as can be
-            end = await self._run_shadow(request_id, source, target)
-            if end is _ShadowEnd.TOOK_OVER:
+            end = await self._shadow_moves.run(request_id, source, target)
+            if end is ShadowEnd.TOOK_OVER:
                 return True
-            if end is _ShadowEnd.FAILED or (end is _ShadowEnd.FAR and attempt):  # at first it computes what it could not load
+            if end is ShadowEnd.FAILED or (end is ShadowEnd.FAR and attempt):  # at first it computes what it could not load
                 break
             if has_copied and not await self._wait_for_block(request_id, source):
                 break
-        if self._places.get(request_id) != source or not self._snapshot(target).is_accepting:
+        if self._places.get(request_id) != source or not self._is_accepting(target):
             return False
         return self._switch(request_id, source, target, loads_kv=not has_copied)
-
-    async def _run_shadow(self, request_id: str, source: int, target: int) -> _ShadowEnd:
-        """Has the target compute a request beside the source, and go on with it if it catches up."""
-        ended: asyncio.Future[_ShadowEnd] = asyncio.get_running_loop().create_future()
-        if not self.begin_shadow(request_id, source, target, ended.set_result):
-            return _ShadowEnd.FAILED
-        try:
-            async with asyncio.timeout(COPY_TIMEOUT_S):
-                return await asyncio.shield(ended)
-        except TimeoutError:
-            return _ShadowEnd.FAILED
-        finally:
-            if not ended.done():
-                self._stop_move(request_id)
-
-    def begin_shadow(self, request_id: str, source: int, target: int, on_end: Callable[[_ShadowEnd], None]) -> bool:
-        """Has the target compute a request beside the source, from where that is now. Returns False if it cannot."""
-        found = self._replicas[source].find(request_id)
-        if found is None or request_id in self._moves or not self._snapshot(target).is_accepting:
-            return False
-        shadow = self._replicas[target].add_shadow(found)
-        if shadow is None:
-            return False
-        self._moves[request_id] = _Move(request_id, source, target, shadow, on_end)
-        return True
 
     def _follow_up(self, index: int) -> None:
         """Does what a message of a replica makes possible."""
         self._hand_off(index)
-        for move in list(self._moves.values()):
-            if index in (move.source, move.target):
-                self._advance(move, is_target=index == move.target)
-
-    def _advance(self, move: _Move, *, is_target: bool) -> None:
-        """Goes over to the target if it has caught up; ends its shadow if it will not."""
-        found = self._replicas[move.source].find(move.request_id)
-        if found is None or self._places.get(move.request_id) != move.source:
-            self._end_move(move, _ShadowEnd.FAILED)
-            return
-        match move.shadow.compare(found.token_ids, found.open):
-            case ShadowState.LEVEL | ShadowState.AHEAD:
-                self._go_over(move)
-            case ShadowState.WRONG:
-                self._end_move(move, _ShadowEnd.FAILED)
-            case ShadowState.BEHIND:
-                move.num_late += is_target and move.shadow.has_begun
-                if move.num_late > SHADOW_PATIENCE:
-                    is_near = move.shadow.count_missing(found.token_ids) <= self._block_size
-                    self._end_move(move, _ShadowEnd.LATE if is_near else _ShadowEnd.FAR)
-
-    def _go_over(self, move: _Move) -> None:
-        """Goes on with a request where its shadow is."""
-        can_go = self._snapshot(move.target).is_accepting
-        if not can_go or self._replicas[move.source].release(move.request_id) is None:
-            self._end_move(move, _ShadowEnd.FAILED)
-            return
-        del self._moves[move.request_id]
-        self._note_move(move.request_id, move.source, move.target)
-        self._replicas[move.target].take_over(move.request_id)
-        move.on_end(_ShadowEnd.TOOK_OVER)
-
-    def _end_move(self, move: _Move, end: _ShadowEnd) -> None:
-        """Ends a shadow; the request stays where it is."""
-        if self._moves.pop(move.request_id, None) is not None:
-            self._replicas[move.target].drop_shadow(move.request_id)
-            move.on_end(end)
-
-    def _stop_move(self, request_id: str) -> None:
-        """Ends the shadow of a request, if there is one."""
-        if (move := self._moves.get(request_id)) is not None:
-            self._end_move(move, _ShadowEnd.FAILED)
+        self._shadow_moves.advance(index)
 
     async def _copy_kv(self, request_id: str, source: int, target: int) -> bool:
         """Has the target load the KV of a running request. Returns whether it did."""
@@ -584,7 +489,7 @@ class ReplicaSet(RequestClient):
 
     def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
-        self._stop_move(request_id)
+        self._shadow_moves.stop(request_id)
         found = self._replicas[source].release(request_id)
         if found is None:
             return False
@@ -714,7 +619,7 @@ class ReplicaSet(RequestClient):
             if self._lengths is not None:
                 self._lengths.end(event)
             if event.last:
-                self._stop_move(event.request_id)
+                self._shadow_moves.stop(event.request_id)
                 self._places.pop(event.request_id, None)
                 self._handing_off[index].discard(event.request_id)
         elif isinstance(event, KVLoaded) and not event.tier:

@@ -1,0 +1,145 @@
+"""Requests that two replicas compute: that which has them, and the one where they will go on (decisions/0028)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from cloister.engine.client import EngineClient
+from cloister.engine.shadow import Shadow, ShadowState
+
+SHADOW_PATIENCE: Final = 2
+"""Steps in which a target that is behind may catch up by itself."""
+SHADOW_TIMEOUT_S: Final = 5.0
+"""Longest wait for a target to catch up."""
+
+
+class ShadowEnd(Enum):
+    """What became of a shadow."""
+
+    TOOK_OVER = auto()
+    LATE = auto()
+    """It was a few tokens behind the source, and stayed there."""
+    FAR = auto()
+    """It was more than a block behind."""
+    FAILED = auto()
+
+
+@dataclass(slots=True)
+class _Move:
+    """One of them.
+
+    Attributes:
+        num_late: messages of the target after which it was behind, though it has begun.
+        on_end: called once, when the shadow is no more.
+    """
+
+    request_id: str
+    source: int
+    target: int
+    shadow: Shadow
+    on_end: Callable[[ShadowEnd], None]
+    num_late: int = 0
+
+
+class ShadowMoves:
+    """The moves of a replica set that are under way.
+
+    Args:
+        block_size: tokens of a KV block.
+        is_accepting: whether the replica of an index accepts requests.
+        on_move: called with (request id, source, target) when a request goes over.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[EngineClient],
+        block_size: int,
+        is_accepting: Callable[[int], bool],
+        on_move: Callable[[str, int, int], None],
+    ) -> None:
+        self._replicas, self._block_size = replicas, block_size
+        self._is_accepting, self._on_move = is_accepting, on_move
+        self._moves: dict[str, _Move] = {}
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._moves
+
+    async def run(self, request_id: str, source: int, target: int) -> ShadowEnd:
+        """Has the target compute a request beside the source, and go on with it if it catches up in time."""
+        ended: asyncio.Future[ShadowEnd] = asyncio.get_running_loop().create_future()
+        if not self.begin(request_id, source, target, ended.set_result):
+            return ShadowEnd.FAILED
+        try:
+            async with asyncio.timeout(SHADOW_TIMEOUT_S):
+                return await asyncio.shield(ended)
+        except TimeoutError:
+            return ShadowEnd.FAILED
+        finally:
+            if not ended.done():
+                self.stop(request_id)
+
+    def begin(self, request_id: str, source: int, target: int, on_end: Callable[[ShadowEnd], None]) -> bool:
+        """Has the target compute a request beside the source, from where that is now. Returns False if it cannot."""
+        found = self._replicas[source].find(request_id)
+        if found is None or request_id in self._moves or not self._is_accepting(target):
+            return False
+        shadow = self._replicas[target].add_shadow(found)
+        if shadow is None:
+            return False
+        self._moves[request_id] = _Move(request_id, source, target, shadow, on_end)
+        return True
+
+    def advance(self, index: int) -> None:
+        """Does what a message of a replica makes possible."""
+        for move in list(self._moves.values()):
+            if index in (move.source, move.target):
+                self._advance(move, is_target=index == move.target)
+
+    def stop(self, request_id: str) -> None:
+        """Ends the shadow of a request, if there is one; the request stays where it is."""
+        if (move := self._moves.get(request_id)) is not None:
+            self._end(move, ShadowEnd.FAILED)
+
+    def lose(self, target: int) -> None:
+        """Ends the shadows at a replica whose engine has ended."""
+        for move in [move for move in self._moves.values() if move.target == target]:
+            self._end(move, ShadowEnd.FAILED)
+
+    def _advance(self, move: _Move, *, is_target: bool) -> None:
+        """Goes over to the target if it has caught up; ends its shadow if it will not."""
+        found = self._replicas[move.source].find(move.request_id)
+        if found is None:
+            self._end(move, ShadowEnd.FAILED)
+            return
+        match move.shadow.compare(found.token_ids, found.open):
+            case ShadowState.LEVEL | ShadowState.AHEAD:
+                self._go_over(move)
+            case ShadowState.WRONG:
+                self._end(move, ShadowEnd.FAILED)
+            case ShadowState.BEHIND:
+                move.num_late += is_target and move.shadow.has_begun
+                if move.num_late > SHADOW_PATIENCE:
+                    is_near = move.shadow.count_missing(found.token_ids) <= self._block_size
+                    self._end(move, ShadowEnd.LATE if is_near else ShadowEnd.FAR)
+
+    def _go_over(self, move: _Move) -> None:
+        """Goes on with a request where its shadow is."""
+        if not self._is_accepting(move.target) or self._replicas[move.source].release(move.request_id) is None:
+            self._end(move, ShadowEnd.FAILED)
+            return
+        del self._moves[move.request_id]
+        self._on_move(move.request_id, move.source, move.target)
+        self._replicas[move.target].take_over(move.request_id)
+        move.on_end(ShadowEnd.TOOK_OVER)
+
+    def _end(self, move: _Move, end: ShadowEnd) -> None:
+        if self._moves.pop(move.request_id, None) is not None:
+            self._replicas[move.target].drop_shadow(move.request_id)
+            move.on_end(end)
