@@ -40,6 +40,31 @@ def test_a_flood_of_one_owner_lets_only_its_own_blocks_go(index: KVTierIndex) ->
     assert held(index, b"bob") == [57, 58, 59]
 
 
+def test_what_storing_takes_for_one_owner_stops_it_for_no_other(index: KVTierIndex) -> None:
+    store(index, b"ann", range(1))
+    store(index, b"bob", range(1))
+    bobs = index.find(key_of(b"bob", 0), 0)
+    assert bobs is not None
+    index.spend(1.0, [bobs])
+    store(index, b"ann", range(1, 3))
+    store(index, b"bob", range(1, 3))
+    assert (held(index, b"ann"), held(index, b"bob")) == ([0, 1, 2], [0])
+    index.earn(2.0, b"ann")
+    store(index, b"bob", range(1, 3))
+    assert held(index, b"bob") == [0]
+    index.earn(2.0, b"bob")
+    store(index, b"bob", range(1, 3))
+    assert held(index, b"bob") == [0, 1, 2]
+
+
+def test_what_one_owner_has_in_the_queue_keeps_no_other_from_storing() -> None:
+    index = KVTierIndex("disk", TierLayout((10 * 2**20,), (100,)), NUM_SHARES)
+    for owner in (b"bob", b"ann"):
+        for number in range(5):
+            index.offer(b"root of " + owner, key_of(owner, number), number, 0, number, owner)
+    assert [stored.owner for _, stored in index.stores] == [b"bob", b"ann"]
+
+
 def test_an_owner_does_not_notice_that_others_leave_their_shares_empty(index: KVTierIndex) -> None:
     store(index, b"ann", range(10))
     assert held(index, b"ann") == [7, 8, 9]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.kv.tiers import MOST_CREDIT_S
+from cloister.kv.tiers import MOST_CREDIT_S, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
 from cloister.types.events import Ended, Event, KVLoaded, Preempted, Scheduled
@@ -357,12 +357,16 @@ def test_a_tier_that_stopped_stores_nothing_and_still_loads():
     assert engine.num_cached("again") == 36
 
 
+def spend(index: KVTierIndex, seconds: float) -> None:
+    index.spend(seconds, [next(iter(index._slots[0].blocks.values()))])
+
+
 def test_storing_pauses_where_nothing_is_used_again_and_goes_on_when_loads_save_time():
     engine = Engine()
     index = engine.tier.index
     crowd_out(engine)
     num_stored = len(index)
-    index.spend(2 * MOST_CREDIT_S)
+    spend(index, 2 * MOST_CREDIT_S)
     crowd_out(engine, 10, 15)
     assert len(index) == num_stored, "it stores though it had no time left"
     index.earn(MOST_CREDIT_S * 1.1)
@@ -372,7 +376,7 @@ def test_storing_pauses_where_nothing_is_used_again_and_goes_on_when_loads_save_
     crowd_out(engine, 30, 35)
     assert len(index) > num_stored
     index.earn(1000.0)
-    index.spend(1.1 * MOST_CREDIT_S)
+    spend(index, 1.1 * MOST_CREDIT_S)
     num_stored = len(index)
     crowd_out(engine, 40, 45)
     assert len(index) == num_stored, "what was saved long ago pays for ever"

@@ -52,6 +52,7 @@ class _Read:
         arrived = self.num_bytes / max(1, self.read.num_bytes)
         return TierArrival(
             self.read.request_id,
+            self.read.owner,
             self.objects,
             self.num_bytes,
             self.elapsed_s,
@@ -65,6 +66,7 @@ class TierArrival(msgspec.Struct, frozen=True):
     """What has come of a read since the last time.
 
     Attributes:
+        owner: whose blocks are read.
         num_bytes, elapsed_s: of the whole read so far.
         saved_s: by how much it was faster than computing is predicted to be.
         unreadable: a block that could not be opened.
@@ -72,6 +74,7 @@ class TierArrival(msgspec.Struct, frozen=True):
     """
 
     request_id: str
+    owner: bytes
     objects: list[KVObject]
     num_bytes: int
     elapsed_s: float

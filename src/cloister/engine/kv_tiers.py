@@ -54,7 +54,7 @@ class KVTier:
         """Takes what was written and read."""
         written, busy_s = self.worker.take_written()
         if written:
-            self.index.spend(busy_s)
+            self.index.spend(busy_s, [block for block, _ in written])
             for block, is_written in written:
                 self.index.confirm(block, is_written=is_written)
         self.index.is_stopped = self.worker.is_full
@@ -68,7 +68,7 @@ class KVTier:
             if arrival.is_complete is not None:
                 if arrival.num_bytes:
                     self.index.learn(arrival.num_bytes, arrival.elapsed_s)
-                    self.index.earn(max(0.0, arrival.saved_s))
+                    self.index.earn(max(0.0, arrival.saved_s), arrival.owner)
                 self._loads.finish(arrival.request_id, now, is_complete=arrival.is_complete)
 
     def dispatch(self) -> None:
@@ -83,7 +83,7 @@ class KVTier:
             started_s = time.thread_time()
             stores, index.stores = index.stores, []
             worker.write([stored for _, stored in stores], self._blocks.export([block for block, _ in stores]))
-            index.spend(time.thread_time() - started_s)
+            index.spend(time.thread_time() - started_s, [stored for _, stored in stores])
         if self._restores.reads:
             reads, self._restores.reads = self._restores.reads, []
             for read in reads:

@@ -20,13 +20,14 @@ from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
 
 MAX_UNWRITTEN_BYTES: Final = 64 * 2**20
-"""KV that waits to be written; while there is more, what is evicted is not stored. A slow disk delays no step."""
+"""KV that waits to be written, in all shares; while there is more, what is evicted is not stored. A slow disk delays no
+step."""
 TRY_EVERY: Final = 16
 """Of loads that seem slower than computing, every so many-th one is made all the same: the tier may have become faster."""
 STORE_SHARE: Final = 0.02
 """Storing may take this part of the processor time of steps, and what loads have saved."""
 MOST_CREDIT_S: Final = 0.25
-"""Time that storing may take beyond that: at the start, and at most ever."""
+"""Time that storing may take beyond that, for each owner: at the start, and at most ever."""
 _PAGE: Final = 4096
 TAG_BYTES: Final = 16
 """What sealing adds to a block (AES-GCM)."""
@@ -163,6 +164,33 @@ class _Slots:
         self.owned[self.blocks[key].owner].move_to_end(key)
 
 
+class _Account:
+    """What storing may take for one owner, and how far it is behind. One for all would tell owners, by what is stored of
+    theirs, that others are active.
+
+    Attributes:
+        credit_s: time that storing may take; where nothing is used again it runs out, and storing pauses until it has grown.
+        unwritten_bytes: KV that waits to be written.
+    """
+
+    __slots__ = ("credit_s", "is_paused", "unwritten_bytes")
+
+    def __init__(self) -> None:
+        self.credit_s = MOST_CREDIT_S
+        self.is_paused = False
+        self.unwritten_bytes = 0
+
+    def earn(self, seconds: float) -> None:
+        self.credit_s = min(MOST_CREDIT_S, self.credit_s + seconds)
+        if self.is_paused and self.credit_s > MOST_CREDIT_S / 4:  # enough for whole prefixes, not only for ends of them
+            self.is_paused = False
+
+    def spend(self, seconds: float) -> None:
+        self.credit_s -= seconds
+        if self.credit_s < 0.0:
+            self.is_paused = True
+
+
 class KVTierIndex:
     """The blocks of one tier.
 
@@ -175,24 +203,21 @@ class KVTierIndex:
         stores: (block of the device, block of the tier) to be copied before the device's is written again.
         ended_roots: chains of which nothing is left, whose keys shall be forgotten.
         is_stopped: nothing more is stored; what is there can be loaded.
-        credit_s: time that storing may take; where nothing is used again it runs out, and storing pauses until it has grown.
         is_stuck: a load was given up and the tier has not noticed; until it does, nothing is loaded.
         num_stored_blocks, num_stored_bytes: written so far.
     """
 
     def __init__(self, name: str, layout: TierLayout, num_shares: int = 1) -> None:
         self.name, self.layout = name, layout
-        self._has_shares = num_shares > 1
+        self._num_shares = num_shares
         self.stores: list[tuple[int, TierBlock]] = []
         self.ended_roots: list[bytes] = []
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
-        self.credit_s = MOST_CREDIT_S
-        self._is_paused = False
+        self._accounts: dict[bytes, _Account] = {}  # of owners that have blocks
         self._slots = [_Slots(num_slots, num_shares) for num_slots in layout.num_slots]
         self._by_root: dict[bytes, set[tuple[int, bytes]]] = {}
         self._unwritten: dict[int, TierBlock] = {}  # by number
-        self._unwritten_bytes = 0
         self._numbers = count()
         self._byte_s = 0.0
         self._num_declined = 0
@@ -208,17 +233,19 @@ class KVTierIndex:
 
     # Storing
 
-    def earn(self, seconds: float) -> None:
-        """Lets storing take more time."""
-        self.credit_s = min(MOST_CREDIT_S, self.credit_s + seconds)
-        if self._is_paused and self.credit_s > MOST_CREDIT_S / 4:  # enough for whole prefixes, not only for ends of them
-            self._is_paused = False
+    def earn(self, seconds: float, owner: bytes | None = None) -> None:
+        """Lets storing take more time for an owner; None: for all, in equal parts."""
+        if owner is None:
+            for account in self._accounts.values():
+                account.earn(seconds / self._num_shares)
+        elif owner in self._accounts:
+            self._accounts[owner].earn(seconds)
 
-    def spend(self, seconds: float) -> None:
-        """Notes what storing took."""
-        self.credit_s -= seconds
-        if self.credit_s < 0.0:
-            self._is_paused = True
+    def spend(self, seconds: float, blocks: Sequence[TierBlock]) -> None:
+        """Notes what storing took for each of these blocks."""
+        for block in blocks:
+            if (account := self._accounts.get(block.owner)) is not None:
+                account.spend(seconds / len(blocks))
 
     def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
         """Stores a block that the device evicts, unless the tier has it, is behind with writing, has paused or stopped, or all
@@ -228,10 +255,11 @@ class KVTierIndex:
             slots.touch(key)
             return
         size = self.layout.block_bytes[group]
-        if not root or self.is_stopped or self._is_paused or self._unwritten_bytes + size > MAX_UNWRITTEN_BYTES:
+        payer = owner if self._num_shares > 1 and owner is not None else b""
+        if not root or self.is_stopped or not slots.has_share(payer):
             return
-        payer = owner if self._has_shares and owner is not None else b""
-        if not slots.has_share(payer):
+        account = self._accounts.get(payer) or _Account()
+        if account.is_paused or account.unwritten_bytes + size > MAX_UNWRITTEN_BYTES / self._num_shares:
             return
         oldest = slots.oldest(payer)
         slot = slots.take() if oldest is None else self._remove(oldest)
@@ -239,13 +267,15 @@ class KVTierIndex:
         slots.add(stored)
         self._by_root.setdefault(root, set()).add((group, key))
         self._unwritten[stored.number] = stored
-        self._unwritten_bytes += size
+        self._accounts[payer] = account
+        account.unwritten_bytes += size
         self.stores.append((block, stored))
 
     def confirm(self, stored: TierBlock, *, is_written: bool) -> None:
         """Notes that a block was written, or could not be."""
         if self._unwritten.pop(stored.number, None) is not None:
-            self._unwritten_bytes -= self.layout.block_bytes[stored.group]
+            self._accounts[stored.owner].unwritten_bytes -= self.layout.block_bytes[stored.group]
+            self._close_account(stored.owner)
         if is_written:
             self.num_stored_blocks += 1
             self.num_stored_bytes += self.layout.block_bytes[stored.group]
@@ -272,7 +302,13 @@ class KVTierIndex:
         if not left:
             del self._by_root[stored.root]
             self.ended_roots.append(stored.root)
+        self._close_account(stored.owner)
         return stored.slot
+
+    def _close_account(self, owner: bytes) -> None:
+        """Forgets an owner that has no blocks any more."""
+        if not self._accounts[owner].unwritten_bytes and not any(owner in slots.owned for slots in self._slots):
+            del self._accounts[owner]
 
     # Loading
 
@@ -320,4 +356,6 @@ class KVTierIndex:
             assert all((group, key) in self._by_root[stored.root] for key, stored in slots.blocks.items()), "a root is lost"
         assert sum(map(len, self._by_root.values())) == len(self), "a root has a block that is gone"
         sizes = [self.layout.block_bytes[stored.group] for stored in self._unwritten.values()]
-        assert sum(sizes) == self._unwritten_bytes, "the count of unwritten bytes is off"
+        unwritten_bytes = sum(account.unwritten_bytes for account in self._accounts.values())
+        assert sum(sizes) == unwritten_bytes, "the count of unwritten bytes is off"
+        assert all(owner in self._accounts for slots in self._slots for owner in slots.owned), "an owner has no account"

@@ -51,6 +51,11 @@ class TierRead:
     compute_s: float
 
     @property
+    def owner(self) -> bytes:
+        """Whose blocks they are (`TierBlock.owner`)."""
+        return next(block.owner for entry in self.entries for block in entry.blocks if block is not None)
+
+    @property
     def timeout_s(self) -> float:
         """Time for reading: by then computing would have been done."""
         return max(MIN_READ_S, self.compute_s)
