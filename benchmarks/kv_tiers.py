@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.models import MODELS, find_model
 from cloister.engine.transports import ProcessTransport
@@ -154,10 +154,7 @@ async def measure(options: argparse.Namespace) -> None:
         engines = {}
         for kind in (*settings, "all"):
             kv_mb = needed_mb / 10 if kind != "all" else 1.2 * needed_mb
-            config = EngineConfig(**{
-                **{name: getattr(base, name) for name in base.__dataclass_fields__},
-                "kv_memory_mb": kv_mb, "kv_tier": settings.get(kind),
-            })  # fmt: skip
+            config = replace(base, kv_memory_mb=kv_mb, kv_tier=settings.get(kind))
             engines[kind] = TimedEngine(config)
             await engines[kind].transport.open(config)
         tasks = [asyncio.create_task(engine.transport.run(engine.deliver)) for engine in engines.values()]

@@ -41,7 +41,7 @@ def placement(
     """Find how many replicas should prefill, decode, or do both, and with how many threads, for the most goodput.
 
     Goodput is the requests per second that keep the limits, at the arrival times of the workload. Profiles are written by
-    `python -m benchmarks.cluster_costs`.
+    `python -m benchmarks.cluster_costs`, in a checkout of the repository.
     """
     from cloister.bench.placement import VOCAB_SIZE, predict, rank
     from cloister.bench.report import LatencyObjective

@@ -83,10 +83,9 @@ class TierSetting:
 
 
 def _parse_size(text: str) -> int:
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in _UNITS else (text, "M")
     try:
-        num_bytes = int(float(number) * _UNITS[unit])
-    except (ValueError, OverflowError):
+        num_bytes = int(float(text[:-1]) * _UNITS[text[-1:].upper()])
+    except (KeyError, ValueError, OverflowError):
         num_bytes = 0
     if num_bytes <= 0:
         raise ConfigError(f"{_EXAMPLES}; a size is a number with K, M, G or T", param="kv_tier")
