@@ -45,6 +45,7 @@ def tier_threat(where: str) -> ThreatProfile:
             "AES-256-GCM under a key for each scope and adapter, which is only in the engine's memory and dies with the scope",
             "no plain text, key, token or prefix key is written; the file has no name, and ends with the engine",
             "a block is sealed together with what it is: another one, a changed one or part of one is a miss",
+            "with shares, what one tenant stores takes neither space nor time for storing from another one",
         ),
     )
 

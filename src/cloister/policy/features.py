@@ -89,6 +89,7 @@ def _feature(
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
+_SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
 _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
 )
@@ -371,8 +372,8 @@ _FEATURES: Final = (
         does="keeps KV that the prefix cache evicts in memory or on a disk, and loads it in place of computing it",
         endangers="whoever reads that memory or disk reads KV, from which prompts could be recovered if it were not encrypted",
         part="tier",
-        open=mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory"),
-        team=mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory"),
+        open=_SEALED_TIER,
+        team=_SEALED_TIER,
         private=_COPIES_STAY,
         paranoid=refuse("KV never leaves the device"),
         instead="leave the setting `kv_tier` out; what was evicted is computed again",
