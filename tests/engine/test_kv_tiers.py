@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
-from cloister.engine import kv_tier_worker
+from cloister.engine import kv_tier_reads, kv_tier_worker
 from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting
-from cloister.kv import BlockGroup
+from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.tiers import TierBlock, TierLayout
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
@@ -254,13 +256,13 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
     expected = engine.answer("first")
     engine.crowd_out()
     monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 0.02)
-    pread, may_go_on = os.pread, threading.Event()
+    preadv, may_go_on = os.preadv, threading.Event()
 
-    def hang(*arguments: int) -> bytes:
+    def hang(*arguments: Any) -> int:
         may_go_on.wait(60.0)
-        return pread(*arguments)
+        return preadv(*arguments)
 
-    monkeypatch.setattr(kv_tier_worker.os, "pread", hang)
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", hang)
     assert engine.answer("again") == expected
     assert engine.num_cached("again") == 0
     assert not engine.find(KVLoaded, "again")[0].complete
@@ -275,6 +277,61 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
     engine.crowd_out(20)
     assert engine.answer("at last") == expected
     assert engine.num_cached("at last") == NUM_HIT
+
+
+def test_another_key_opens_nothing(make: Callable[..., Engine], setting: str) -> None:
+    engine = make(setting)
+    expected = engine.answer("first")
+    engine.crowd_out()
+    (block, *_) = engine.blocks_of()
+    engine.tier.worker._keys[block.root] = AESGCM(AESGCM.generate_key(256))
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == 0
+    assert block not in engine.blocks_of()
+
+
+def test_a_disk_that_fills_up_loses_nothing_that_was_written(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(f"disk:{tmp_path},8M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((len(engine.index) + 8) * engine.index.layout.slot_bytes[0], hard))
+    try:
+        engine.crowd_out(10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert engine.index.is_stopped
+    engine.index.check()
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == NUM_HIT
+
+
+def test_neighbours_are_read_at_once(make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    engine.answer("first")
+    engine.crowd_out()
+    sizes: list[int] = []
+    preadv = os.preadv
+
+    def note(fd: int, buffers: list[memoryview], place: int) -> int:
+        sizes.append(len(buffers[0]))
+        return preadv(fd, buffers, place)
+
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", note)
+    engine.answer("again")
+    assert engine.num_cached("again") == NUM_HIT
+    assert len(sizes) < NUM_HIT // 8
+    assert sum(sizes) == NUM_HIT // 8 * engine.index.layout.slot_bytes[0]
+
+
+def test_a_tier_measures_how_to_read_it_when_it_starts(tmp_path: Path) -> None:
+    for setting, engines in ((f"disk:{tmp_path},16M", kv_tier_reads.DISK_ENGINES), ("host:16M", kv_tier_reads.MEMORY_ENGINES)):
+        with contextlib.closing(make_worker(setting)) as worker:
+            num_bytes, elapsed_s = worker.probe()
+            assert num_bytes > 0
+            assert elapsed_s > 0
+            assert worker.pattern.engine in engines
+            assert worker.pattern.block_bytes >= 2**20
 
 
 def test_two_engines_use_one_directory(make: Callable[..., Engine], tmp_path: Path) -> None:
@@ -318,16 +375,15 @@ def test_an_engine_that_is_killed_while_it_writes_leaves_nothing_in_the_director
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
     assert not list(tmp_path.iterdir())
-    with contextlib.closing(make_worker(tmp_path)) as worker:
+    with contextlib.closing(make_worker(f"disk:{tmp_path},1M")) as worker:
         assert worker.probe()[0] > 0
 
 
-def make_worker(path: Path) -> kv_tier_worker.TierWorker:
-    from cloister.kv import KVFormat
-
-    setting = TierSetting.parse(f"disk:{path},1M")
+def make_worker(given: str) -> kv_tier_worker.TierWorker:
+    setting = TierSetting.parse(given)
     layout = TierLayout.plan(setting.limit_bytes, (1000,), [BlockGroup(8)])
-    return kv_tier_worker.TierWorker(setting.storage.open(setting), layout, KVFormat("model", 8, "one", (1000,)))
+    form = KVFormat("model", 8, "one", (1000,))
+    return kv_tier_worker.TierWorker(setting.storage.open(setting), layout, form, is_memory=setting.storage.is_memory)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class KVTier:
         num_shares = max(1, scheduler.config.cache_scopes)
         layout = TierLayout.plan(setting.limit_bytes, blocks.form.sizes, scheduler.pool.groups, num_shares)
         self.index = KVTierIndex(setting.name, layout, num_shares)
-        self.worker = TierWorker(setting.storage.open(setting), layout, blocks.form)
+        self.worker = TierWorker(setting.storage.open(setting), layout, blocks.form, is_memory=setting.storage.is_memory)
         try:
             self.index.learn(*self.worker.probe())
         except (OSError, TimeoutError) as error:
