@@ -22,7 +22,7 @@ from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_eng
 from cloister.engine import kv_tier_reads, kv_tier_worker
 from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting
 from cloister.kv import BlockGroup, KVFormat
-from cloister.kv.tiers import TierBlock, TierLayout
+from cloister.kv.tiers import TRY_EVERY, TierBlock, TierLayout
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
 from cloister.types.errors import ConfigError
@@ -73,14 +73,20 @@ class Engine:
     def find(self, kind: type[Any], name: str) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind) and event.request_id == name]  # type: ignore[union-attr]
 
-    def answer(self, name: str, token_ids: list[int] = PROMPT, scope: Scope | None = None) -> list[int]:
+    def submit(self, name: str, token_ids: list[int] = PROMPT, scope: Scope | None = None) -> None:
         sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         request = Request(request_id=name, token_ids=token_ids, sampling=sampling)
         if scope is not None:
             request = Request(request_id=name, token_ids=token_ids, sampling=sampling, scope=scope)
         self.core.input_queue.put(Submit(request))
+
+    def finish(self, name: str) -> list[int]:
         self.run_until(lambda: bool(self.find(Ended, name)))
         return [token_id for output in self.outputs if output.request_id == name for token_id in output.token_ids]
+
+    def answer(self, name: str, token_ids: list[int] = PROMPT, scope: Scope | None = None) -> list[int]:
+        self.submit(name, token_ids, scope)
+        return self.finish(name)
 
     def crowd_out(self, first: int = 0, num_others: int = 4) -> None:
         """Others' prompts take all blocks of the device, and what they evict is written."""
@@ -255,15 +261,18 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
     engine = make(f"disk:{tmp_path},1M")
     expected = engine.answer("first")
     engine.crowd_out()
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 0.02)
-    preadv, may_go_on = os.preadv, threading.Event()
+    preadv, has_begun, may_go_on = os.preadv, threading.Event(), threading.Event()
 
     def hang(*arguments: Any) -> int:
+        has_begun.set()
         may_go_on.wait(60.0)
         return preadv(*arguments)
 
     monkeypatch.setattr(kv_tier_reads.os, "preadv", hang)
-    assert engine.answer("again") == expected
+    engine.submit("again")
+    engine.run_until(has_begun.is_set)
+    engine.engine.clock._offset_s += 200.0
+    assert engine.finish("again") == expected
     assert engine.num_cached("again") == 0
     assert not engine.find(KVLoaded, "again")[0].complete
     assert engine.tier.worker.is_stuck
@@ -271,7 +280,6 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
     assert engine.answer("and again") == expected
     assert not engine.find(KVLoaded, "and again")
     may_go_on.set()
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 60.0)
     engine.run_until(lambda: not engine.tier.worker.is_stuck)
     engine.index._byte_s = 1e-9  # it was slow, which it would have to unlearn
     engine.crowd_out(20)
@@ -332,6 +340,43 @@ def test_a_tier_measures_how_to_read_it_when_it_starts(tmp_path: Path) -> None:
             assert elapsed_s > 0
             assert worker.pattern.engine in engines
             assert worker.pattern.block_bytes >= 2**20
+
+
+def test_a_tier_that_has_become_faster_is_noticed_while_requests_are_computed(
+    make: Callable[..., Engine], setting: str
+) -> None:
+    engine = make(setting)
+    expected = engine.answer("first")
+    engine.crowd_out()
+    engine.index._byte_s = 1e9
+    engine.index._num_declined = TRY_EVERY - 2
+    for number in range(2):
+        assert engine.answer(f"slow {number}") == expected
+        engine.crowd_out(10 * (number + 1))
+    assert not [event for event in engine.events if isinstance(event, KVLoaded)]
+    engine.run_until(lambda: not engine.engine.scheduler.kv_restores.is_trying)  # type: ignore[union-attr]
+    assert engine.index._byte_s < 1e9, "it was not tried"
+    engine.index._byte_s = 1e-9  # it approaches what was measured in quarters
+    engine.crowd_out(1000)
+    assert engine.answer("fast") == expected
+    assert engine.num_cached("fast") == NUM_HIT
+
+
+def test_a_slow_disk_delays_no_start_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, num_read = os.preadv, list[int]()
+
+    def crawl(fd: int, buffers: list[memoryview], place: int) -> int:
+        num_bytes = preadv(fd, buffers, place)
+        time.sleep(num_bytes / 5e6)
+        num_read.append(num_bytes)
+        return num_bytes
+
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", crawl)
+    monkeypatch.setattr(kv_tier_worker, "_PROBE_READS_S", 0.1)
+    with contextlib.closing(make_worker(f"disk:{tmp_path},64M")) as worker:
+        num_bytes, elapsed_s = worker.probe()
+    assert sum(num_read) <= 10 * 2**20
+    assert num_bytes / elapsed_s < 20e6
 
 
 def test_two_engines_use_one_directory(make: Callable[..., Engine], tmp_path: Path) -> None:

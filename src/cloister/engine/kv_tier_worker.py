@@ -28,20 +28,23 @@ from cloister.engine.kv_tier_reads import (
     MEMORY_ENGINES,
     READ_ENGINES,
     ReadPattern,
+    ReadRate,
     list_patterns,
     measure_reads,
     recommend,
 )
 from cloister.kv import KVFormat, KVObject
 from cloister.kv.objects import KVHeader
-from cloister.kv.tiers import TAG_BYTES, TierBlock, TierLayout
-from cloister.scheduler.kv_restores import TierEntry, TierRead
+from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock, TierLayout
+from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.logs import describe
 
 NUM_READERS: Final = 2
 """Requests that are read for at a time."""
 PROBE_TIMEOUT_S: Final = 5.0
 _PROBE_BYTES: Final = 8 * 2**20
+_PROBE_FILL_S: Final = 0.5
+_PROBE_READS_S: Final = 1.0
 _PROBE_CELL_S: Final = 0.03
 _PROBE_BLOCKS: Final = (2**20, 2**21)
 _PROBE_DEPTHS: Final = (1, 2, 4)
@@ -364,35 +367,52 @@ class TierWorker:
 
     def _probe(self) -> tuple[int, float]:
         """Fills the file's beginning with blocks that nobody has, and reads them as loads do."""
-        layout, group = self._layout, self._layout.block_bytes.index(max(self._layout.block_bytes))
         if self._is_memory:
-            os.ftruncate(self._fd, layout.num_bytes)  # a map needs its whole length; memory is taken when it is written
-        num_blocks = min(layout.num_slots[group], max(1, _PROBE_BYTES // layout.slot_bytes[group]))
-        content, cipher = os.urandom(layout.block_bytes[group]), AESGCM(AESGCM.generate_key(256))
-        blocks = [TierBlock(b"", b"", b"", slot, group, slot, slot) for slot in range(num_blocks)]
-        for block in blocks:
-            os.pwrite(self._fd, cipher.encrypt(_nonce(block), content, self._describe(block)), self._place(block))
-        os.fdatasync(self._fd)
-        self._choose_pattern(num_blocks * layout.slot_bytes[group])
+            os.ftruncate(self._fd, self._layout.num_bytes)  # a map needs its whole length; memory is taken when it is written
+        cipher = AESGCM(AESGCM.generate_key(256))
+        blocks = self._fill(cipher)
+        size = self._layout.block_bytes[blocks[0].group]
+        self._choose_pattern(len(blocks) * self._slot_bytes[blocks[0].group])
         if not self._is_memory:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        entries = [TierEntry(block.entry, b"", (block,)) for block in blocks]
-        job = _Read(TierRead("", [], b"", entries, num_blocks * layout.block_bytes[group], PROBE_TIMEOUT_S), cipher)
+        entries = [TierEntry(block.entry, b"", (block,)) for block in blocks[: max(1, MAX_TRIAL_BYTES // size)]]
+        job = _Read(TierRead(TRIAL, [], b"", entries, len(entries) * size, PROBE_TIMEOUT_S), cipher)
         if not self._read_all(job):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return job.num_bytes, job.elapsed_s
 
+    def _fill(self, cipher: AESGCM) -> list[TierBlock]:
+        """Writes blocks, as many as a slow disk takes in a while, and returns them."""
+        group = self._layout.block_bytes.index(max(self._layout.block_bytes))
+        content, end_s = os.urandom(self._layout.block_bytes[group]), time.monotonic() + _PROBE_FILL_S
+        blocks: list[TierBlock] = []
+        num_unsynced_bytes = 0
+        for slot in range(min(self._layout.num_slots[group], max(1, _PROBE_BYTES // self._slot_bytes[group]))):
+            block = TierBlock(b"", b"", b"", slot, group, slot, slot)
+            os.pwrite(self._fd, cipher.encrypt(_nonce(block), content, self._describe(block)), self._place(block))
+            blocks.append(block)
+            num_unsynced_bytes += self._slot_bytes[group]
+            if num_unsynced_bytes >= _PROBE_BLOCKS[0]:
+                os.fdatasync(self._fd)
+                num_unsynced_bytes = 0
+            if time.monotonic() > end_s:
+                break
+        os.fdatasync(self._fd)
+        return blocks
+
     def _choose_pattern(self, num_bytes: int) -> None:
-        """Measures reads of what is not in the page cache, from the file's beginning."""
+        """Measures reads of what is not in the page cache, from the file's beginning. A slow disk is read as at first."""
         engines = MEMORY_ENGINES if self._is_memory else DISK_ENGINES
         patterns = [
             pattern for pattern in list_patterns(engines, _PROBE_BLOCKS, _PROBE_DEPTHS) if pattern.block_bytes <= num_bytes
         ]
-        deadline_s = time.monotonic() + PROBE_TIMEOUT_S / 2
+        end_s = time.monotonic() + _PROBE_READS_S
         measured = measure_reads(
-            self._fd, num_bytes, patterns, cell_s=_PROBE_CELL_S, deadline_s=deadline_s, is_cached=self._is_memory
+            self._fd, num_bytes, patterns, cell_s=_PROBE_CELL_S, deadline_s=end_s, is_cached=self._is_memory
         )
-        rates = [rate for rate in measured if rate is not None]
+        rates: list[ReadRate] = []
+        with contextlib.suppress(TimeoutError):
+            rates += [rate for rate in measured if rate is not None]
         if rates:
             self._openers.shutdown(wait=False)
             self._use(recommend(rates))
