@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cloister.bench import storage
 from cloister.bench.storage import BLOCKS, DEPTHS, count_cells, measure_storage
 from cloister.cli import main
 from cloister.engine import kv_tier_reads
-from cloister.engine.kv_tier_reads import DISK_ENGINES, ReadPattern, ReadRate, recommend
+from cloister.engine.kv_tier_reads import DISK_ENGINES, MEMORY_ENGINES, ReadPattern, ReadRate, measure_reads, recommend
 from cloister.types.errors import ConfigError
 
 SIZE = 8 * 2**20
@@ -126,6 +127,17 @@ def test_a_read_that_hangs_ends_at_the_deadline(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"has not answered a read within 1 s; choose another directory"):
         measure_storage(tmp_path, SIZE, timeout_s=1.0)
     may_end.set()
+
+
+def test_a_machine_without_time_still_measures_each_pattern_once() -> None:
+    patterns = [ReadPattern(engine, 2**16, 2) for engine in MEMORY_ENGINES]
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, 2**20)
+        rates = list(measure_reads(fd, 2**20, patterns, cell_s=0.0, deadline_s=time.monotonic() + 60.0, is_cached=True))
+    finally:
+        os.close(fd)
+    assert [rate is not None and rate.pattern for rate in rates] == patterns
 
 
 def rate(bytes_s: float, depth: int, block_bytes: int, engine: str = "pread") -> ReadRate:

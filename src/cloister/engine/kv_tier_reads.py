@@ -175,7 +175,7 @@ def _measure(reader: FileReader, num_bytes: int, pattern: ReadPattern, end_s: fl
     def read_some() -> None:
         into = np.empty(block_bytes, np.uint8)
         try:
-            while time.monotonic() < end_s:
+            while not taken_s or time.monotonic() < end_s:  # a thread that was late still reads once
                 place = places.pop()
                 started_s = time.perf_counter()
                 content = reader.read(place, block_bytes)
