@@ -353,7 +353,7 @@ INLINE void read_groups(const Matrix& w, int panel, int first, int count, Zeros 
 
 // The sums of the inputs of groups, times `factor`, and their scales where they have any: once for each tile and panel, so in loops
 // that compilers make vectors of.
-INLINE void read_row_groups(const Rows& x, int row, int count, int first, int num_groups, int halves, int factor, const BlockScratch& at) {
+NOINLINE void read_row_groups(const Rows& x, int row, int count, int first, int num_groups, int halves, int factor, const BlockScratch& at) {
     for (int r = 0; r < count; r++) {
         int32_t* totals = at.row_totals + r * most_block_groups;
         const int32_t* sums = x.sums_of(row + r) + size_t(first) * halves;
