@@ -84,9 +84,8 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_finish() -> None:
     """Exempts libraries and collected tests from every later garbage collection: engines collect often."""
-    gc.enable()
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
