@@ -421,7 +421,7 @@ INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
 namespace cloister::CLOISTER_ISA {
 
 // ---- vector kernels: R rows by 32 outputs -------------------------------------------------------------------------------------
-// Each is a function of its own: in one function, which is ten times as long as any other, they take compilers three times as long.
+// Each is a function of its own: in one, several times as long as any other, they take a compiler two to five times as long.
 
 template <int R, Kind K>
 NOINLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
