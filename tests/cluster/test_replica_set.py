@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.replica_set import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
+from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.replica_snapshot import Role
@@ -220,6 +221,56 @@ def test_every_request_ends_once_with_the_tokens_of_one_engine_alone(
     case = Machine.TestCase
     case.settings = settings(max_examples=6, stateful_step_count=50, deadline=None)
     case().runTest()
+
+
+def begin_move(engines: Engines) -> tuple[Request, list[int], list[ShadowEnd]]:
+    """Has replica 1 compute a request of replica 0 too, until both have said as much. Returns what reaches the client."""
+    request, said, ends = make_request("a", max_tokens=40), [], []
+    engines.client.submit(request, lambda output: said.extend(output.token_ids))
+    assert engines.client._places[request.request_id] == 0
+    step_until(engines, [0], lambda: len(said) == 3)
+    assert engines.client._shadow_moves.begin(request.request_id, 0, 1, ends.append)
+    (move,) = engines.client._shadow_moves._moves.values()
+    step_until(engines, [0], lambda: len(said) == 4)
+    step_until(engines, [1], lambda: move.num_level == 1)
+    return request, said, ends
+
+
+def step_until(engines: Engines, indexes: list[int], is_done: Callable[[], bool]) -> int:
+    """Has replicas take steps in turns; returns how many each took."""
+    for number in range(100):
+        if is_done():
+            return number
+        for index in indexes:
+            engines.step(index)
+    raise AssertionError("100 steps were not enough")
+
+
+def test_while_both_replicas_have_said_as_much_the_next_token_comes_from_the_first_that_has_it(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+    request, said, ends = begin_move(engines)
+    num_said = len(said)
+    engines.step(0)
+    assert len(said) == num_said + 1  # the source has not been stopped for a target that has nothing new
+    assert not ends
+    engines.step(1)
+    assert len(said) == num_said + 1
+    engines.step(1)
+    assert len(said) == num_said + 2  # the target is ahead: its token comes at once, and the request is there
+    assert ends == [ShadowEnd.TOOK_OVER]
+    assert engines.client._places[request.request_id] == 1
+    step_until(engines, [1], lambda: len(said) == 40)
+    assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
+
+
+def test_a_target_that_is_never_ahead_gets_the_request_after_some_steps(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+    request, said, ends = begin_move(engines)
+    assert step_until(engines, [0, 1], lambda: bool(ends)) == LEAD_PATIENCE
+    assert ends == [ShadowEnd.TOOK_OVER]
+    assert engines.client._places[request.request_id] == 1
+    step_until(engines, [1], lambda: len(said) == 40)
+    assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
 
 
 def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None:

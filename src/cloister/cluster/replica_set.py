@@ -434,8 +434,8 @@ class ReplicaSet(RequestClient):
             end = await self._shadow_moves.run(request_id, source, target)
             if end is ShadowEnd.TOOK_OVER:
                 return True
-            if end is ShadowEnd.FAILED or (end is ShadowEnd.FAR and attempt):  # at first it computes what it could not load
-                break
+            if end is ShadowEnd.FAILED or (end is ShadowEnd.FAR and attempt and not has_copied):
+                break  # it computes what it could not load, once
             if has_copied and not await self._wait_for_block(request_id, source):
                 break
         if self._places.get(request_id) != source or not self._is_accepting(target):
