@@ -391,7 +391,18 @@ async def answer(replicas: ReplicaSet, request: Request) -> list[SequenceOutput]
     return [output async for output in replicas.generate(request)]
 
 
-def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None:
+def test_blocks_of_a_request_that_has_left_do_not_stay_in_the_figures(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+    request = make_request("a long prompt of several blocks", max_tokens=40)
+    engines.client.submit(request, lambda output: None)
+    step_until(engines, [0], lambda: engines.client.snapshots()[0].num_used_blocks > 0)
+    engines.client.abandon(request.request_id)
+    step_until(engines, [0], lambda: not engines.client.num_places)
+    assert engines.client.snapshots()[0].num_used_blocks == 0
+    assert engines.client.snapshots()[0].num_total_blocks == 10
+
+
+def test_processes_answer_though_one_of_them_is_killed(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with serving(model_path) as replicas:
             assert [name for name, _ in replicas.processes] == ["engine 0", "engine 1"]
@@ -405,6 +416,7 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None
                     request.token_ids, 20, VOCAB_SIZE
                 )
             assert [snapshot.num_routed for snapshot in replicas.snapshots()] == [8, 4]
+            assert "the engine of replica 1 is gone" in caplog.text
 
     run(main())
 
@@ -412,7 +424,7 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None
 def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path) as replicas:
-            requests = [make_request(f"request {number}", max_tokens=40) for number in range(8)]
+            requests = [make_request(f"request {number}", max_tokens=80) for number in range(8)]
             answers = [asyncio.create_task(answer(replicas, request)) for request in requests]
             await asyncio.sleep(0.3)
             assert await replicas.drain_replica(1) == 0
@@ -423,7 +435,7 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) 
             with pytest.raises(InvalidRequestError, match="they are 0 to 1"):
                 await replicas.drain_replica(2)
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
-                whole = greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
+                whole = greedy_continuation(request.token_ids, 80, VOCAB_SIZE)
                 assert [token_id for o in outputs for token_id in o.token_ids] == whole
             replicas.return_replica(1)
             assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, True]

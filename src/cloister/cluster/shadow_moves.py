@@ -11,9 +11,9 @@ from typing import Final
 from cloister.engine.client import EngineClient
 from cloister.engine.shadow import Shadow, ShadowState
 
-SHADOW_PATIENCE: Final = 4
+SHADOW_PATIENCE: Final = 3
 """Steps in which a target that is behind may catch up by itself."""
-LEAD_PATIENCE: Final = 8
+LEAD_PATIENCE: Final = 4
 """Steps in which a target that has said as much as the source may say more; at equal speed it does so by chance."""
 SHADOW_TIMEOUT_S: Final = 5.0
 """Longest wait for a target to catch up."""
