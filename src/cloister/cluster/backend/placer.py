@@ -148,15 +148,18 @@ async def check_reachable(address: str | None) -> None:
     host, colon, port = (address or "").rpartition(":")
     if not (host and colon and port.isascii() and port.isdecimal()):
         return
-    try:
-        async with asyncio.timeout(REACH_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:  # in a thread: while the front starts, its event loop may stand still for longer
+        await asyncio.to_thread(_connect, host.strip("[]"), int(port))
     except (OSError, OverflowError, TimeoutError) as error:
         why = f"no reply within {REACH_S:.0f} s" if isinstance(error, TimeoutError) else _describe_os_error(error)
         raise EngineError(
             f"no Ray cluster answers at {address} ({why}); give --ray-address as `ray start --head` prints it on the head node"
         ) from None
-    writer.close()
+
+
+def _connect(host: str, port: int) -> None:
+    with socket.create_connection((host, port), timeout=REACH_S):
+        pass
 
 
 def _describe_os_error(error: OSError | OverflowError) -> str:
