@@ -273,6 +273,27 @@ def test_a_target_that_is_never_ahead_gets_the_request_after_some_steps(model_pa
     assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
 
 
+def test_a_request_that_is_being_moved_is_not_moved_a_second_time(model_path: Path) -> None:
+    engines, said = Engines(model_path, "round_robin"), []
+    request = make_request("a", max_tokens=60)
+    engines.client.submit(request, lambda output: said.extend(output.token_ids))
+    step_until(engines, [0], lambda: len(said) == 3)
+
+    async def main() -> None:
+        moves = [asyncio.create_task(engines.client.migrate(request.request_id, 1)) for _ in range(2)]
+        while not all(move.done() for move in moves):
+            for index in (0, 1, 1):  # the target is faster, so that it catches up
+                engines.step(index)
+            await asyncio.sleep(0)
+        # the second one would stop the source without a target that is ready
+        assert [move.result() for move in moves] == [True, False]
+
+    run(main())
+    assert engines.client.snapshots()[1].num_migrated == 1
+    step_until(engines, [1], lambda: len(said) == 60)
+    assert said == greedy_continuation(request.token_ids, 60, VOCAB_SIZE)
+
+
 def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None:
     engines, outputs = Engines(model_path, "least_load"), []
     requests = [make_request(f"number {number}", max_tokens=12) for number in range(6)]

@@ -168,6 +168,7 @@ class ReplicaSet(RequestClient):
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
+        self._moving: set[str] = set()
         self._shadow_moves = ShadowMoves(self._replicas, block_size, self._is_accepting, self._note_move)
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
@@ -449,11 +450,19 @@ class ReplicaSet(RequestClient):
         Where engines can load KV from each other, the target loads what there is. Then it computes the request too, while the
         source goes on; once it has said as much as the source, the source is told to stop. A target that stays behind begins
         anew when the source has just filled a block, which it can load: then it has least to compute. An idle target is
-        started first. Returns False if the request has ended or moved meanwhile, or the target does not accept it.
+        started first. Returns False if the request has ended or moved meanwhile, is being moved, or the target does not accept
+        it.
         """
         source = self._places.get(request_id)
-        if source is None or source == target or request_id in self._shadow_moves or not self._is_accepting(target):
+        if source is None or source == target or request_id in self._moving or not self._is_accepting(target):
             return False
+        self._moving.add(request_id)
+        try:
+            return await self._move(request_id, source, target)
+        finally:
+            self._moving.discard(request_id)
+
+    async def _move(self, request_id: str, source: int, target: int) -> bool:
         if not await self._replicas[target].wake(WAKE_TIMEOUT_S):
             return False
         for attempt in range(MAX_SHADOWS):
