@@ -20,7 +20,7 @@ from cloister.engine.client import HOLD_KV_S, RequestClient
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.supervision import IdleTimer, Restarts
 from cloister.kv import PrefixKeys
-from cloister.types.events import Ended
+from cloister.types.events import Arrived, Ended, Event
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.replica import VOCAB_SIZE, make_config, make_request
 from tests.engine.test_process import answer, reasons
@@ -96,6 +96,27 @@ def test_an_idle_engine_ends_and_the_next_request_starts_another(model_path: Pat
             assert [i for o in outputs for i in o.token_ids] == greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
             assert engine.pid != first
             await until_idle(engine)
+
+    run(main())
+
+
+def test_a_request_for_an_idle_engine_has_arrived_and_the_server_says_that_it_starts(model_path: Path) -> None:
+    async def main() -> None:
+        engine = make_client(model_path)
+        events: list[Event] = []
+        async with started(engine):
+            await until_idle(engine)
+            engine.subscribe(events.append)
+            request = make_request(max_tokens=1)
+            running = asyncio.create_task(answer(engine, request))
+            await until(lambda: bool(events))
+            assert isinstance(events[0], Arrived)  # metrics count it as waiting
+            health = engine.health()
+            assert (health.good, health.is_idle, health.is_starting) == (True, False, True)
+            assert health.detail == "the engine starts, 1 requests wait for it"
+            await running
+            assert [type(event) for event in events].count(Arrived) == 1
+            assert not engine.health().is_starting
 
     run(main())
 

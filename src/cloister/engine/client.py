@@ -15,7 +15,13 @@ from typing import Final
 
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
-from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, ReplicaState, RequestSnapshot
+from cloister.engine.replica_snapshot import (
+    LengthErrors,
+    ReplicaSnapshot,
+    ReplicaState,
+    RequestSnapshot,
+    UpdateProgress,
+)
 from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
@@ -65,11 +71,13 @@ class Health:
         good: steps advance, or no request waits.
         detail: one line for an operator, free of content.
         is_idle: no engine runs, and the next request starts one.
+        is_starting: a request has come to an idle engine, and the next one starts.
     """
 
     good: bool
     detail: str
     is_idle: bool = False
+    is_starting: bool = False
 
 
 class _Mailbox:
@@ -222,6 +230,19 @@ class RequestClient(ABC):
         """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
         raise InvalidRequestError(ONE_ENGINE, param="replica")
 
+    def update_replicas(self) -> None:
+        """Begins to replace the engine of one replica after another, while all requests go on (`cluster.rolling_update`).
+
+        Raises:
+            InvalidRequestError: there is one engine only, or an update is under way.
+        """
+        raise InvalidRequestError(ONE_ENGINE, param="replica")
+
+    @property
+    def update_progress(self) -> UpdateProgress | None:
+        """How far the last update is; None if there was none."""
+        return None
+
     @contextlib.contextmanager
     def _watch_deadline(self, request: Request) -> Iterator[None]:
         """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
@@ -243,6 +264,7 @@ class EngineClient(RequestClient):
             without a step after which the engine is unhealthy (after twice that time it is replaced, if possible).
 
     Attributes:
+        name: of its engine, in the log.
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
         diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
@@ -259,6 +281,7 @@ class EngineClient(RequestClient):
 
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
+        self.name = "the engine"
         self.rescue: Callable[[InFlightRequest], bool] | None = None
         self.exchanges_kv = False
         self.kv_endpoint: str | None = None
@@ -349,9 +372,10 @@ class EngineClient(RequestClient):
             num_queued=0 if step is None else step.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
             num_slots=self._config.max_num_seqs if step is None or not step.num_waiting else max(1, step.num_running),
-            num_used_blocks=0 if step is None else step.num_used_blocks,
+            num_used_blocks=0 if step is None or self._requests.is_empty else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
             num_routed=self._num_routed,
+            pid=self.pid,
         )
 
     def snapshots(self) -> list[ReplicaSnapshot]:
@@ -363,6 +387,8 @@ class EngineClient(RequestClient):
     def health(self) -> Health:
         if self.closed is not None:
             return Health(False, self.closed)
+        if self._is_resting and self._wanted.is_set():
+            return Health(True, f"the engine starts, {len(self._requests)} requests wait for it", is_starting=True)
         if self._is_resting:
             return Health(True, "idle: the engine has ended, and the next request starts another", is_idle=True)
         detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
@@ -496,6 +522,11 @@ class EngineClient(RequestClient):
         self._num_routed += 1
         self._requests.take_over(request_id)
 
+    def detach(self) -> None:
+        """Tells nobody of anything any more: another client has its place."""
+        self.rescue = self.diagnose = self.after_receive = self.after_end = None
+        self._requests.unsubscribe_all()
+
     # Messages
 
     def receive(self, message: Outputs) -> None:
@@ -581,7 +612,7 @@ class EngineClient(RequestClient):
                     await self._close_engine()
                     await self._replace()
         except Exception as error:
-            _logger.critical("the task that keeps the engine running failed: %s", describe(error))
+            _logger.critical("the task that keeps %s running failed: %s", self.name, describe(error))
         finally:
             if self._is_open or self._is_resting:
                 self._transport.kill()
@@ -618,12 +649,12 @@ class EngineClient(RequestClient):
                 return
 
     async def _report_hang(self) -> None:
-        _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
+        _logger.error("%s made no step for %.1f s; it is replaced", self.name, self._watchdog.stalled_s)
         stack = await self.collect_stack()
         if self.diagnose is not None:
             await self.diagnose(stack)
         else:
-            _logger.error("the engine: %s", self._stacks.add(stack, 0))
+            _logger.error("%s: %s", self.name, self._stacks.add(stack, 0))
 
     async def collect_stack(self) -> StackTrace:
         """Returns where the engine's step is at present; empty if that cannot be known."""
@@ -649,7 +680,7 @@ class EngineClient(RequestClient):
         self._requests.lose_engine()
         self._note_end()
         await self._transport.rest()
-        _logger.info("the engine had no request for %g s and has ended", self._supervision.idle_timeout_s)
+        _logger.info("%s had no request for %g s and has ended", self.name, self._supervision.idle_timeout_s)
         await self._wanted.wait()
         await self._replace(is_wanted=True)
 
@@ -661,7 +692,7 @@ class EngineClient(RequestClient):
         num_kept, num_rescued, num_ended = self._let_go()
         if how is not None and not self._is_draining:
             fates = f"{num_rescued} requests continue in another one, {num_kept} wait for the next, {num_ended} end"
-            _logger.error("the engine is gone: %s; %s", how, fates)
+            _logger.error("%s is gone: %s; %s", self.name, how, fates)
 
     def _stop_accepting(self) -> None:
         can_replace = self._supervision.restarts is not None
@@ -699,13 +730,13 @@ class EngineClient(RequestClient):
         while not (self._is_open or self._is_draining) and restarts is not None:
             delay_s = 0.0 if is_wanted else restarts.next_delay_s(self._clock.now())
             if delay_s is None:
-                _logger.critical("%d restarts in %.0f s: %s", restarts.max_restarts, restarts.window_s, BROKEN)
+                _logger.critical("%s: %d restarts in %.0f s: %s", self.name, restarts.max_restarts, restarts.window_s, BROKEN)
                 return
             await asyncio.sleep(delay_s)
             try:
                 await self._open()
             except CloisterError as error:
-                _logger.error("the engine did not start again: %s", error.message)
+                _logger.error("%s did not start again: %s", self.name, error.message)
                 self._stop_accepting()
                 self.adapters.fail_all(RESTARTING)
                 if self.rescue is not None:

@@ -139,6 +139,11 @@ class Scheduler:
         self._steps: deque[PlannedStep] = deque()
         self._next_plan = 0
 
+    @property
+    def lacks_shares(self) -> bool:
+        """Whether its prefix cache keeps nothing: there are too few blocks to give each scope a share."""
+        return self._most_shared == 0
+
     def use_tier(self, index: KVTierIndex) -> None:
         """Has a tier keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
         assert self.prefix_cache is not None
