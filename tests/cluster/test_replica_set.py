@@ -138,7 +138,7 @@ class Accounting(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(list(self.requests)))
         self.left.add(request_id)
-        self.client.abandon(request_id)
+        self.client.abort(request_id)
 
     @rule(index=st.integers(0, NUM_REPLICAS - 1), num_steps=st.integers(1, 6))
     def step(self, index: int, num_steps: int) -> None:
@@ -160,7 +160,7 @@ class Accounting(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(list(self.client._places)))
         source = self.client._places[request_id]
         if source != index and self.client._snapshot(index).is_accepting:
-            self.client._switch(request_id, source, index)
+            self.client._migrate(request_id, source, index)
 
     @precondition(lambda self: self.client._places)
     @rule(data=st.data(), index=st.integers(0, NUM_REPLICAS - 1))
@@ -417,7 +417,7 @@ def test_blocks_of_a_request_that_has_left_do_not_stay_in_the_figures(model_path
     request = make_request("a long prompt of several blocks", max_tokens=40)
     engines.client.submit(request, lambda output: None)
     step_until(engines, [0], lambda: engines.client.snapshots()[0].num_used_blocks > 0)
-    engines.client.abandon(request.request_id)
+    engines.client.abort(request.request_id)
     step_until(engines, [0], lambda: not engines.client.num_places)
     assert engines.client.snapshots()[0].num_used_blocks == 0
     assert engines.client.snapshots()[0].num_total_blocks == 10

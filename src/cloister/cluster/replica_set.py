@@ -19,7 +19,7 @@ from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
 from cloister.cluster.migration import LoadBalancer
 from cloister.cluster.replay import Answer, ReplayVerifier
-from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
+from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
 from cloister.cluster.rolling_update import MakeClient, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
@@ -352,21 +352,21 @@ class ReplicaSet(RequestClient):
             prefill_only=placement.hands_off and self._moves_kv,
             source=source,
         )
-        self._settle(request.request_id, placement)
+        self._note_placement(request.request_id, placement)
         if self._lengths is not None:
             self._lengths.add(request)
 
-    def abandon(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         """Aborts a request at its replica."""
         self._verifier.forget(request_id)
         self._shadow_moves.stop(request_id)
         if (index := self._places.get(request_id)) is not None:
-            self._replicas[index].abandon(request_id)
+            self._replicas[index].abort(request_id)
 
-    def give_up(self, request_id: str) -> None:
+    def expire(self, request_id: str) -> None:
         """Ends a request in place of its replica."""
         if (index := self._places.get(request_id)) is not None:
-            self._replicas[index].give_up(request_id)
+            self._replicas[index].expire(request_id)
 
     @property
     def _moves_kv(self) -> bool:
@@ -395,7 +395,7 @@ class ReplicaSet(RequestClient):
             raise EngineError(ALL_DRAINED)
         return RoutingDecision(running[0] if running else others[0])
 
-    def _settle(self, request_id: str, placement: RoutingDecision) -> None:
+    def _note_placement(self, request_id: str, placement: RoutingDecision) -> None:
         self._places[request_id] = placement.index
         if placement.hands_off:
             self._handing_off[placement.index].add(request_id)
@@ -415,7 +415,7 @@ class ReplicaSet(RequestClient):
         if placement is None:
             return False
         self._shadow_moves.stop(found.request.request_id)
-        self._settle(found.request.request_id, placement)
+        self._note_placement(found.request.request_id, placement)
         self._verifier.forget(found.request.request_id)
         self._replicas[placement.index].adopt(found)
         return True
@@ -478,7 +478,7 @@ class ReplicaSet(RequestClient):
                 break
         if self._places.get(request_id) != source or not self._is_accepting(target):
             return False
-        return self._switch(request_id, source, target, loads_kv=not has_copied)
+        return self._migrate(request_id, source, target, loads_kv=not has_copied)
 
     def _follow_up(self, index: int) -> None:
         """Does what a message of a replica makes possible."""
@@ -525,10 +525,10 @@ class ReplicaSet(RequestClient):
         """Returns how many tokens with KV a request has behind its last full block; its last token has none yet."""
         return (len(found.request.token_ids) + len(found.token_ids[0]) - 1) % self._block_size
 
-    def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
+    def _migrate(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
         self._shadow_moves.stop(request_id)
-        found = self._replicas[source].release(request_id)
+        found = self._replicas[source].detach_request(request_id)
         if found is None:
             return False
         self._note_move(request_id, source, target)
@@ -550,18 +550,18 @@ class ReplicaSet(RequestClient):
             if found is None or self._places.get(request_id) != index:
                 self._handing_off[index].discard(request_id)
             elif found.sink is None and found.is_prefilled:
-                replica.drop(request_id)
+                replica.discard_prefilled(request_id)
             elif found.sink is not None and found.has_output:
-                self._hand_on(index, found)
+                self._place_decode(index, found)
 
-    def _hand_on(self, index: int, found: InFlightRequest) -> None:
+    def _place_decode(self, index: int, found: InFlightRequest) -> None:
         request_id = found.request.request_id
         assert self._router is not None
         target = self._router.place_decode(found.request, self._accepting(but=index))
         if target is not None:
-            self._switch(request_id, index, target)
+            self._migrate(request_id, index, target)
         elif found.is_prefilled:  # it goes on where it is
-            self._replicas[index].release(request_id)
+            self._replicas[index].detach_request(request_id)
             self._replicas[index].adopt(found)
             self._handing_off[index].discard(request_id)
 
@@ -654,7 +654,7 @@ class ReplicaSet(RequestClient):
 
     async def _rebalance(self) -> None:
         """Asks the controllers regularly, and does what they say."""
-        balancer, flips = LoadBalancer(), RoleFlips()
+        balancer, flips = LoadBalancer(), RoleFlipper()
         while True:
             await asyncio.sleep(REBALANCE_EVERY_S)
             now = asyncio.get_running_loop().time()

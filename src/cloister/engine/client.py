@@ -161,11 +161,11 @@ class RequestClient(ABC):
         `generate`."""
 
     @abstractmethod
-    def abandon(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         """Aborts a request that has no waiter any more, if it has not ended."""
 
     @abstractmethod
-    def give_up(self, request_id: str) -> None:
+    def expire(self, request_id: str) -> None:
         """Ends a request whose deadline the engine failed to enforce."""
 
     async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
@@ -247,12 +247,12 @@ class RequestClient(ABC):
     def _watch_deadline(self, request: Request) -> Iterator[None]:
         """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
         patience_s = request.timeout_s + GRACE_S
-        timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
+        timer = asyncio.get_running_loop().call_later(patience_s, self.expire, request.request_id)
         try:
             yield
         finally:
             timer.cancel()
-            self.abandon(request.request_id)
+            self.abort(request.request_id)
 
 
 class EngineClient(RequestClient):
@@ -313,7 +313,7 @@ class EngineClient(RequestClient):
         try:
             await self._open()
         except BaseException:
-            await self._transport.rest(is_final=True)
+            await self._transport.discard_template(is_final=True)
             raise
         self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
@@ -441,12 +441,12 @@ class EngineClient(RequestClient):
         self._num_routed += 1
         self._want()
 
-    def abandon(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
         self._send_due()
 
-    def give_up(self, request_id: str) -> None:
+    def expire(self, request_id: str) -> None:
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
         self._send_due()
@@ -459,7 +459,7 @@ class EngineClient(RequestClient):
         """Returns the progress of every request that something waits for, in the order of their arrival."""
         return self._requests.snapshots()
 
-    def release(self, request_id: str) -> InFlightRequest | None:
+    def detach_request(self, request_id: str) -> InFlightRequest | None:
         """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended."""
         found = self._requests.depart(request_id, is_running=self._is_open)
         if found is not None and not found.is_prefilled:
@@ -470,7 +470,7 @@ class EngineClient(RequestClient):
         self._send_due()
         return found
 
-    def drop(self, request_id: str) -> None:
+    def discard_prefilled(self, request_id: str) -> None:
         """Ends a request that its engine has left (`InFlightRequest.is_prefilled`) and nothing waits for."""
         self._requests.end(request_id, FinishReason.ABORT, ABORTED)
 
@@ -617,7 +617,7 @@ class EngineClient(RequestClient):
             if self._is_open or self._is_resting:
                 self._transport.kill()
                 await self._close_engine()
-            await self._transport.rest(is_final=True)
+            await self._transport.discard_template(is_final=True)
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
                 if self.rescue is not None:
@@ -679,7 +679,7 @@ class EngineClient(RequestClient):
         await self._transport.close()
         self._requests.lose_engine()
         self._note_end()
-        await self._transport.rest()
+        await self._transport.discard_template()
         _logger.info("%s had no request for %g s and has ended", self.name, self._supervision.idle_timeout_s)
         await self._wanted.wait()
         await self._replace(is_wanted=True)
