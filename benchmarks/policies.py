@@ -1,0 +1,280 @@
+"""B5, B6, B7, B9: scheduling policies on heavy-tailed and bursty loads, below and above what the engine can do.
+
+Virtual time: the scheduler is the server's; a step takes what the engine of the embedded model learned that its steps cost in a
+run before. KV memory is short. Without a tier, what is preempted may have to be computed again; with one, evicted KV is read
+back at the speed that was measured for `host`. `--real` adds a short run of every policy on the engine itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import accumulate, product
+
+from benchmarks.harness import ROOT, Bench, make_parser, open_engine
+from cloister.bench.drive import Timed, drive, make_requests
+from cloister.bench.plots import BLUE, GREEN, GREY, ORANGE, RED, draw
+from cloister.bench.recorder import RequestRecord
+from cloister.bench.traces import read_trace
+from cloister.bench.virtual_drive import BlankRunner, VirtualRun, VirtualTier, drive_virtually
+from cloister.bench.workloads import Recipe, WorkItem, build_workload, make_tokens
+from cloister.kv import BlockPool, PrefixKeys
+from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig, StepSize
+from cloister.scheduler.policies.qoe import measure_qoe
+from cloister.types.step import StepPlan
+
+POLICIES = ("fcfs", "mlfq", "cfs", "reorder", "qoe")
+COLOURS = dict(zip(POLICIES, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
+LOADS = (0.7, 0.9, 1.1)
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 2048
+MAX_NUM_SEQS = 64
+MAX_STEP_TOKENS = 1024
+AT_ONCE = 8
+"""Requests of mean length for which there is KV memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured.
+
+    Attributes:
+        step_s, token_s, key_s, read_s: a step, and each token, key attended and key read in it (`scheduler.StepCost`).
+        block_bytes: of a block of KV.
+        byte_s: to read a byte from the tier.
+    """
+
+    step_s: float
+    token_s: float
+    key_s: float
+    read_s: float
+    block_bytes: int
+    byte_s: float
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Returns the seconds that a step takes."""
+        size = StepSize()
+        for part in plan.sequences:
+            size = size.plus(part.start, part.num_tokens)
+        size_s = self.token_s * size.num_tokens + self.key_s * size.num_attended + self.read_s * size.num_read
+        return self.step_s + size_s
+
+
+def measure_costs(options: argparse.Namespace) -> Costs:
+    """Runs requests of many lengths on an engine whose KV memory is too small for all of them, with a tier."""
+    engine = open_engine(
+        options, prefix_cache=True, kv_tier="host:256M", kv_memory_mb=4.0, max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS, max_batched_tokens=MAX_STEP_TOKENS,
+    )  # fmt: skip
+    draw_length = random.Random(options.seed)
+    lengths = [(draw_length.choice((16, 64, 256, 1024)), draw_length.randrange(8, 64)) for _ in range(60)]
+    items = [WorkItem(0.05 * i, make_tokens((4, i), p, 2048), p, n) for i, (p, n) in enumerate(lengths)]
+    for turn in range(2):  # the second time much of it comes from the tier
+        drive(engine, make_requests(items, f"costs-{turn}"))
+    restores = engine._scheduler.kv_restores
+    assert restores is not None
+    block_bytes = restores.index.layout.block_bytes[0]
+    byte_s = restores.index.predict_s(1)
+    if not byte_s:
+        raise SystemExit("nothing was read from the tier; its speed is unknown")
+    return Costs(*engine._scheduler.cost.coefficients, block_bytes, byte_s)
+
+
+def draw_heavy_tailed(num: int, seed: int) -> list[WorkItem]:
+    """Returns requests with short and long prompts, and answers whose lengths have a heavy tail (Pareto, exponent 1.1);
+    arrivals are a Poisson process of one a second."""
+    draws = random.Random(seed)
+    times = accumulate(draws.expovariate(1.0) for _ in range(num))
+    lengths = [(draws.choice((16, 64, 256)), min(1024, int(16 * draws.paretovariate(1.1)))) for _ in range(num)]
+    return [
+        WorkItem(at_s, make_tokens((5, seed, i), p, 2048), p, n)
+        for i, (at_s, (p, n)) in enumerate(zip(times, lengths, strict=True))
+    ]
+
+
+def read_bursty(options: argparse.Namespace, name: str) -> list[WorkItem]:
+    """Returns requests of an Azure trace, lengths divided by 4, at their recorded times."""
+    trace = read_trace(options.traces / f"azure_llm_2023_{name}.csv.gz")
+    recipe = Recipe(num_requests=options.num_requests, scale=Fraction(1, 4), max_model_len=MAX_MODEL_LEN, seed=options.seed)
+    return list(build_workload(trace, recipe).items)
+
+
+def at_rate(items: Sequence[WorkItem], rate: float) -> list[Timed]:
+    """Returns the requests, at so many a second on average."""
+    stretch = (len(items) - 1) / rate / (items[-1].arrival_s - items[0].arrival_s)
+    requests = make_requests(items)
+    return [Timed((timed.due_s - items[0].arrival_s) * stretch, timed.request) for timed in requests]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A load on an engine."""
+
+    costs: Costs
+    items: Sequence[WorkItem]
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks for `AT_ONCE` requests of mean length, and at least for the longest."""
+        lengths = [item.num_input_tokens + item.num_output_tokens for item in self.items]
+        return -(-max(int(AT_ONCE * statistics.fmean(lengths)), MAX_MODEL_LEN) // BLOCK_SIZE)
+
+    def run(self, policy: str, requests: Sequence[Timed], *, has_tier: bool) -> VirtualRun:
+        """Runs requests under a policy."""
+        config = SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, policy=policy,
+            budget=BudgetConfig(MAX_STEP_TOKENS, floor_s=0.045),
+        )  # fmt: skip
+        scheduler = Scheduler(config, BlockPool(self.num_blocks, BLOCK_SIZE), PrefixKeys("model", BLOCK_SIZE))
+        runner, costs = BlankRunner(), self.costs
+        tier = None
+        if has_tier:
+            tier = VirtualTier(scheduler, runner, costs.block_bytes, 20 * self.num_blocks, costs.byte_s)
+        return drive_virtually(scheduler, requests, costs.step_time_s, runner, tier)
+
+    def find_capacity(self) -> float:
+        """Returns requests per second under `fcfs` if all are there at once."""
+        requests = [Timed(0.0, timed.request) for timed in make_requests(self.items)]
+        return len(requests) / self.run("fcfs", requests, has_tier=False).end_s
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of one run; times in seconds.
+
+    Attributes:
+        longest_wait_s: longest time without a token, of any request.
+        again: positions computed again, over those that were needed.
+    """
+
+    mean_s: float
+    p99_s: float
+    ttft_mean_s: float
+    ttft_p99_s: float
+    qoe: float
+    occupancy: float
+    longest_wait_s: float
+    num_preemptions: int
+    again: float
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord], run: VirtualRun | None = None) -> Figures:
+        """Returns the figures of records, and of what only a virtual run knows."""
+        ends, firsts = sorted(r.e2e_s for r in records), sorted(r.ttft_s for r in records)
+        needed = sum(r.num_input_tokens - r.num_cached_tokens + r.num_output_tokens - 1 for r in records)
+        return cls(
+            mean_s=statistics.fmean(ends),
+            p99_s=ends[int(0.99 * len(ends))],
+            ttft_mean_s=statistics.fmean(firsts),
+            ttft_p99_s=firsts[int(0.99 * len(firsts))],
+            qoe=statistics.fmean(measure_qoe(r.due_s, r.deliveries) for r in records),
+            occupancy=(run.occupancy or 0.0) if run else 0.0,
+            longest_wait_s=max(max(r.ttft_s, *r.gaps_s, 0.0) for r in records),
+            num_preemptions=sum(run.preemptions.values()) if run else 0,
+            again=run.num_computed / needed - 1 if run else 0.0,
+        )
+
+
+HEADERS = (
+    "policy, KV below", "mean s", "P99 s", "TTFT mean s", "TTFT P99 s", "QoE", "occupancy", "longest wait s", "preemptions",
+    "computed again",
+)  # fmt: skip
+
+
+def run_virtually(
+    bench: Bench, costs: Costs, workloads: dict[str, list[WorkItem]]
+) -> dict[tuple[str, float, str, bool], Figures]:
+    """Runs every policy at every load, and prints the figures."""
+    found: dict[tuple[str, float, str, bool], Figures] = {}
+    for name, items in workloads.items():
+        case = Case(costs, items)
+        capacity = case.find_capacity()
+        for load in LOADS:
+            rows: list[tuple[object, ...]] = []
+            for has_tier, policy in product((False, True), POLICIES):
+                run = case.run(policy, at_rate(items, load * capacity), has_tier=has_tier)
+                figures = found[name, load, policy, has_tier] = Figures.of(run.records, run)
+                rows.append((f"{policy}, {'host' if has_tier else 'none'}", *asdict(figures).values()))
+            title = f"{name}, {load} of {capacity:.3g} requests/s, {case.num_blocks} blocks of KV"
+            bench.print_rows(title, HEADERS, rows)
+    return found
+
+
+def judge(bench: Bench, found: dict[tuple[str, float, str, bool], Figures], workloads: Sequence[str]) -> None:
+    """Compares what each paper promises with `fcfs`; with a tier, as the papers have one."""
+    for name, load in product(workloads, (0.9, 1.1)):
+        at = {policy: found[name, load, policy, True] for policy in POLICIES}
+        fcfs, where = at["fcfs"], f"{name}, {load}"
+        bench.check(f"{where}: mlfq, mean completion over fcfs", at["mlfq"].mean_s / fcfs.mean_s, high=1.0)
+        bench.check(f"{where}: cfs, TTFT P99 over fcfs", at["cfs"].ttft_p99_s / fcfs.ttft_p99_s, high=0.5)
+        bench.check(f"{where}: reorder, occupancy over fcfs", at["reorder"].occupancy / fcfs.occupancy, low=1.0)
+        bench.check(f"{where}: qoe, QoE over fcfs", at["qoe"].qoe / fcfs.qoe, low=1.0)
+
+
+def run_for_real(bench: Bench, options: argparse.Namespace, costs: Costs, items: list[WorkItem]) -> None:
+    """Runs each policy on the engine of the embedded model, at 1.1 of the capacity that virtual time predicts."""
+    case = Case(costs, items)
+    requests = at_rate(items, 1.1 * case.find_capacity())
+    rows: list[tuple[object, ...]] = []
+    answers = []
+    for policy in POLICIES:
+        engine = open_engine(
+            options, scheduler=policy, prefix_cache=True, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
+            max_batched_tokens=MAX_STEP_TOKENS, kv_memory_mb=case.num_blocks * costs.block_bytes / 2**20,
+        )  # fmt: skip
+        drive(engine, make_requests([WorkItem(0.0, make_tokens((6, i), 128, 2048), 128, 32) for i in range(8)], "warm-up"))
+        result = drive(engine, requests)
+        figures = Figures.of(result.recorder.records)
+        answers.append(result.token_ids)
+        rows.append((policy, figures.mean_s, figures.p99_s, figures.ttft_mean_s, figures.ttft_p99_s, figures.qoe))
+    bench.print_rows(f"on the engine, {len(items)} requests at 1.1", ("policy", *HEADERS[1:6]), rows)
+    bench.check_true("the same tokens under every policy", all(tokens == answers[0] for tokens in answers))
+
+
+def plot(found: dict[tuple[str, float, str, bool], Figures], workloads: Sequence[str]) -> None:
+    """Draws mean completion, TTFT P99 and QoE over load, with a tier."""
+    figures = {"mean completion, s": "mean_s", "TTFT P99, s": "ttft_p99_s", "QoE": "qoe", "longest wait, s": "longest_wait_s"}
+    path = ROOT / "docs" / "images" / "policies.png"
+    with draw(path, "Policies in virtual time, KV tier host", len(workloads), len(figures), size=(3.2, 2.6)) as axes:
+        for panel, (name, (label, field)) in zip(axes, product(workloads, figures.items()), strict=True):
+            panel.set_title(f"{name}: {label}", fontsize=9)
+            for policy in POLICIES:
+                values = [getattr(found[name, load, policy, True], field) for load in LOADS]
+                panel.plot(LOADS, values, "o-", color=COLOURS[policy], label=policy, markersize=3)
+            panel.set_xticks(LOADS)
+            panel.set_ylim(bottom=0)
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="upper right", ncols=len(POLICIES))
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-requests", type=int, default=400, help="requests of each load")
+    parser.add_argument("--real", type=int, default=60, help="requests on the engine itself; 0: none")
+    options = parser.parse_args()
+    bench = Bench(
+        "policies",
+        "B5, B6, B7, B9: scheduling policies",
+        "mlfq lowers mean completion on a heavy tail (FastServe), cfs the P99 of the time to the first token in bursts (Aqua), "
+        "reorder fills KV memory (FlashGen: 88% to 98%), qoe raises mean QoE above capacity (Andes)",
+    )
+    costs = measure_costs(options)
+    bench.figures["costs"] = asdict(costs)
+    workloads = {
+        "heavy tail": draw_heavy_tailed(options.num_requests, options.seed),
+        "Azure code": read_bursty(options, "code"),
+    }
+    found = run_virtually(bench, costs, workloads)
+    judge(bench, found, list(workloads))
+    plot(found, list(workloads))
+    if options.real:
+        run_for_real(bench, options, costs, draw_heavy_tailed(options.real, options.seed))
+    return bench.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
