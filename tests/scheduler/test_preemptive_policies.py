@@ -6,9 +6,8 @@ from itertools import accumulate
 
 import pytest
 
+from benchmarks.replay import CountingRunner, VirtualTier, replay
 from cloister.bench.drive import Timed
-from cloister.bench.virtual_drive import BlankRunner, VirtualTier, drive_virtually
-from cloister.cluster.virtual.engine import EngineShape
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.policies import cfs, mlfq, qoe, reorder
@@ -16,7 +15,11 @@ from cloister.scheduler.policies.qoe import DeliveryTimeline, measure_qoe
 from cloister.types.request import Request, SamplingParams
 from tests.checked_runner import CheckedRunner
 
-TIMES = EngineShape(step_s=0.01, token_s=0.0002, read_s=1e-7)
+
+def _step_s(step):
+    return 0.01 + 0.0002 * step.num_tokens + 1e-7 * step.num_attended
+
+
 PREEMPTIVE = ["mlfq", "cfs", "qoe"]
 NEW = [*PREEMPTIVE, "reorder"]
 
@@ -33,7 +36,7 @@ def _make(policy, *, slots=4, num_blocks=400, keys=True, max_tokens=256):
 
 
 def _run(policy, requests, **shape):
-    return drive_virtually(_make(policy, **shape), requests, TIMES.step_time_s, BlankRunner())
+    return replay(_make(policy, **shape), requests, _step_s)
 
 
 def _heavy_tailed(num, gap_s, seed=3):
@@ -44,11 +47,11 @@ def _heavy_tailed(num, gap_s, seed=3):
 
 
 def _mean_e2e_s(run):
-    return statistics.fmean(record.e2e_s for record in run.records)
+    return statistics.fmean(record.e2e_s for record in run.recorder.records)
 
 
 def _longest_pause_s(run):
-    return max(pause_s for record in run.records for pause_s in (record.ttft_s, *record.gaps_s))
+    return max(pause_s for record in run.recorder.records for pause_s in (record.ttft_s, *record.gaps_s))
 
 
 def test_mlfq_answers_a_heavy_tailed_load_sooner_on_average_than_arrival():
@@ -60,33 +63,33 @@ def test_mlfq_lets_a_short_prompt_join_above_a_long_one():
     warm = [Timed(0.0, _request("warm", 4, 20))]
     long, short = Timed(5.0, _request("long", 900, 2)), Timed(5.0, _request("short", 4, 2))
     run = _run("mlfq", [*warm, long, short], slots=1)
-    assert run.records[2].e2e_s < run.records[1].ttft_s
+    assert run.recorder.records[2].e2e_s < run.recorder.records[1].ttft_s
     assert run.preemptions["long"] == 0, "it should not have started at all"
 
 
 @pytest.mark.parametrize("policy", PREEMPTIVE)
 def test_a_flood_of_short_requests_starves_no_long_one(policy):
-    flood = [Timed(0.1 + 0.11 * i, _request(f"s{i}", 8, 8)) for i in range(1500)]  # about as much as one slot computes
+    flood = [Timed(0.1 + 0.11 * i, _request(f"s{i}", 8, 8)) for i in range(900)]  # about as much as one slot computes
     run = _run(policy, [Timed(0.0, _request("long", 64, 300)), *flood], slots=1)
-    last_s = max(record.end_s for record in run.records)
-    assert run.records[0].e2e_s < last_s / 2, "it ended with the flood only"
+    last_s = max(record.end_s for record in run.recorder.records)
+    assert run.recorder.records[0].e2e_s < last_s / 2, "it ended with the flood only"
 
 
 def test_whoever_waits_rises_in_mlfq_after_a_multiple_of_the_quantum():
     flood = [Timed(0.1 + 0.05 * i, _request(f"s{i}", 8, 8)) for i in range(600)]  # more than the slot computes
     run = _run("mlfq", [Timed(0.0, _request("long", 64, 300)), *flood], slots=1)
     served_s = 0.011 * 300
-    assert max(run.records[0].gaps_s) < 2.5 * mlfq.PATIENCE * served_s
+    assert max(run.recorder.records[0].gaps_s) < 2.5 * mlfq.PATIENCE * served_s
 
 
 def test_cfs_gives_a_burst_its_first_tokens_long_before_arrival_does():
     burst = [Timed(0.0, _request(f"r{i}", 16, 200)) for i in range(24)]
-    worst = {name: max(record.ttft_s for record in _run(name, burst).records) for name in ("cfs", "fcfs")}
+    worst = {name: max(record.ttft_s for record in _run(name, burst).recorder.records) for name in ("cfs", "fcfs")}
     assert worst["cfs"] < 0.3 * worst["fcfs"]
 
 
 def test_under_cfs_nobody_is_more_than_two_slices_ahead():
-    scheduler, runner = _make("cfs", slots=2), BlankRunner()
+    scheduler, runner = _make("cfs", slots=2), CountingRunner()
     for i in range(6):
         scheduler.add(_request(f"r{i}", 16, 400), 0.0)
     for step in range(900):
@@ -99,7 +102,7 @@ def test_under_cfs_nobody_is_more_than_two_slices_ahead():
 def test_a_request_that_comes_late_gets_no_credit_for_absence_from_cfs():
     early = [Timed(0.0, _request(f"r{i}", 16, 200)) for i in range(2)]
     run = _run("cfs", [*early, Timed(1.5, _request("late", 16, 200))], slots=2)
-    ends = [record.end_s for record in run.records]
+    ends = [record.end_s for record in run.recorder.records]
     assert ends[2] > max(ends[:2]) - 0.5, "it went first until it had caught up"
 
 
@@ -111,10 +114,9 @@ def test_short_requests_pass_one_that_does_not_fit_and_memory_is_full():
     ]
     runs = {name: _run(name, requests, slots=32, num_blocks=40, keys=False) for name in ("fcfs", "reorder")}
     assert runs["reorder"].occupancy > runs["fcfs"].occupancy + 0.02
-    assert runs["reorder"].end_s <= runs["fcfs"].end_s
-    assert statistics.fmean(r.ttft_s for r in runs["reorder"].records) < statistics.fmean(
-        r.ttft_s for r in runs["fcfs"].records
-    )
+    assert runs["reorder"].clock.now() <= runs["fcfs"].clock.now()
+    means = {name: statistics.fmean(record.ttft_s for record in run.recorder.records) for name, run in runs.items()}
+    assert means["reorder"] < means["fcfs"]
 
 
 def test_what_passed_makes_room_as_soon_as_that_suffices():
@@ -122,7 +124,7 @@ def test_what_passed_makes_room_as_soon_as_that_suffices():
     blocked = Timed(0.02, _request("blocked", 560, 4))  # 36 blocks of 40
     passing = [Timed(0.03, _request(f"p{i}", 64, 400)) for i in range(4)]
     run = _run("reorder", [first, blocked, *passing], slots=8, num_blocks=40, keys=False)
-    by_name = dict(zip(["first", "blocked", "p0", "p1", "p2", "p3"], run.records, strict=True))
+    by_name = dict(zip(["first", "blocked", "p0", "p1", "p2", "p3"], run.recorder.records, strict=True))
     assert by_name["p0"].ttft_s < by_name["blocked"].ttft_s
     assert by_name["blocked"].ttft_s < by_name["first"].e2e_s + 0.5, "it waited for those that passed it"
     assert run.preemptions["first"] == 0
@@ -130,7 +132,7 @@ def test_what_passed_makes_room_as_soon_as_that_suffices():
 
 
 def test_a_bounded_number_passes_one_request():
-    scheduler, runner = _make("reorder", slots=64, num_blocks=40, keys=False), BlankRunner()
+    scheduler, runner = _make("reorder", slots=64, num_blocks=40, keys=False), CountingRunner()
     scheduler.add(_request("holder", 16, 600), 0.0)
     scheduler.commit(runner.run(scheduler.plan(0.0)), {}, 0.0)
     scheduler.add(_request("blocked", 600, 4), 0.0)
@@ -177,7 +179,7 @@ def test_qoe_serves_readers_better_than_arrival_when_there_is_too_much():
     draw = random.Random(2)
     requests = [Timed(0.25 * i, _request(f"r{i}", 32, draw.randrange(50, 250), draw)) for i in range(60)]
     runs = {name: _run(name, requests, slots=3) for name in ("fcfs", "qoe")}
-    means = {n: statistics.fmean(measure_qoe(r.due_s, r.deliveries) for r in run.records) for n, run in runs.items()}
+    means = {n: statistics.fmean(measure_qoe(r.due_s, r.deliveries) for r in run.recorder.records) for n, run in runs.items()}
     assert means["qoe"] > means["fcfs"] + 0.1
     assert 0 < max(runs["qoe"].preemptions.values()) <= qoe.MAX_PREEMPTIONS
 
@@ -185,11 +187,17 @@ def test_qoe_serves_readers_better_than_arrival_when_there_is_too_much():
 # What holds under each
 
 
+@pytest.mark.parametrize("policy", NEW)
+def test_a_request_that_comes_to_an_idle_engine_starts_at_once(policy):
+    run = _run(policy, [Timed(0.0, _request("early", 16, 4)), Timed(500.0, _request("late", 16, 4))])
+    assert run.recorder.records[1].ttft_s < 0.1
+
+
 @pytest.mark.parametrize("policy", PREEMPTIVE)
 def test_what_is_computed_again_is_bounded_without_a_prefix_cache(policy):
     requests = [Timed(0.02 * i, _request(f"r{i}", 60 if i % 3 else 200, 60)) for i in range(60)]
     run = _run(policy, requests, slots=4, num_blocks=60, keys=False)
-    needed = sum(r.num_input_tokens + r.num_output_tokens - 1 for r in run.records)
+    needed = sum(r.num_input_tokens + r.num_output_tokens - 1 for r in run.recorder.records)
     assert sum(run.preemptions.values()) > 10, "the test must be tight enough"
     assert run.num_computed <= 3 * needed
 
@@ -202,8 +210,8 @@ def test_every_policy_ends_every_request_and_reads_only_its_own_kv(policy, num_s
     runner = CheckedRunner(30, 16)
     tier = VirtualTier(scheduler, runner, 1000, num_slots, byte_s=1e-6) if num_slots else None
     requests = [Timed(0.03 * i, _request(f"r{i}", draw.randrange(4, 120), draw.randrange(2, 120), draw)) for i in range(40)]
-    run = drive_virtually(scheduler, requests, TIMES.step_time_s, runner, tier)
-    assert [r.num_output_tokens for r in run.records] == [t.request.sampling.max_tokens for t in requests]
+    run = replay(scheduler, requests, _step_s, runner=runner, tier=tier)
+    assert [r.num_output_tokens for r in run.recorder.records] == [t.request.sampling.max_tokens for t in requests]
     assert sum(run.preemptions.values()) > 0
     assert scheduler.pool.num_used == 0
     if tier is not None:

@@ -207,10 +207,11 @@ class QualityOfExperience(PreemptivePolicy):
         num_missing = length - sequence.num_planned if sequence.status is Status.RUNNING else length
         delay_s = self._view.cost.predict(StepSize().plus(length - num_missing, num_missing)) if num_missing > 1 else 0.0
         timeline = reader.timeline
-        timeline.advance(self._now, sequence.num_output)
+        now = max(self._now, sequence.request_state.arrival_s)  # the last step may be long ago
+        timeline.advance(now, sequence.num_output)
         served = timeline.predict_area(delay_s, rate, HORIZON_S)
         waited = timeline.predict_area(HORIZON_S, rate, HORIZON_S)
-        reader.gain = (served - waited) / timeline.expected_area(self._now + HORIZON_S) / length
+        reader.gain = (served - waited) / timeline.expected_area(now + HORIZON_S) / length
 
     def _oldest(self) -> SequenceRecord:
         return min(self._waiting.values(), key=lambda s: s.request_state.order)
