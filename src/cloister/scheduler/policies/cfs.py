@@ -9,7 +9,7 @@ slice or two of those who came before. Aqua's fast place for what is preempted i
 from __future__ import annotations
 
 from cloister.scheduler.policies.base import POLICIES, OrderedQueue
-from cloister.scheduler.policies.preemptive import PreemptivePolicy, Standing
+from cloister.scheduler.policies.preemptive import PreemptionRecord, PreemptivePolicy
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -28,7 +28,7 @@ SLICE_TOKENS = 32
 slices cost more."""
 
 
-class _Share(Standing):
+class _Share(PreemptionRecord):
     """What a sequence has had.
 
     Attributes:
@@ -58,7 +58,7 @@ class CompletelyFair(PreemptivePolicy):
     def rank(self, sequence: SequenceRecord) -> tuple[int, int]:
         return self._of(sequence).num_tokens, sequence.request_state.order
 
-    def new_standing(self, sequence: SequenceRecord) -> Standing:
+    def new_record(self, sequence: SequenceRecord) -> PreemptionRecord:
         return _Share(self._least())
 
     def charge_new(self, sequence: SequenceRecord, start: int, end: int, num_decode: int) -> None:
@@ -74,6 +74,6 @@ class CompletelyFair(PreemptivePolicy):
         return self._floor * SLICE_TOKENS
 
     def _of(self, sequence: SequenceRecord) -> _Share:
-        share = self.standing_of(sequence)
+        share = self.record_of(sequence)
         assert isinstance(share, _Share)
         return share

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import POLICIES, OrderedQueue
-from cloister.scheduler.policies.preemptive import PreemptivePolicy, Standing
+from cloister.scheduler.policies.preemptive import PreemptionRecord, PreemptivePolicy
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -32,7 +32,7 @@ PATIENCE = 16.0
 work done for it until it is in the first level, where nobody new passes it."""
 
 
-class _Place(Standing):
+class _Place(PreemptionRecord):
     """Where a sequence stands.
 
     Attributes:
@@ -72,7 +72,7 @@ class MultiLevelFeedbackQueue(PreemptivePolicy):
     def rank(self, sequence: SequenceRecord) -> tuple[int, int]:
         return self._of(sequence).level, sequence.request_state.order
 
-    def new_standing(self, sequence: SequenceRecord) -> Standing:
+    def new_record(self, sequence: SequenceRecord) -> PreemptionRecord:
         return _Place(self._first_level(sequence), sequence.request_state.arrival_s)
 
     def charge_new(self, sequence: SequenceRecord, start: int, end: int, num_decode: int) -> None:
@@ -114,6 +114,6 @@ class MultiLevelFeedbackQueue(PreemptivePolicy):
         return next(queue for queue in self._queues if queue.peek() is not None).pop()
 
     def _of(self, sequence: SequenceRecord) -> _Place:
-        place = self.standing_of(sequence)
+        place = self.record_of(sequence)
         assert isinstance(place, _Place)
         return place

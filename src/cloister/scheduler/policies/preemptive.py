@@ -21,7 +21,7 @@ MAX_EXPOSED = 4
 _LAST = 2**62
 
 
-class Standing:
+class PreemptionRecord:
     """What a policy notes about a sequence; policies add to it.
 
     Attributes:
@@ -51,7 +51,7 @@ class PreemptivePolicy(SchedulingPolicy):
         """Returns a class of urgency, smaller first; one of a smaller class may take the place of one of a larger class."""
         raise NotImplementedError
 
-    def new_standing(self, sequence: SequenceRecord) -> Standing:
+    def new_record(self, sequence: SequenceRecord) -> PreemptionRecord:
         """Returns what is noted about a new sequence."""
         raise NotImplementedError
 
@@ -60,25 +60,25 @@ class PreemptivePolicy(SchedulingPolicy):
 
     def may_lose(self, sequence: SequenceRecord) -> bool:
         """Whether a running sequence may be preempted for another's sake."""
-        standing = self.standing_of(sequence)
-        return standing.num_computed >= standing.num_owed
+        record = self.record_of(sequence)
+        return record.num_computed >= record.num_owed
 
-    def standing_of(self, sequence: SequenceRecord) -> Standing:
+    def record_of(self, sequence: SequenceRecord) -> PreemptionRecord:
         """Returns what is noted about a sequence."""
         if sequence.scheduling is None:
-            sequence.scheduling = self.new_standing(sequence)
-        assert isinstance(sequence.scheduling, Standing)
+            sequence.scheduling = self.new_record(sequence)
+        assert isinstance(sequence.scheduling, PreemptionRecord)
         return sequence.scheduling
 
     def join(self, sequence: SequenceRecord) -> None:
-        standing = self.standing_of(sequence)
-        standing.num_owed = 2 * standing.num_computed - sequence.num_planned if standing.num_computed else 0
+        record = self.record_of(sequence)
+        record.num_owed = 2 * record.num_computed - sequence.num_planned if record.num_computed else 0
 
     def charge(self, sequence: SequenceRecord, num_prefill: int, num_decode: int) -> None:
-        standing, end = self.standing_of(sequence), sequence.num_committed + num_prefill + num_decode
-        start = max(sequence.num_committed, standing.num_computed)
+        record, end = self.record_of(sequence), sequence.num_committed + num_prefill + num_decode
+        start = max(sequence.num_committed, record.num_computed)
         if end > start:
-            standing.num_computed = end
+            record.num_computed = end
             self.charge_new(sequence, start, end, min(num_decode, end - start))
 
     def begin_step(self, now: float) -> bool:

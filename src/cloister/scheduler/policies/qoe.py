@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import POLICIES, OrderedQueue
-from cloister.scheduler.policies.preemptive import PreemptivePolicy, Standing
+from cloister.scheduler.policies.preemptive import PreemptionRecord, PreemptivePolicy
 from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -109,7 +109,7 @@ def measure_qoe(arrival_s: float, deliveries: Iterable[tuple[float, int]]) -> fl
     return min(1.0, timeline.read_area / expected) if expected > 0.0 else float(num_tokens > 0)
 
 
-class _Reader(Standing):
+class _Reader(PreemptionRecord):
     """What is noted about a sequence.
 
     Attributes:
@@ -154,7 +154,7 @@ class QualityOfExperience(PreemptivePolicy):
     def urgency(self, sequence: SequenceRecord) -> int:
         return self._of(sequence).urgency
 
-    def new_standing(self, sequence: SequenceRecord) -> Standing:
+    def new_record(self, sequence: SequenceRecord) -> PreemptionRecord:
         return _Reader(sequence.request_state.arrival_s)
 
     def may_lose(self, sequence: SequenceRecord) -> bool:
@@ -239,6 +239,6 @@ class QualityOfExperience(PreemptivePolicy):
         return sequence
 
     def _of(self, sequence: SequenceRecord) -> _Reader:
-        reader = self.standing_of(sequence)
+        reader = self.record_of(sequence)
         assert isinstance(reader, _Reader)
         return reader
