@@ -1,4 +1,4 @@
-"""B5, B6, B7, B9: scheduling policies on heavy-tailed and bursty loads, below and above what the engine can do.
+"""B5, B6, B7, B9: scheduling policies on a load with a heavy tail, below and above what the engine can do.
 
 Virtual time: the scheduler is the server's; a step takes `--slowness` times what a step of the embedded model was measured to
 take in a run before, so that readers' seconds matter, as with a model so many times as large. Either slots are short, or KV
@@ -14,16 +14,16 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from itertools import accumulate, product
+
+import msgspec
 
 from benchmarks.harness import ROOT, Bench, make_parser, open_engine
 from benchmarks.replay import CountingRunner, Replay, StepCosts, VirtualTier, make_scheduler, replay
 from cloister.bench.drive import Timed, drive, make_requests
 from cloister.bench.plots import BLUE, GREEN, GREY, ORANGE, RED, draw
 from cloister.bench.recorder import RequestRecord
-from cloister.bench.traces import read_trace
-from cloister.bench.workloads import Recipe, WorkItem, build_workload, make_tokens
+from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.scheduler import BudgetConfig, SchedulerConfig
 from cloister.scheduler.policies.qoe import measure_qoe
 from cloister.types.events import KVLoaded
@@ -95,18 +95,14 @@ def draw_heavy_tailed(num: int, seed: int) -> list[WorkItem]:
     ]
 
 
-def read_bursty(options: argparse.Namespace, name: str) -> list[WorkItem]:
-    """Returns requests of an Azure trace, lengths divided by 4, at their recorded times."""
-    trace = read_trace(options.traces / f"azure_llm_2023_{name}.csv.gz")
-    recipe = Recipe(num_requests=options.num_requests, scale=Fraction(1, 4), max_model_len=MAX_MODEL_LEN, seed=options.seed)
-    return list(build_workload(trace, recipe).items)
-
-
 def at_rate(items: Sequence[WorkItem], rate: float) -> list[Timed]:
     """Returns the requests, at so many a second on average."""
     stretch = (len(items) - 1) / rate / (items[-1].arrival_s - items[0].arrival_s)
     requests = make_requests(items)
-    return [Timed((timed.due_s - items[0].arrival_s) * stretch, timed.request) for timed in requests]
+    return [
+        Timed((timed.due_s - items[0].arrival_s) * stretch, msgspec.structs.replace(timed.request, timeout_s=1e6))
+        for timed in requests
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +142,17 @@ class Case:
 
     def find_capacity(self) -> float:
         """Returns requests per second under `fcfs` if all are there at once."""
-        requests = [Timed(0.0, timed.request) for timed in make_requests(self.items)]
+        requests = [Timed(0.0, timed.request) for timed in at_rate(self.items, 1.0)]
         return len(requests) / self.run("fcfs", requests).clock.now()
 
 
 def list_cases(options: argparse.Namespace, costs: Costs) -> list[Case]:
     """Returns what is run in virtual time."""
-    heavy, bursty = draw_heavy_tailed(options.num_requests, options.seed), read_bursty(options, "code")
+    heavy = draw_heavy_tailed(options.num_requests, options.seed)
     return [
         Case("heavy tail, 8 slots", costs, heavy, NUM_SLOTS),
         Case("heavy tail, short of KV", costs, heavy, MAX_NUM_SEQS),
         Case("heavy tail, short of KV, tier", costs, heavy, MAX_NUM_SEQS, "host"),
-        Case("Azure code, short of KV, tier", costs, bursty, MAX_NUM_SEQS, "host"),
     ]
 
 

@@ -12,6 +12,7 @@ from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.policies import cfs, mlfq, qoe, reorder
 from cloister.scheduler.policies.qoe import DeliveryTimeline, measure_qoe
+from cloister.scheduler.sequence import Status
 from cloister.types.request import Request, SamplingParams
 from tests.checked_runner import CheckedRunner
 
@@ -185,6 +186,19 @@ def test_qoe_serves_readers_better_than_arrival_when_there_is_too_much():
 
 
 # What holds under each
+
+
+def test_what_is_preempted_starts_again_only_behind_all_decodes_of_the_step_so_that_it_is_planned_once():
+    scheduler, runner = _make("mlfq", slots=1), CheckedRunner(400, 16)
+    scheduler.add(_request("long", 64, 200), 0.0)
+    for step in range(100):
+        result = runner.run(scheduler.plan(0.01 * step))
+        scheduler.commit(result, {}, 0.01 * (step + 1))
+    (sequence,) = scheduler.requests["long"].sequences
+    scheduler.add(_request("short", 4, 2, random.Random(1)), 1.0)
+    scheduler.plan(1.0)
+    assert sequence.status is Status.WAITING
+    assert scheduler._policy.level(sequence) > 1 + mlfq.NUM_LEVELS
 
 
 @pytest.mark.parametrize("policy", NEW)

@@ -97,11 +97,10 @@ class PreemptivePolicy(SchedulingPolicy):
         return False
 
     def level(self, sequence: SequenceRecord) -> int:
-        if sequence.status is Status.RUNNING:
-            if sequence.seq_id in self._exposed:
-                return _LAST
-            if sequence.num_wanted <= 1:
-                return 0
+        if sequence.seq_id in self._exposed:
+            return _LAST  # also once it is preempted: this step must not plan it twice
+        if sequence.status is Status.RUNNING and sequence.num_wanted <= 1:
+            return 0
         return 1 + self.urgency(sequence)
 
     def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
