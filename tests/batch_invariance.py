@@ -34,6 +34,7 @@ def differing_arrangements(
         *_cut_otherwise(make, tokens, chunks, block_sizes),
         *_after_hits(make(16, 1), tokens),
         *_in_company(make, tokens, vocab, companions),
+        *_behind_a_shared_prefix(make, tokens, vocab),
     ]
     return [name for name, logits in found if logits.tobytes() != reference[-len(logits) :].tobytes()]
 
@@ -62,6 +63,25 @@ def _after_hits(driver: Driver, tokens: Sequence[int]) -> Iterator[tuple[str, Fl
         yield f"prefix hit of {cached}", driver.run(f"hit {cached}", tokens[cached:])
         driver.forget(f"hit {cached}", "owner")
     driver.free("owner")
+
+
+def _behind_a_shared_prefix(make: MakeDriver, tokens: Sequence[int], vocab: int) -> Iterator[tuple[str, FloatArray]]:
+    """The last tokens beside sequences that share the first blocks and then part, one after the other, which also draft."""
+    for threads in (1, 2):
+        driver, end = make(16, threads), len(tokens)
+        driver.run("owner", tokens, 100)
+        rng = np.random.default_rng(threads)
+        parts: dict[object, Sequence[int]] = {}
+        for number, cached in enumerate((end - 40, end - 3, end - 20, end - 3)):
+            name: object = VICTIM if number == 1 else number
+            driver.share("owner", name, cached)
+            parts[name] = tokens[-3:-1] if number == 1 else rng.integers(0, vocab, (1, 0, 8, 3)[number]).tolist()
+        logits = [driver.step(parts)[VICTIM]]
+        logits.append(driver.step({name: tokens[-1:] if name == VICTIM else [7] for name in parts})[VICTIM])
+        for seq in parts:
+            driver.forget(seq, "owner")
+        driver.free("owner")
+        yield f"a shared prefix, {threads} threads", np.concatenate(logits)
 
 
 def _in_company(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
-from cloister.engine import kv_tier_worker
+from cloister.engine import kv_tier_reads, kv_tier_worker
 from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting
-from cloister.kv import BlockGroup
-from cloister.kv.tiers import TierBlock, TierLayout
+from cloister.kv import BlockGroup, KVFormat
+from cloister.kv.tiers import TRY_EVERY, TierBlock, TierLayout
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
 from cloister.types.errors import ConfigError
@@ -71,14 +73,20 @@ class Engine:
     def find(self, kind: type[Any], name: str) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind) and event.request_id == name]  # type: ignore[union-attr]
 
-    def answer(self, name: str, token_ids: list[int] = PROMPT, scope: Scope | None = None) -> list[int]:
+    def submit(self, name: str, token_ids: list[int] = PROMPT, scope: Scope | None = None) -> None:
         sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         request = Request(request_id=name, token_ids=token_ids, sampling=sampling)
         if scope is not None:
             request = Request(request_id=name, token_ids=token_ids, sampling=sampling, scope=scope)
         self.core.input_queue.put(Submit(request))
+
+    def finish(self, name: str) -> list[int]:
         self.run_until(lambda: bool(self.find(Ended, name)))
         return [token_id for output in self.outputs if output.request_id == name for token_id in output.token_ids]
+
+    def answer(self, name: str, token_ids: list[int] = PROMPT, scope: Scope | None = None) -> list[int]:
+        self.submit(name, token_ids, scope)
+        return self.finish(name)
 
     def crowd_out(self, first: int = 0, num_others: int = 4) -> None:
         """Others' prompts take all blocks of the device, and what they evict is written."""
@@ -253,15 +261,18 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
     engine = make(f"disk:{tmp_path},1M")
     expected = engine.answer("first")
     engine.crowd_out()
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 0.02)
-    pread, may_go_on = os.pread, threading.Event()
+    preadv, has_begun, may_go_on = os.preadv, threading.Event(), threading.Event()
 
-    def hang(*arguments: int) -> bytes:
+    def hang(*arguments: Any) -> int:
+        has_begun.set()
         may_go_on.wait(60.0)
-        return pread(*arguments)
+        return preadv(*arguments)
 
-    monkeypatch.setattr(kv_tier_worker.os, "pread", hang)
-    assert engine.answer("again") == expected
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", hang)
+    engine.submit("again")
+    engine.run_until(has_begun.is_set)
+    engine.engine.clock._offset_s += 200.0
+    assert engine.finish("again") == expected
     assert engine.num_cached("again") == 0
     assert not engine.find(KVLoaded, "again")[0].complete
     assert engine.tier.worker.is_stuck
@@ -269,12 +280,103 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
     assert engine.answer("and again") == expected
     assert not engine.find(KVLoaded, "and again")
     may_go_on.set()
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 60.0)
     engine.run_until(lambda: not engine.tier.worker.is_stuck)
     engine.index._byte_s = 1e-9  # it was slow, which it would have to unlearn
     engine.crowd_out(20)
     assert engine.answer("at last") == expected
     assert engine.num_cached("at last") == NUM_HIT
+
+
+def test_another_key_opens_nothing(make: Callable[..., Engine], setting: str) -> None:
+    engine = make(setting)
+    expected = engine.answer("first")
+    engine.crowd_out()
+    (block, *_) = engine.blocks_of()
+    engine.tier.worker._keys[block.root] = AESGCM(AESGCM.generate_key(256))
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == 0
+    assert block not in engine.blocks_of()
+
+
+def test_a_disk_that_fills_up_loses_nothing_that_was_written(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(f"disk:{tmp_path},8M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((len(engine.index) + 8) * engine.index.layout.slot_bytes[0], hard))
+    try:
+        engine.crowd_out(10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert engine.index.is_stopped
+    engine.index.check()
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == NUM_HIT
+
+
+def test_neighbours_are_read_at_once(make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    engine.answer("first")
+    engine.crowd_out()
+    sizes: list[int] = []
+    preadv = os.preadv
+
+    def note(fd: int, buffers: list[memoryview], place: int) -> int:
+        sizes.append(len(buffers[0]))
+        return preadv(fd, buffers, place)
+
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", note)
+    engine.answer("again")
+    assert engine.num_cached("again") == NUM_HIT
+    assert len(sizes) < NUM_HIT // 8
+    assert sum(sizes) == NUM_HIT // 8 * engine.index.layout.slot_bytes[0]
+
+
+def test_a_tier_measures_how_to_read_it_when_it_starts(tmp_path: Path) -> None:
+    for setting, engines in ((f"disk:{tmp_path},16M", kv_tier_reads.DISK_ENGINES), ("host:16M", kv_tier_reads.MEMORY_ENGINES)):
+        with contextlib.closing(make_worker(setting)) as worker:
+            num_bytes, elapsed_s = worker.probe()
+            assert num_bytes > 0
+            assert elapsed_s > 0
+            assert worker.pattern.engine in engines
+            assert worker.pattern.block_bytes >= 2**20
+
+
+def test_a_tier_that_has_become_faster_is_noticed_while_requests_are_computed(
+    make: Callable[..., Engine], setting: str
+) -> None:
+    engine = make(setting)
+    expected = engine.answer("first")
+    engine.crowd_out()
+    engine.index._byte_s = 1e9
+    engine.index._num_declined = TRY_EVERY - 2
+    for number in range(2):
+        assert engine.answer(f"slow {number}") == expected
+        engine.crowd_out(10 * (number + 1))
+    assert not [event for event in engine.events if isinstance(event, KVLoaded)]
+    engine.run_until(lambda: not engine.engine.scheduler.kv_restores.is_trying)  # type: ignore[union-attr]
+    assert engine.index._byte_s < 1e9, "it was not tried"
+    engine.index._byte_s = 1e-9  # it approaches what was measured in quarters
+    engine.crowd_out(1000)
+    assert engine.answer("fast") == expected
+    assert engine.num_cached("fast") == NUM_HIT
+
+
+def test_a_slow_disk_delays_no_start_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, num_read = os.preadv, list[int]()
+
+    def crawl(fd: int, buffers: list[memoryview], place: int) -> int:
+        num_bytes = preadv(fd, buffers, place)
+        time.sleep(num_bytes / 5e6)
+        num_read.append(num_bytes)
+        return num_bytes
+
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", crawl)
+    monkeypatch.setattr(kv_tier_worker, "_PROBE_READS_S", 0.1)
+    with contextlib.closing(make_worker(f"disk:{tmp_path},64M")) as worker:
+        num_bytes, elapsed_s = worker.probe()
+    assert sum(num_read) <= 10 * 2**20
+    assert num_bytes / elapsed_s < 20e6
 
 
 def test_two_engines_use_one_directory(make: Callable[..., Engine], tmp_path: Path) -> None:
@@ -318,16 +420,15 @@ def test_an_engine_that_is_killed_while_it_writes_leaves_nothing_in_the_director
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
     assert not list(tmp_path.iterdir())
-    with contextlib.closing(make_worker(tmp_path)) as worker:
+    with contextlib.closing(make_worker(f"disk:{tmp_path},1M")) as worker:
         assert worker.probe()[0] > 0
 
 
-def make_worker(path: Path) -> kv_tier_worker.TierWorker:
-    from cloister.kv import KVFormat
-
-    setting = TierSetting.parse(f"disk:{path},1M")
+def make_worker(given: str) -> kv_tier_worker.TierWorker:
+    setting = TierSetting.parse(given)
     layout = TierLayout.plan(setting.limit_bytes, (1000,), [BlockGroup(8)])
-    return kv_tier_worker.TierWorker(setting.storage.open(setting), layout, KVFormat("model", 8, "one", (1000,)))
+    form = KVFormat("model", 8, "one", (1000,))
+    return kv_tier_worker.TierWorker(setting.storage.open(setting), layout, form, is_memory=setting.storage.is_memory)
 
 
 @pytest.mark.parametrize(

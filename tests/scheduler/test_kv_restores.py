@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.kv.tiers import MOST_CREDIT_S, KVTierIndex
+from cloister.kv.tiers import MOST_CREDIT_S, TRY_EVERY, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_restores import TRIAL
 from cloister.types.events import Ended, Event, KVLoaded, Preempted, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
@@ -230,11 +231,37 @@ def test_a_load_that_takes_longer_than_computing_is_not_made():
     assert engine.num_cached("and again") == 36
 
 
-def test_a_slow_tier_is_tried_again_from_time_to_time():
+def test_a_slow_tier_is_tried_again_from_time_to_time_and_no_request_waits_for_it():
     engine = Engine()
+    first = engine.serve("first", prompt(0))
     engine.tier.index.learn(1000, 10.0)
-    worth = [engine.tier.index.is_worth(1000, 1.0) for _ in range(48)]
-    assert worth.count(True) == 3
+    engine.can_read = False
+    for number in range(3 * TRY_EVERY):
+        crowd_out(engine, 1 + number % 2, 3 + number % 2)
+        assert engine.serve(f"again {number}", prompt(0)) == first
+    assert not engine.find(KVLoaded)
+    (trial,) = engine.tier.reads
+    assert trial.request_id == TRIAL
+    assert len(trial.entries) == len(prompt(0)) // BLOCK
+    assert engine.scheduler.kv_restores.is_trying, "a second one while the first one runs"
+    engine.scheduler.kv_restores.is_trying = False
+    for number in range(TRY_EVERY):
+        crowd_out(engine, 1 + number % 2, 3 + number % 2)
+        engine.serve(f"once more {number}", prompt(0))
+    assert len(engine.tier.reads) == 2
+
+
+def test_a_trial_reads_a_little(monkeypatch):
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MAX_TRIAL_BYTES", 2500)
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    engine.tier.index.learn(1000, 10.0)
+    engine.tier.index._num_declined = TRY_EVERY - 1
+    crowd_out(engine)
+    engine.can_read = False
+    engine.serve("again", prompt(0))
+    (trial,) = engine.tier.reads
+    assert (len(trial.entries), trial.num_bytes) == (2, 2000)
 
 
 def test_a_load_past_its_deadline_becomes_computing_and_late_blocks_do_nothing():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
+from cloister.cli import bench_io
 from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_table, wide_console
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.roofline import open_chip, read_model_spec
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from cloister.bench.workloads import Workload
     from cloister.engine import EngineCore
 
-app = typer.Typer(help="Measure an engine or a server, with real traces, or the operators of a step.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure an engine or a server, with real traces, the operators of a step, or a disk.", no_args_is_help=True
+)
+app.command("io")(bench_io.io)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1)]

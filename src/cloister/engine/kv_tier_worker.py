@@ -6,32 +6,52 @@ prefix key, entry, group and number of its write. Whatever else lies in its slot
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from typing import Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from cloister.engine.kv_tier_reads import (
+    DISK_ENGINES,
+    MEMORY_ENGINES,
+    READ_ENGINES,
+    ReadPattern,
+    ReadRate,
+    list_patterns,
+    measure_reads,
+    recommend,
+)
 from cloister.kv import KVFormat, KVObject
 from cloister.kv.objects import KVHeader
-from cloister.kv.tiers import TAG_BYTES, TierBlock, TierLayout
-from cloister.scheduler.kv_loads import MAX_STEP_BYTES
-from cloister.scheduler.kv_restores import TierEntry, TierRead
+from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock, TierLayout
+from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.logs import describe
 
 NUM_READERS: Final = 2
+"""Requests that are read for at a time."""
 PROBE_TIMEOUT_S: Final = 5.0
-_PROBE_BYTES: Final = 2 * 2**20
-_PART_BYTES: Final = MAX_STEP_BYTES // 4
-"""KV that is handed over at once: steps take the first part while the next one is read."""
+_PROBE_BYTES: Final = 8 * 2**20
+_PROBE_FILL_S: Final = 0.5
+_PROBE_READS_S: Final = 1.0
+_PROBE_CELL_S: Final = 0.03
+_PROBE_BLOCKS: Final = (2**20, 2**21)
+_PROBE_DEPTHS: Final = (1, 2, 4)
+FIRST_PATTERN: Final = ReadPattern("pread", 2**18, 2)
+"""How a tier is read that was not probed."""
+_LEAST_DEPTH: Final = 2
+"""One thread opens what another one reads."""
 
 _logger = logging.getLogger(__name__)
 
@@ -90,11 +110,14 @@ class TierWorker:
         fd: the file, which is its own from now on.
         layout: where each slot lies.
         form: the format of this engine's KV.
+        is_memory: the file is in memory, and nobody else has it.
     """
 
-    def __init__(self, fd: int, layout: TierLayout, form: KVFormat) -> None:
+    def __init__(self, fd: int, layout: TierLayout, form: KVFormat, *, is_memory: bool = False) -> None:
         weakref.finalize(self, os.close, fd)  # not before the last thread that uses it has ended
-        self._fd, self._layout, self._format = fd, layout, form.digest
+        self._fd, self._layout, self._format, self._is_memory = fd, layout, form.digest, is_memory
+        self._slot_bytes = layout.slot_bytes
+        self._firsts = [layout.place(group, 0) for group in range(len(self._slot_bytes))]
         self._keys: dict[bytes, AESGCM] = {}  # by root
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
@@ -106,9 +129,20 @@ class TierWorker:
         self._busy_s = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cloister-kv-write")
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="cloister-kv-read")
+        self._use(FIRST_PATTERN)
+
+    @property
+    def pattern(self) -> ReadPattern:
+        """How it reads."""
+        return self._pattern
+
+    def _use(self, pattern: ReadPattern) -> None:
+        """Reads like this from now on. No read may be running."""
+        self._pattern, self._reader = pattern, READ_ENGINES[pattern.engine](self._fd)
+        self._openers = ThreadPoolExecutor(max(_LEAST_DEPTH, pattern.depth), thread_name_prefix="cloister-kv-open")
 
     def probe(self) -> tuple[int, float]:
-        """Writes some blocks and reads them; returns (bytes, seconds that reading took).
+        """Measures reads of the file, chooses how to read it, and reads some blocks; returns (bytes, seconds that this took).
 
         Raises:
             OSError: it does not work.
@@ -199,6 +233,7 @@ class TierWorker:
         self._keys.clear()
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._openers.shutdown(wait=False, cancel_futures=True)
 
     # In threads
 
@@ -216,9 +251,8 @@ class TierWorker:
 
     def _write(self, block: TierBlock, cipher: AESGCM, content: bytes) -> bool:
         sealed = cipher.encrypt(_nonce(block), content, self._describe(block))
-        place = self._layout.place(block.group, block.slot)
         try:
-            if os.pwrite(self._fd, sealed, place) == len(sealed):
+            if os.pwrite(self._fd, sealed, self._place(block)) == len(sealed):
                 return True
             reason = "there is no space left"
         except OSError as error:
@@ -240,69 +274,148 @@ class TierWorker:
             self._wake()
 
     def _read_all(self, job: _Read) -> bool:
-        objects: list[KVObject] = []
-        num_bytes = 0
-        for entry in job.read.entries:
-            if job.is_cancelled or time.monotonic() > job.deadline_s:
-                break
-            found = self._open_entry(job, entry)
-            if found is None:
-                break
-            objects.append(found)
-            num_bytes += found.num_bytes
-            if num_bytes >= _PART_BYTES:
-                self._hand_in(job, objects)
-                objects, num_bytes = [], 0
-        else:
-            self._hand_in(job, objects)
-            return True
-        self._hand_in(job, objects)
-        return False
-
-    def _hand_in(self, job: _Read, objects: list[KVObject]) -> None:
-        with self._lock:
-            job.objects += objects
-        self._wake()
-
-    def _open_entry(self, job: _Read, entry: TierEntry) -> KVObject | None:
-        """Returns an entry; None if one of its blocks cannot be opened."""
+        """Reads parts in their order, some at a time: one is read while another one is opened."""
         started_s = time.perf_counter()
-        contents = []
-        for block in entry.blocks:
-            content = b"" if block is None else self._open(job.cipher, block)
-            if content is None:
-                job.unreadable = block
-                return None
-            contents.append(content)
-        header = KVHeader(self._format, job.read.root, entry.key, entry.entry, tuple(map(len, contents)))
-        found = KVObject(header, tuple(contents), b"")
-        job.num_bytes += found.num_bytes
-        job.elapsed_s += time.perf_counter() - started_s
-        return found
+        parts = deque(self._divide(job.read.entries))
+        opening: deque[tuple[list[TierEntry], Future[dict[int, bytes]]]] = deque()
+        while parts or opening:
+            while parts and len(opening) < max(_LEAST_DEPTH, self._pattern.depth):
+                part = parts.popleft()
+                opening.append((part, self._openers.submit(self._open, job, part)))
+            part, opened = opening.popleft()
+            found = self._make_objects(job, part, opened.result())
+            job.num_bytes += sum(one.num_bytes for one in found)
+            job.elapsed_s = time.perf_counter() - started_s
+            with self._lock:
+                job.objects += found
+            if len(found) < len(part):
+                for _, other in opening:
+                    other.cancel()
+                return False
+            self._wake()
+        return True
 
-    def _open(self, cipher: AESGCM | None, block: TierBlock) -> bytes | None:
-        size = self._layout.block_bytes[block.group]
-        try:
-            sealed = os.pread(self._fd, size + TAG_BYTES, self._layout.place(block.group, block.slot))
-            return None if cipher is None else cipher.decrypt(_nonce(block), sealed, self._describe(block))
-        except (OSError, InvalidTag, ValueError):
-            return None
+    def _divide(self, entries: Sequence[TierEntry]) -> Iterator[list[TierEntry]]:
+        """Divides entries into parts of about the size of a read."""
+        part: list[TierEntry] = []
+        num_bytes = 0
+        for entry in entries:
+            part.append(entry)
+            num_bytes += sum(self._slot_bytes[block.group] for block in entry.blocks if block is not None)
+            if num_bytes >= self._pattern.block_bytes:
+                yield part
+                part, num_bytes = [], 0
+        if part:
+            yield part
+
+    def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, bytes]) -> list[KVObject]:
+        """Returns the entries of a part as far as all of their blocks were opened, and notes the one that could not be."""
+        objects: list[KVObject] = []
+        for entry in part:
+            contents = []
+            for block in entry.blocks:
+                content = b"" if block is None else opened.get(block.number)
+                if content is None:
+                    job.unreadable = None if self._is_over(job) else block
+                    return objects
+                contents.append(content)
+            header = KVHeader(self._format, job.read.root, entry.key, entry.entry, tuple(map(len, contents)))
+            objects.append(KVObject(header, tuple(contents), b""))
+        return objects
+
+    def _is_over(self, job: _Read) -> bool:
+        return job.is_cancelled or time.monotonic() > job.deadline_s
+
+    def _open(self, job: _Read, part: Sequence[TierEntry]) -> dict[int, bytes]:
+        """Reads the blocks of a part, neighbours at once, and returns the contents of those that open, by number."""
+        opened: dict[int, bytes] = {}
+        cipher = job.cipher
+        if cipher is None:
+            return opened
+        for run in self._list_runs([block for entry in part for block in entry.blocks if block is not None]):
+            if self._is_over(job):
+                break
+            first = self._place(run[0])
+            try:
+                sealed = self._reader.read(first, self._place(run[-1]) + self._slot_bytes[run[-1].group] - first)
+            except OSError:
+                continue
+            for block in run:
+                begin = self._place(block) - first
+                end = begin + self._layout.block_bytes[block.group] + TAG_BYTES
+                with contextlib.suppress(InvalidTag, ValueError):
+                    opened[block.number] = cipher.decrypt(_nonce(block), sealed[begin:end], self._describe(block))
+        return opened
+
+    def _list_runs(self, blocks: Sequence[TierBlock]) -> list[list[TierBlock]]:
+        """Groups blocks whose slots are neighbours."""
+        runs: list[list[TierBlock]] = []
+        end = -1
+        for place, block in sorted(((self._place(block), block) for block in blocks), key=itemgetter(0)):
+            if place != end:
+                runs.append([])
+            runs[-1].append(block)
+            end = place + self._slot_bytes[block.group]
+        return runs
+
+    def _place(self, block: TierBlock) -> int:
+        return self._firsts[block.group] + block.slot * self._slot_bytes[block.group]
 
     def _describe(self, block: TierBlock) -> bytes:
         """Returns what is authenticated together with the contents of a block."""
         return msgspec.msgpack.encode((b"cloister/kv-tier/1", self._format, block.root, block.key, block.entry, block.group))
 
     def _probe(self) -> tuple[int, float]:
-        cipher, size = AESGCM(AESGCM.generate_key(256)), max(self._layout.block_bytes)
-        group = self._layout.block_bytes.index(size)
-        num_blocks = min(self._layout.num_slots[group], max(1, _PROBE_BYTES // size))
-        places = [self._layout.place(group, slot) for slot in range(num_blocks)]
-        for number, place in enumerate(places):
-            os.pwrite(self._fd, cipher.encrypt(number.to_bytes(12, "big"), bytes(size), b""), place)
-        started_s = time.perf_counter()
-        for number, place in enumerate(places):
-            cipher.decrypt(number.to_bytes(12, "big"), os.pread(self._fd, size + TAG_BYTES, place), b"")
-        return num_blocks * size, time.perf_counter() - started_s
+        """Fills the file's beginning with blocks that nobody has, and reads them as loads do."""
+        if self._is_memory:
+            os.ftruncate(self._fd, self._layout.num_bytes)  # a map needs its whole length; memory is taken when it is written
+        cipher = AESGCM(AESGCM.generate_key(256))
+        blocks = self._fill(cipher)
+        size = self._layout.block_bytes[blocks[0].group]
+        self._choose_pattern(len(blocks) * self._slot_bytes[blocks[0].group])
+        if not self._is_memory:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        entries = [TierEntry(block.entry, b"", (block,)) for block in blocks[: max(1, MAX_TRIAL_BYTES // size)]]
+        job = _Read(TierRead(TRIAL, [], b"", entries, len(entries) * size, PROBE_TIMEOUT_S), cipher)
+        if not self._read_all(job):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return job.num_bytes, job.elapsed_s
+
+    def _fill(self, cipher: AESGCM) -> list[TierBlock]:
+        """Writes blocks, as many as a slow disk takes in a while, and returns them."""
+        group = self._layout.block_bytes.index(max(self._layout.block_bytes))
+        content, end_s = os.urandom(self._layout.block_bytes[group]), time.monotonic() + _PROBE_FILL_S
+        blocks: list[TierBlock] = []
+        num_unsynced_bytes = 0
+        for slot in range(min(self._layout.num_slots[group], max(1, _PROBE_BYTES // self._slot_bytes[group]))):
+            block = TierBlock(b"", b"", b"", slot, group, slot, slot)
+            os.pwrite(self._fd, cipher.encrypt(_nonce(block), content, self._describe(block)), self._place(block))
+            blocks.append(block)
+            num_unsynced_bytes += self._slot_bytes[group]
+            if num_unsynced_bytes >= _PROBE_BLOCKS[0]:
+                os.fdatasync(self._fd)
+                num_unsynced_bytes = 0
+            if time.monotonic() > end_s:
+                break
+        os.fdatasync(self._fd)
+        return blocks
+
+    def _choose_pattern(self, num_bytes: int) -> None:
+        """Measures reads of what is not in the page cache, from the file's beginning. A slow disk is read as at first."""
+        engines = MEMORY_ENGINES if self._is_memory else DISK_ENGINES
+        patterns = [
+            pattern for pattern in list_patterns(engines, _PROBE_BLOCKS, _PROBE_DEPTHS) if pattern.block_bytes <= num_bytes
+        ]
+        end_s = time.monotonic() + _PROBE_READS_S
+        measured = measure_reads(
+            self._fd, num_bytes, patterns, cell_s=_PROBE_CELL_S, deadline_s=end_s, is_cached=self._is_memory
+        )
+        rates: list[ReadRate] = []
+        with contextlib.suppress(TimeoutError):
+            rates += [rate for rate in measured if rate is not None]
+        if rates:
+            self._openers.shutdown(wait=False)
+            self._use(recommend(rates))
 
 
 def _nonce(block: TierBlock) -> bytes:

@@ -12,6 +12,7 @@ from cloister.engine.kv_transfer import KVBlocks
 from cloister.kv.tiers import STORE_SHARE, KVTierIndex, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
+from cloister.scheduler.kv_restores import TRIAL
 from cloister.types.errors import ConfigError
 from cloister.types.events import KVStored
 
@@ -32,7 +33,7 @@ class KVTier:
         num_shares = max(1, scheduler.config.cache_scopes)
         layout = TierLayout.plan(setting.limit_bytes, blocks.form.sizes, scheduler.pool.groups, num_shares)
         self.index = KVTierIndex(setting.name, layout, num_shares)
-        self.worker = TierWorker(setting.storage.open(setting), layout, blocks.form)
+        self.worker = TierWorker(setting.storage.open(setting), layout, blocks.form, is_memory=setting.storage.is_memory)
         try:
             self.index.learn(*self.worker.probe())
         except (OSError, TimeoutError) as error:
@@ -68,6 +69,9 @@ class KVTier:
             if arrival.is_complete is not None:
                 if arrival.num_bytes:
                     self.index.learn(arrival.num_bytes, arrival.elapsed_s)
+                if arrival.request_id == TRIAL:
+                    self._restores.is_trying = False
+                elif arrival.num_bytes:
                     self.index.earn(max(0.0, arrival.saved_s), arrival.owner)
                 self._loads.finish(arrival.request_id, now, is_complete=arrival.is_complete)
 

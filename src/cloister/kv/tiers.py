@@ -23,7 +23,10 @@ MAX_UNWRITTEN_BYTES: Final = 64 * 2**20
 """KV that waits to be written, in all shares; while there is more, what is evicted is not stored. A slow disk delays no
 step."""
 TRY_EVERY: Final = 16
-"""Of loads that seem slower than computing, every so many-th one is made all the same: the tier may have become faster."""
+"""Of loads that seem slower than computing, every so many-th one is made in part while its request is computed: the tier may
+have become faster."""
+MAX_TRIAL_BYTES: Final = 2**20
+"""KV that such a trial reads; at least one entry."""
 STORE_SHARE: Final = 0.02
 """Storing may take this part of the processor time of steps, and what loads have saved."""
 MOST_CREDIT_S: Final = 0.25
@@ -330,9 +333,11 @@ class KVTierIndex:
                 slots.touch(found.key)
 
     def is_worth(self, num_bytes: int, compute_s: float) -> bool:
-        """Whether loading takes less time than computing. Of those that seem not to, one in `TRY_EVERY` counts as worth it."""
-        if self.predict_s(num_bytes) < compute_s:
-            return True
+        """Whether loading takes less time than computing."""
+        return self.predict_s(num_bytes) < compute_s
+
+    def decline(self) -> bool:
+        """Notes that a load was not worth it. Returns whether the tier shall be tried, without anybody waiting for it."""
         self._num_declined += 1
         return self._num_declined % TRY_EVERY == 0
 

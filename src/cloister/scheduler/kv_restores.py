@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.kv import NO_BLOCK, PrefixCache
-from cloister.kv.tiers import KVTierIndex, TierBlock
+from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTierIndex, TierBlock
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.sequence import SequenceRecord
 
+TRIAL: Final = ""
+"""Stands for the id of a request in a read that only measures; there is one at a time."""
 MIN_READ_S: Final = 0.05
 """A read has at least this time, and else that of computing what it brings."""
 
@@ -35,9 +37,10 @@ class TierEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TierRead:
-    """What is to be read for one request.
+    """What is to be read for one request, or for none, to measure the tier.
 
     Attributes:
+        request_id: the request that waits for it; `TRIAL` if nobody does.
         keys: prefix keys up to where its hit can end then.
         entries: those that the device lacks something of.
         compute_s: what computing them is predicted to take.
@@ -74,6 +77,7 @@ class KVRestores:
     Attributes:
         index: what the tier holds.
         reads: those that the engine must begin, since it last took them.
+        is_trying: a trial has not ended; the engine says when.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class KVRestores:
     ) -> None:
         self.index = index
         self.reads: list[TierRead] = []
+        self.is_trying = False
         self._cache, self._loads, self._cost = cache, loads, cost
         self._block_size, self._most_entries = block_size, most_entries
 
@@ -99,11 +104,13 @@ class KVRestores:
         if num_entries <= num_here:
             return None
         entries = self._list_missing(keys[:num_entries])
-        num_bytes = sum(index.layout.block_bytes[found.group] for part in entries for found in part.blocks if found)
+        num_bytes = sum(map(self._count_bytes, entries))
         num_positions = (num_entries - num_here) * self._block_size
         compute_s = self._cost.predict(StepSize().plus(num_here * self._block_size, num_positions))
         if not index.is_worth(num_bytes, compute_s):
             sequence.may_restore = False
+            if index.decline() and not self.is_trying:
+                self._try(state.root, entries, compute_s)
             return None
         return TierRead(state.request.request_id, list(keys[:num_entries]), state.root, entries, num_bytes, compute_s)
 
@@ -115,6 +122,20 @@ class KVRestores:
         num_promised = [sum(block.group == group for block in found) for group in range(len(self.index.layout.num_slots))]
         self._loads.restore(sequence, read.keys, self.index.name, num_promised, 2 * read.timeout_s, now)
         self.reads.append(read)
+
+    def _try(self, root: bytes, entries: Sequence[TierEntry], compute_s: float) -> None:
+        """Has the beginning of a load measured while its request is computed."""
+        num_bytes, part = 0, list[TierEntry]()
+        for entry in entries:
+            if part and num_bytes + self._count_bytes(entry) > MAX_TRIAL_BYTES:
+                break
+            part.append(entry)
+            num_bytes += self._count_bytes(entry)
+        self.is_trying = True
+        self.reads.append(TierRead(TRIAL, [], root, part, num_bytes, compute_s))
+
+    def _count_bytes(self, entry: TierEntry) -> int:
+        return sum(self.index.layout.block_bytes[block.group] for block in entry.blocks if block is not None)
 
     def _list_missing(self, keys: Sequence[bytes]) -> list[TierEntry]:
         """Returns the entries of which a hit of all keys needs a block that the device lacks."""

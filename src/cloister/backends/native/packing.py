@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -343,7 +344,7 @@ _PAGE = 4096  # every buffer takes whole ones
 _NUM_BUFFERS = 11
 _NUM_MIXTURE_BUFFERS = 6
 _NUM_STREAM_BUFFERS = 7
-_MOST_PARTIAL_BYTES = 64 << 20  # cpp/program.cpp
+_MOST_PARTIAL_BYTES, _MOST_SHARED_BYTES = 64 << 20, 16 << 20  # cpp/program.cpp
 _DELTA_BYTES = 33 << 10  # cpp/delta_net.hpp, `DeltaScratch`, for the longest keys
 
 
@@ -498,15 +499,16 @@ def _num_more_buffers(layer: LayerSpec) -> int:
 
 
 def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
-    """Bytes of what single splits of keys give, where a few tasks of 256 rows are shared by a team."""
-    if num_threads == 1:
-        return 0
-    num_splits = -(-spec.max_positions // 256)
-    attentions = (layer.attention for layer in spec.layers if layer.attention is not None)
-    widest = max(
-        (min(num_tokens * each.num_heads, 4 * num_threads * 256) * (each.head_dim + 48) for each in attentions), default=0
-    )
-    return min(4 * widest * num_splits, _MOST_PARTIAL_BYTES)
+    """Bytes of results of single splits of keys: splits that sequences share, and those of few tasks, which a team divides."""
+    attentions = [layer.attention for layer in spec.layers if layer.attention is not None]
+
+    def widest(num_splits: int, most_rows: float) -> int:
+        each = (min(num_tokens * attention.num_heads, most_rows) * (attention.head_dim + 48) for attention in attentions)
+        return 4 * num_splits * int(max(each, default=0))
+
+    shared = min(widest((spec.max_positions - 1) // 256, math.inf), _MOST_SHARED_BYTES)
+    cut = widest(-(-spec.max_positions // 256), 4 * num_threads * 256) if num_threads > 1 else 0
+    return min(shared + cut, _MOST_PARTIAL_BYTES)
 
 
 def _rotation_bytes(spec: DecoderSpec) -> int:

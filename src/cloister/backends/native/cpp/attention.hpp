@@ -1,6 +1,7 @@
 // Attention over the paged cache with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), split at absolute
 // positions: split s holds the keys [256 s, 256 (s + 1)). The result of one split depends on nothing but its keys and the query;
-// results are joined in the order of splits. Whoever computes a split, and beside whom, changes no bit.
+// results are joined in the order of splits. Whoever computes a split, and beside whom, changes no bit: so sequences that share blocks
+// of a prefix have its splits computed once for all of their rows.
 //
 // A block of the cache holds for each KV head, with D the padded head dimension and B the block size:
 //   float32   K [D][B], V [B][D]
@@ -640,13 +641,20 @@ INLINE void clear_state(float* state, int padded) {
     state[padded] = nothing_yet;
 }
 
-// The state of a row before its first split: a sink is the first score, so it is joined in the same order whatever follows.
-INLINE void begin_state(float* state, const AttentionShape& shape, int kv_head, int row) {
+// The state of a row before the first split of its task: a sink is the first score, so it is joined in the same order whatever
+// follows. Splits that were computed with other sequences come next.
+INLINE void begin_state(float* state, const AttentionShape& shape, const Sequence& sequence, int kv_head, int row) {
     int padded = shape.padded_values();
     clear_state(state, padded);
-    if (!shape.sinks) return;
-    state[padded] = shape.sinks[kv_head * shape.group() + row % shape.group()];
-    state[padded + 1] = 1.0f;
+    if (shape.sinks) {
+        state[padded] = shape.sinks[kv_head * shape.group() + row % shape.group()];
+        state[padded + 1] = 1.0f;
+    }
+    for (int split = 0; split < sequence.num_shared; split++) {
+        const SharedSplit& shared = sequence.shared[split];
+        const float* from = shared.at + size_t(kv_head) * shared.head_stride + size_t(row) * partial_row(shape);
+        join_split(state, from, from[padded], from[padded + 1], padded, padded);
+    }
 }
 
 INLINE void write_out(const float* state, const AttentionShape& shape, KVKind kind, const Sequence& sequence, int kv_head, int row, float* out, size_t stride) {
@@ -698,6 +706,17 @@ struct Attending {
     const Runs* runs = nullptr;  // of the split, where it is read in place
 
     int num_rows() const { return task.end - task.begin; }
+    // A row's query among those of the step.
+    size_t query(int row) const {
+        int group = shape.group(), number = task.rows ? task.rows[task.begin + row] : sequence.first_token * group + task.begin + row;
+        return size_t(number / group) * size_t(shape.num_heads) + size_t(task.kv_head * group + number % group);
+    }
+    View view(int row, int start) const { return task.rows ? View{0, split_keys} : view_of(shape, sequence, task.begin + row, start); }
+    // The position after the last key that some row sees.
+    int end() const {
+        if (task.rows) return (task.last_split + 1) * split_keys;
+        return sequence.nodes ? sequence.first_position : sequence.seen((task.end - 1) / shape.group()) + 1;
+    }
     Panels panels() const { return {scratch.keys, scratch.values}; }
     float* state(int row) const { return scratch.states + size_t(row) * partial_row(shape); }
     float* partial(int split, int row) const {
@@ -735,7 +754,7 @@ template <bool floats> NOINLINE void attend_split(const Attending& at, int split
         for (int r = 0; r < rows; r++) bend(scratch.scores + size_t(r) * split_keys, count, 1.0f, shape.softcap);
     float maxima[query_rows], totals[query_rows];
     auto maximum_of = [&](int r) INLINE_LAMBDA {
-        return find_maximum(scratch.scores + size_t(r) * split_keys, count, view_of(shape, at.sequence, at.task.begin + first + r, start));
+        return find_maximum(scratch.scores + size_t(r) * split_keys, count, at.view(first + r, start));
     };
     maxima[0] = maximum_of(0);
     for (int r = 0; r < rows; r++) {
@@ -796,22 +815,21 @@ template <bool floats>
 static void attend_rows(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
                         const uint8_t* queries, float* out, size_t out_stride, uint8_t* memory) {
     Attending at{task, sequence, shape, cache, AttendScratch(memory, shape)};
-    int padded = shape.padded_dim, group = shape.group(), num_rows = at.num_rows();
+    int padded = shape.padded_dim, num_rows = at.num_rows();
     size_t query_bytes = size_t(padded) * (floats ? 4 : 2);
     for (int r = 0; r < num_rows; r++) {
-        int row = task.begin + r;
-        size_t head = size_t(sequence.first_token + row / group) * shape.num_heads + task.kv_head * group + row % group;
+        size_t head = at.query(r);
         if constexpr (floats || !widens) {
             memcpy(at.scratch.queries + r * query_bytes, queries + head * query_bytes, query_bytes);
         } else {
             for (int d = 0; d < padded; d += 16)
                 store(at.scratch.queries + (size_t(r) * padded + d) * 4, from_bf16(load<u16x16>(queries + head * query_bytes + size_t(d) * 2)));
         }
-        if (!task.partial) begin_state(at.state(r), shape, task.kv_head, row);
+        if (!task.partial) begin_state(at.state(r), shape, sequence, task.kv_head, task.begin + r);
     }
     bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16, few = num_rows <= most_rows_in_place || shape.value_dim;
     bool in_place = reads_in_place && plain && few && cache.block_size % run_keys == 0;
-    int last_end = sequence.nodes ? sequence.first_position : sequence.seen((task.end - 1) / group) + 1;
+    int last_end = at.end();
     for (int split = task.first_split; split <= task.last_split; split++) {
         int start = split * split_keys, count = std::min(last_end - start, split_keys);
         if (sequence.nodes && count < split_keys) {
@@ -832,7 +850,7 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
         }
         for (int first = 0; first < num_rows; first += query_rows) {
             int rows = std::min(num_rows - first, query_rows);
-            attend_split<floats>(at, split, first, rows, view_of(shape, sequence, task.begin + first + rows - 1, start).high);
+            attend_split<floats>(at, split, first, rows, at.view(first + rows - 1, start).high);
         }
         at.runs = nullptr;
     }
@@ -852,7 +870,7 @@ static void join(const AttentionTask& task, const Sequence& sequence, const Atte
     size_t length = partial_row(shape);
     float* state = AttendScratch(scratch, shape).states;
     for (int r = 0; r < num_rows; r++) {
-        begin_state(state, shape, task.kv_head, task.begin + r);
+        begin_state(state, shape, sequence, task.kv_head, task.begin + r);
         for (int split = 0; split < num_splits; split++) {
             const float* from = partial + (size_t(split) * num_rows + r) * length;
             join_split(state, from, from[padded], from[padded + 1], padded, padded);

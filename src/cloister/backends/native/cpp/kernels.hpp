@@ -51,6 +51,13 @@ struct Node {
     int path, position;
 };
 
+// Results of one split of keys that several sequences share, computed for all of them at once (ChunkAttention, Ye et al. 2024): where
+// those of a sequence's first row begin, for the first KV head.
+struct SharedSplit {
+    const float* at;
+    size_t head_stride;
+};
+
 // One sequence of a step.
 struct Sequence {
     const int32_t* table = nullptr;  // blocks: of each entry one for each group of layers
@@ -61,6 +68,8 @@ struct Sequence {
     const Node* nodes = nullptr;     // [num_tokens]
     const int32_t* paths = nullptr;  // of all nodes, one after the other
     const int32_t* last_seen = nullptr;  // [num_tokens] positions, or null: a token sees none after its own
+    const SharedSplit* shared = nullptr;  // [num_shared] of the layers whose tasks are listed
+    int num_shared = 0;                   // splits that are computed with other sequences: the first ones
 
     // A block of the layer's cache.
     int block(int entry) const { return entry < first_entry ? empty_block : table[size_t(entry) * size_t(num_groups)] - first_block; }
@@ -77,9 +86,11 @@ struct Sequence {
     }
 };
 
-// Attention of rows [begin, end) of one sequence and one KV head; a row is (token, head of the group).
+// Attention of rows [begin, end) of one sequence and one KV head; a row is (token, head of the group). If several sequences share
+// the splits, `rows` lists the rows of all: (token of the step, head of the group) as one number. They see all keys of the splits.
 struct AttentionTask {
     int sequence = 0, kv_head = 0, begin = 0, end = 0;
+    const int32_t* rows = nullptr;  // or null
     int first_split = 0, last_split = 0;  // computed here, inclusive
     float* partial = nullptr;             // where results of single splits go, or null: this task has all splits
     double cost = 0;

@@ -16,7 +16,9 @@ namespace {
 constexpr size_t inputs_in_cache = size_t(5) << 18;  // inputs of a product that stay in a core's second-level cache
 constexpr int rope_chunk = 1024;
 constexpr size_t wipe_piece = size_t(1) << 18;
-constexpr size_t most_partial_bytes = size_t(64) << 20;  // backend.py counts on it
+constexpr size_t most_partial_bytes = size_t(64) << 20;  // packing.py counts on it
+constexpr size_t most_shared_bytes = size_t(16) << 20;    // of these, of splits that sequences share
+constexpr int most_sharing_tokens = 8;  // of a sequence that has splits of keys computed with others: one that decodes, or verifies drafts
 
 void require(bool fits, const char* otherwise) {
     if (!fits) throw std::invalid_argument(otherwise);
@@ -275,66 +277,181 @@ int Program::rows_at_once(const Sequence& sequence, const AttentionShape& shape)
     return std::min(task_rows, (sequence.num_tokens + parts - 1) / parts * shape.group());
 }
 
-void Program::list_tasks(const Layer& layer) {
-    const AttentionShape& shape = layer.shape;
-    tasks_.clear();
-    joins_.clear();
-    for (int s = 0; s < int(sequences_.size()); s++) {
-        const Sequence& sequence = sequences_[size_t(s)];
-        int rows = sequence.num_tokens * shape.group(), most = rows_at_once(sequence, shape);
+// Finds the splits of keys that several sequences share, which are those whose blocks are the same: a tree of prefixes.
+void Program::find_shared_splits(const AttentionShape& shape) {
+    shared_units_.clear();
+    shared_members_.clear();
+    shared_rows_.clear();
+    for (Sequence& sequence : sequences_) sequence.num_shared = 0;
+    if (shape.window) return;
+    std::vector<int> members;
+    for (int s = 0; s < int(sequences_.size()); s++)
+        if (within(sequences_[size_t(s)].num_tokens - 1, most_sharing_tokens)) members.push_back(s);
+    share_split(shape, std::move(members), 0);
+}
+
+// Those of `members` that have the same blocks at a split share it, and perhaps the next ones.
+void Program::share_split(const AttentionShape& shape, std::vector<int> members, int split) {
+    int block_size = layers[0].cache.block_size, first = split * split_keys, end = first + split_keys;
+    auto alike = [&](int a, int b) {
+        const Sequence &one = sequences_[size_t(a)], &other = sequences_[size_t(b)];
+        for (int entry = first / block_size; entry <= (end - 1) / block_size; entry++)
+            if (one.block(entry) != other.block(entry)) return false;
+        return true;
+    };
+    auto rest = std::partition(members.begin(), members.end(), [&](int s) { return sequences_[size_t(s)].first_position >= end; });
+    members.erase(rest, members.end());
+    while (members.size() > 1) {
+        auto others = std::stable_partition(members.begin(), members.end(), [&](int s) { return alike(members.front(), s); });
+        std::vector<int> sharing(members.begin(), others);
+        members.erase(members.begin(), others);
+        if (sharing.size() == 1) continue;
+        SharedUnit unit{split, int(shared_members_.size()), int(sharing.size()), int(shared_rows_.size()), 0, 0};
+        for (int s : sharing) {
+            Sequence& sequence = sequences_[size_t(s)];
+            sequence.num_shared = split + 1;
+            shared_members_.push_back(s);
+            for (int row = 0; row < sequence.num_tokens * shape.group(); row++) shared_rows_.push_back(sequence.first_token * shape.group() + row);
+        }
+        unit.num_rows = int(shared_rows_.size()) - unit.first_row;
+        shared_units_.push_back(unit);
+        share_split(shape, std::move(sharing), split + 1);
+    }
+}
+
+// How many floats the results of shared splits take. If these are too many, the last splits are not shared.
+size_t Program::count_shared_floats(const AttentionShape& shape) {
+    auto floats_of = [&](const SharedUnit& unit) { return size_t(unit.num_rows) * size_t(shape.num_kv_heads) * partial_row(shape); };
+    std::vector<size_t> of_split;
+    for (const SharedUnit& unit : shared_units_) {
+        of_split.resize(std::max(of_split.size(), size_t(unit.split) + 1));
+        of_split[size_t(unit.split)] += floats_of(unit);
+    }
+    int num_splits = 0;
+    size_t floats = 0;
+    while (num_splits < int(of_split.size()) && (floats + of_split[size_t(num_splits)]) * 4 <= most_shared_bytes) floats += of_split[size_t(num_splits++)];
+    auto is_last = [&](const SharedUnit& unit) { return unit.split >= num_splits; };
+    shared_units_.erase(std::remove_if(shared_units_.begin(), shared_units_.end(), is_last), shared_units_.end());
+    for (Sequence& sequence : sequences_) sequence.num_shared = std::min(sequence.num_shared, num_splits);
+    size_t next = 0;
+    for (SharedUnit& unit : shared_units_) {
+        unit.first_float = next;
+        next += floats_of(unit);
+    }
+    return floats;
+}
+
+void Program::list_shared_tasks(const AttentionShape& shape, float* partial) {
+    shared_tasks_.clear();
+    size_t length = partial_row(shape), num_splits = 0;
+    for (const Sequence& sequence : sequences_) num_splits += size_t(sequence.num_shared);
+    shared_splits_.resize(num_splits);
+    SharedSplit* next = shared_splits_.data();
+    for (Sequence& sequence : sequences_) {
+        sequence.shared = next;
+        next += sequence.num_shared;
+    }
+    for (const SharedUnit& unit : shared_units_) {
+        float* at = partial + unit.first_float;
+        size_t head_stride = size_t(unit.num_rows) * length, row = 0;
+        for (int i = 0; i < unit.num_members; i++) {
+            const Sequence& sequence = sequences_[size_t(shared_members_[size_t(unit.first_member + i)])];
+            shared_splits_[size_t(sequence.shared - shared_splits_.data()) + size_t(unit.split)] = {at + row * length, head_stride};
+            row += size_t(sequence.num_tokens * shape.group());
+        }
         for (int head = 0; head < shape.num_kv_heads; head++) {
-            for (int begin = 0; begin < rows; begin += most) {
+            for (int begin = 0; begin < unit.num_rows; begin += task_rows) {
                 AttentionTask task;
-                task.sequence = s;
+                task.sequence = shared_members_[size_t(unit.first_member)];
                 task.kv_head = head;
                 task.begin = begin;
-                task.end = std::min(rows, begin + most);
-                auto [lowest, end] = sequence.range(begin / shape.group(), (task.end - 1) / shape.group() + 1);
-                task.first_split = shape.first_seen(lowest) / split_keys;
-                task.last_split = (end - 1) / split_keys;
-                task.cost = double(task.last_split - task.first_split + 1) * (task.end - begin + 16);
-                if (sequence.nodes) task.cost += task.end - begin;  // its last split is computed node by node
-                tasks_.push_back(task);
+                task.end = std::min(unit.num_rows, begin + task_rows);
+                task.rows = shared_rows_.data() + unit.first_row;
+                task.first_split = task.last_split = unit.split;
+                task.partial = at + size_t(head) * head_stride + size_t(begin) * length;
+                task.cost = task.end - begin + 16;
+                shared_tasks_.push_back(task);
             }
         }
     }
-    // Too few tasks for the team: cut the longest into splits, and join those afterwards.
-    int threads = pool_->num_threads(), num_tasks = int(tasks_.size());
+}
+
+void Program::list_tasks(const Layer& layer) {
+    const AttentionShape& shape = layer.shape;
+    find_shared_splits(shape);
+    size_t shared_floats = count_shared_floats(shape);
+    tasks_.clear();
+    for (int s = 0; s < int(sequences_.size()); s++) list_own_tasks(shape, s);
+    size_t floats = count_cut_floats(shape, most_partial_bytes / 4 - shared_floats);
+    float* partial = (float*)partial_.reserve((shared_floats + floats) * 4 + 64);
+    list_shared_tasks(shape, partial);
+    joins_.clear();
+    if (floats) cut_tasks(shape, partial + shared_floats);
+    deal(shared_tasks_);
+    deal(tasks_);
+}
+
+// Tasks of the splits that a sequence does not share.
+void Program::list_own_tasks(const AttentionShape& shape, int s) {
+    const Sequence& sequence = sequences_[size_t(s)];
+    int rows = sequence.num_tokens * shape.group(), most = rows_at_once(sequence, shape);
+    for (int head = 0; head < shape.num_kv_heads; head++) {
+        for (int begin = 0; begin < rows; begin += most) {
+            AttentionTask task;
+            task.sequence = s;
+            task.kv_head = head;
+            task.begin = begin;
+            task.end = std::min(rows, begin + most);
+            auto [lowest, end] = sequence.range(begin / shape.group(), (task.end - 1) / shape.group() + 1);
+            task.first_split = std::max(sequence.num_shared, shape.first_seen(lowest) / split_keys);
+            task.last_split = (end - 1) / split_keys;
+            task.cost = double(task.last_split - task.first_split + 1) * (task.end - begin + 16);
+            if (sequence.nodes) task.cost += task.end - begin;  // its last split is computed node by node
+            tasks_.push_back(task);
+        }
+    }
+}
+
+// How many floats the results of single splits take, if there are too few tasks for the team and the longest shall be cut; else 0.
+size_t Program::count_cut_floats(const AttentionShape& shape, size_t most) const {
+    if (pool_->num_threads() == 1 || int(tasks_.size()) >= 4 * pool_->num_threads()) return 0;
     size_t floats = 0;
-    std::vector<size_t> places;
-    for (AttentionTask& task : tasks_) {
-        places.push_back(floats);
-        int splits = task.last_split - task.first_split + 1;
-        if (splits > 1) floats += size_t(splits) * size_t(task.end - task.begin) * partial_row(shape);
-    }
-    if (threads > 1 && num_tasks < 4 * threads && floats * 4 <= most_partial_bytes) {
-        float* partial = (float*)partial_.reserve(floats * 4 + 64);
-        for (int i = 0; i < num_tasks; i++) {
-            AttentionTask whole = tasks_[size_t(i)];
-            int splits = whole.last_split - whole.first_split + 1;
-            if (splits == 1) continue;
-            float* at = partial + places[size_t(i)];
-            size_t length = size_t(whole.end - whole.begin) * partial_row(shape);
-            joins_.push_back({whole, at, splits});
-            int per_task = std::max(1, splits / (2 * threads));
-            for (int first = 0; first < splits; first += per_task) {
-                AttentionTask part = whole;
-                part.first_split = whole.first_split + first;
-                part.last_split = std::min(whole.last_split, part.first_split + per_task - 1);
-                part.partial = at + size_t(first) * length;
-                part.cost = double(part.last_split - part.first_split + 1) * (part.end - part.begin + 16);
-                if (first == 0) tasks_[size_t(i)] = part;
-                else tasks_.push_back(part);
-            }
+    for (const AttentionTask& task : tasks_)
+        if (int splits = task.last_split - task.first_split + 1; splits > 1) floats += size_t(splits) * size_t(task.end - task.begin) * partial_row(shape);
+    return floats <= most ? floats : 0;
+}
+
+// Cuts the longest tasks into splits, which are joined afterwards.
+void Program::cut_tasks(const AttentionShape& shape, float* partial) {
+    int num_tasks = int(tasks_.size());
+    for (int i = 0; i < num_tasks; i++) {
+        AttentionTask whole = tasks_[size_t(i)];
+        int splits = whole.last_split - whole.first_split + 1, per_task = std::max(1, splits / (2 * pool_->num_threads()));
+        if (splits == 1) continue;
+        size_t length = size_t(whole.end - whole.begin) * partial_row(shape);
+        joins_.push_back({whole, partial, splits});
+        for (int first = 0; first < splits; first += per_task) {
+            AttentionTask part = whole;
+            part.first_split = whole.first_split + first;
+            part.last_split = std::min(whole.last_split, part.first_split + per_task - 1);
+            part.partial = partial + size_t(first) * length;
+            part.cost = double(part.last_split - part.first_split + 1) * (part.end - part.begin + 16);
+            if (first == 0) tasks_[size_t(i)] = part;
+            else tasks_.push_back(part);
         }
+        partial += size_t(splits) * length;
     }
-    // The dear ones first, prefill and decode in one list dealt out in turn, so that the team ends together (POD-Attention's aim,
-    // Kamath et al. 2025, on a CPU).
-    std::sort(tasks_.begin(), tasks_.end(), [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
+}
+
+// The dear ones first, prefill and decode in one list dealt out in turn, so that the team ends together (POD-Attention's aim,
+// Kamath et al. 2025, on a CPU).
+void Program::deal(std::vector<AttentionTask>& tasks) {
+    std::sort(tasks.begin(), tasks.end(), [](const AttentionTask& a, const AttentionTask& b) { return a.cost > b.cost; });
     dealt_.clear();
-    for (int thread = 0; thread < threads; thread++)
-        for (size_t i = size_t(thread); i < tasks_.size(); i += size_t(threads)) dealt_.push_back(tasks_[i]);
-    tasks_.swap(dealt_);
+    size_t threads = size_t(pool_->num_threads());
+    for (size_t thread = 0; thread < threads; thread++)
+        for (size_t i = thread; i < tasks.size(); i += threads) dealt_.push_back(tasks[i]);
+    tasks.swap(dealt_);
 }
 
 void Program::attention(const Layer& layer, const Batch& batch) {
@@ -343,10 +460,14 @@ void Program::attention(const Layer& layer, const Batch& batch) {
     reserve_scratch(kernels_.attend_scratch(shape));
     float* mixed = (float*)mixed_.reserve(size_t(batch.num_tokens) * width * 4);
     const uint8_t* queries = queries_.get<uint8_t>();
-    phase("attention", int(tasks_.size()), [&](int i, int thread) {
-        const AttentionTask& task = tasks_[size_t(i)];
-        kernels_.attend(task, sequences_[size_t(task.sequence)], shape, layer.cache, queries, mixed, width, scratch(thread));
-    });
+    auto attend = [&](const char* name, const std::vector<AttentionTask>& tasks) {
+        phase(name, int(tasks.size()), [&](int i, int thread) {
+            const AttentionTask& task = tasks[size_t(i)];
+            kernels_.attend(task, sequences_[size_t(task.sequence)], shape, layer.cache, queries, mixed, width, scratch(thread));
+        });
+    };
+    if (!shared_tasks_.empty()) attend("attention, shared", shared_tasks_);
+    attend("attention", tasks_);
     if (joins_.empty()) return;
     phase("attention", int(joins_.size()), [&](int i, int thread) {
         const Join& join = joins_[size_t(i)];
@@ -515,8 +636,9 @@ void Program::mix(const Layer& layer, const Batch& batch, const Layer*& previous
     Sink sink = branch_sink(layer, layer.attention_post_norm, num_tokens);
     sink.scale = layer.output_scale;
     if (layer.attends()) {
-        if (!previous || previous->group != layer.group) enter_group(batch, layer.group);
-        if (!previous || !same_tasks(*previous, layer)) list_tasks(layer);
+        bool enters = !previous || previous->group != layer.group;
+        if (enters) enter_group(batch, layer.group);
+        if (enters || !same_tasks(*previous, layer)) list_tasks(layer);
         previous = &layer;
         attention_block(layer, batch, inputs.rows, sink);
     } else {

@@ -362,7 +362,15 @@ private:
     // scan.hpp
     template <class StateIn, class Advance> void scan(const Batch& batch, int sequence, size_t size, float* copies, StateIn&& state_in, Advance&& advance) const;
 
+    void find_shared_splits(const AttentionShape& shape);
+    void share_split(const AttentionShape& shape, std::vector<int> members, int split);
+    size_t count_shared_floats(const AttentionShape& shape);
+    void list_shared_tasks(const AttentionShape& shape, float* partial);
     void list_tasks(const Layer& layer);
+    void list_own_tasks(const AttentionShape& shape, int s);
+    size_t count_cut_floats(const AttentionShape& shape, size_t most) const;
+    void cut_tasks(const AttentionShape& shape, float* partial);
+    void deal(std::vector<AttentionTask>& tasks);
     void feed_forward(const FeedForward& mlp, const Rows& inputs, Sink end, const Layer* adapted = nullptr);
     Sink up_sink(const FeedForward& mlp, Rows& next, uint16_t* wide) const;
     void mixture(const Layer& layer, const Normed& inputs);
@@ -436,7 +444,13 @@ private:
     int num_drafts_ = 0, most_draft_states_ = 0;
     std::vector<Node> nodes_;     // [num_tokens], where there are trees
     std::vector<int32_t> paths_;  // of all nodes
-    std::vector<AttentionTask> tasks_, dealt_;
+    std::vector<AttentionTask> tasks_, shared_tasks_, dealt_;
+    // A split of keys that several sequences share: members and rows [first, first + num) of the two lists below.
+    struct SharedUnit { int split, first_member, num_members, first_row, num_rows; size_t first_float; };
+    std::vector<SharedUnit> shared_units_;
+    std::vector<int> shared_members_;
+    std::vector<int32_t> shared_rows_;
+    std::vector<SharedSplit> shared_splits_;
     struct Join { AttentionTask task; const float* partial; int num_splits; };
     std::vector<Join> joins_;
 

@@ -1,0 +1,176 @@
+"""The way of KV down to a tier and back, stage by stage, beside what `cloister bench io` says the place can do.
+
+    python -m benchmarks.kv_tier_stages [--directory DIR] [--mb N] [--repeats N]
+
+Blocks of about 20 KiB (cloister-5m) and of 240 KiB (SmolLM2-135M in bfloat16). Each figure is the best of the repeats, in GB a
+second: on the clock, and in brackets of this process's processor time, which other programs change less. A disk's page cache is
+dropped before each read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from cloister.bench.profile import program_of
+from cloister.engine.kv_tier_reads import list_patterns, measure_reads
+from cloister.engine.kv_tier_storage import TierSetting
+from cloister.engine.kv_tier_worker import TierWorker
+from cloister.kv import BlockGroup, KVFormat
+from cloister.kv.tiers import KVTierIndex, TierBlock, TierLayout
+from cloister.launch import build_engine
+from cloister.scheduler.kv_restores import TierEntry, TierRead
+from cloister.types.config import EngineConfig
+
+TIMEOUT_S = 120.0
+STORED_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Bytes a second on the clock, and of processor time."""
+
+    clock: float
+    processor: float
+
+    def __str__(self) -> str:
+        return f"{self.clock / 1e9:.2f} ({self.processor / 1e9:.2f})"
+
+
+def repeat(num_repeats: int, num_bytes: int, run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Speed:
+    """Returns the best speeds."""
+    clock, processor = [], []
+    for _ in range(num_repeats):
+        prepare()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        run()
+        clock.append(num_bytes / (time.perf_counter() - started_s))
+        processor.append(num_bytes / (time.process_time() - started_cpu_s))
+    return Speed(max(clock), max(processor))
+
+
+def best(speeds: list[Speed]) -> Speed:
+    """Returns the best of each."""
+    return Speed(max(speed.clock for speed in speeds), max(speed.processor for speed in speeds))
+
+
+def store(worker: TierWorker, index: KVTierIndex, contents: list[bytes]) -> list[TierBlock]:
+    """Writes blocks as an engine does that evicts the end of a prefix first; returns them in the order of the prefix."""
+    for number in reversed(range(len(contents))):
+        index.offer(b"root", number.to_bytes(32, "big"), number, 0, number)
+        if number % STORED_AT_ONCE and number:
+            continue
+        stores, index.stores = index.stores, []
+        worker.write([stored for _, stored in stores], [contents[block] for block, _ in stores])
+        while index._unwritten:
+            time.sleep(0.0002)
+            for block, is_written in worker.take_written()[0]:
+                assert is_written
+                index.confirm(block, is_written=True)
+    os.fdatasync(worker._fd)
+    found = [index.find(number.to_bytes(32, "big"), 0) for number in range(len(contents))]
+    return [stored for stored in found if stored is not None]
+
+
+def load(worker: TierWorker, blocks: list[TierBlock], num_bytes: int) -> None:
+    """Reads all blocks as one request would."""
+    entries = [TierEntry(block.entry, block.key, (block,)) for block in blocks]
+    worker.read(TierRead("request", [], b"root", entries, num_bytes, TIMEOUT_S))
+    end_s, num_arrived = time.monotonic() + TIMEOUT_S, 0
+    while True:
+        for arrival in worker.take_read():
+            num_arrived = arrival.num_bytes
+            if arrival.is_complete is not None:
+                assert arrival.is_complete
+                assert num_arrived == num_bytes
+                return
+        assert time.monotonic() < end_s
+        time.sleep(0.0002)
+
+
+def measure(setting: TierSetting, block_bytes: int, num_mb: int, num_repeats: int) -> None:
+    """Prints one row."""
+    num_blocks = num_mb * 2**20 // block_bytes
+    layout = TierLayout.plan(2 * num_mb * 2**20, (block_bytes,), [BlockGroup(8)])
+    is_memory = setting.storage.is_memory
+    worker = TierWorker(
+        setting.storage.open(setting), layout, KVFormat("model", 16, "one", (block_bytes,)), is_memory=is_memory
+    )
+    index = KVTierIndex(setting.name, layout)
+    worker.probe()
+    contents = [os.urandom(block_bytes) for _ in range(num_blocks)]
+    num_bytes, cipher = num_blocks * block_bytes, AESGCM(AESGCM.generate_key(256))
+    index.earn(1e6)
+    started_s = time.perf_counter()
+    blocks = store(worker, index, contents)
+    write_s = time.perf_counter() - started_s
+    assert len(blocks) == num_blocks
+    pattern = worker.pattern
+
+    def drop() -> None:
+        if not is_memory:
+            os.posix_fadvise(worker._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    sealed = [cipher.encrypt(number.to_bytes(12, "big"), content, b"") for number, content in enumerate(contents)]
+    seal = repeat(num_repeats, num_bytes, lambda: [cipher.encrypt(bytes(12), content, b"") for content in contents])
+    opened = repeat(
+        num_repeats,
+        num_bytes,
+        lambda: [cipher.decrypt(number.to_bytes(12, "big"), content, b"") for number, content in enumerate(sealed)],
+    )
+    raws, loads = [], []
+    one = list_patterns([pattern.engine], [pattern.block_bytes], [pattern.depth])
+
+    def read() -> None:
+        end_s = time.monotonic() + TIMEOUT_S
+        for rate in measure_reads(worker._fd, num_bytes, one, cell_s=TIMEOUT_S, deadline_s=end_s, is_cached=is_memory):
+            assert rate is not None
+            assert rate.num_reads * pattern.block_bytes <= num_bytes
+
+    for _ in range(num_repeats):  # in turn: the speed of a shared machine changes
+        raws.append(repeat(1, num_bytes, read))
+        loads.append(repeat(1, num_bytes, lambda: load(worker, blocks, num_bytes), drop))
+    cached = repeat(num_repeats, num_bytes, lambda: load(worker, blocks, num_bytes))
+    share = max(speed.clock for speed in loads) / max(speed.clock for speed in raws)
+    reads = f"{pattern.engine}, {pattern.block_bytes // 1024} KiB x {pattern.depth}"
+    print(f"{setting.name}, blocks of {block_bytes // 1024} KiB; {reads}")
+    print(f"  down: seal {seal}, seal and write {num_bytes / write_s / 1e9:.2f}")
+    print(f"  up:   read {best(raws)}, open {opened}, load {best(loads)}, that is {100 * share:.0f}% of reading;", end=" ")
+    print(f"from the page cache {cached}")
+    worker.close()
+
+
+def measure_program(num_repeats: int) -> None:
+    """Prints how fast an engine's own blocks are copied out and in."""
+    engine = build_engine(EngineConfig(model="cloister-5m", num_threads=1, kv_memory_mb=64, weights_cache=""))
+    program, numbers = program_of(engine), list(range(256))
+    contents = program.export_blocks(numbers)
+    num_bytes = sum(map(len, contents))
+    out = repeat(num_repeats, num_bytes, lambda: program.export_blocks(numbers))
+    into = repeat(num_repeats, num_bytes, lambda: program.import_blocks(numbers, contents))
+    print(f"cloister-5m, blocks of {len(contents[0]) / 1024:.1f} KiB: export {out}, import {into}")
+
+
+def main() -> None:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path.cwd())
+    parser.add_argument("--mb", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    measure_program(options.repeats)
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        for setting in (f"disk:{directory},1G", "host:1G"):
+            for block_bytes in (20 * 2**10, 240 * 2**10):
+                measure(TierSetting.parse(setting), block_bytes, options.mb, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Reads of a tier's file: by what call, how many bytes at once, how many at a time; and how fast each way is.
+
+`cloister bench io` measures a directory with the same code as a tier does at its start.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Final, Protocol
+
+import numpy as np
+
+PAGE_BYTES: Final = 4096
+GOOD_SHARE: Final = 0.9
+"""A pattern that reaches this part of the best bandwidth is as good, if it needs fewer reads at a time or smaller ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPattern:
+    """How a file is read.
+
+    Attributes:
+        engine: a name of `READ_ENGINES`.
+        block_bytes: bytes of each read.
+        depth: reads at a time, each in a thread of its own.
+    """
+
+    engine: str
+    block_bytes: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRate:
+    """What one pattern reached.
+
+    Attributes:
+        bytes_s: bytes a second of all threads together.
+        p50_s, p99_s: time of one read.
+        num_reads: reads that were measured.
+    """
+
+    pattern: ReadPattern
+    bytes_s: float
+    p50_s: float
+    p99_s: float
+    num_reads: int
+
+
+class FileReader(Protocol):
+    """Reads one file, in any number of threads."""
+
+    def read(self, place: int, num_bytes: int) -> memoryview:
+        """Returns these bytes, fewer at the end of the file; they are good until this thread's next read.
+
+        Args:
+            place: where they begin: a multiple of `PAGE_BYTES`.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        ...
+
+
+class _CallReader:
+    """`preadv` into a buffer of each thread.
+
+    Args:
+        fd: the file, which stays the caller's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._buffers = threading.local()
+
+    def read(self, place: int, num_bytes: int) -> memoryview:
+        buffer = self._buffer(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+        return buffer[: min(num_bytes, os.preadv(self._fd, [buffer], place))]
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        buffer: memoryview | None = getattr(self._buffers, "all", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._buffers.all = memoryview(mmap.mmap(-1, num_bytes))  # begins at a page, as O_DIRECT needs
+        return buffer[:num_bytes]
+
+
+class _DirectReader(_CallReader):
+    """The same past the page cache (O_DIRECT).
+
+    Raises:
+        OSError: the file system has no such reads.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        weakref.finalize(self, os.close, self._fd)  # not before the last thread that uses it has ended
+
+
+class _MappedReader:
+    """A map of the file, without a copy. A file that others could shorten must not be read like this: the process would die."""
+
+    def __init__(self, fd: int) -> None:
+        self._view = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+
+    def read(self, place: int, num_bytes: int) -> memoryview:
+        return self._view[place : place + num_bytes]
+
+
+READ_ENGINES: Final[dict[str, Callable[[int], FileReader]]] = {
+    "pread": _CallReader,
+    "direct": _DirectReader,
+    "mmap": _MappedReader,
+}
+"""pread: through the page cache; direct: past it; mmap: a map. No io_uring: common sandboxes forbid it, and its Python bindings
+are young; threads keep as many reads in flight."""
+DISK_ENGINES: Final = ("pread", "direct")
+"""Those for a tier on a disk: a read of a map that fails ends the process."""
+MEMORY_ENGINES: Final = ("pread", "mmap")
+"""Those for a tier in memory."""
+
+
+def list_patterns(engines: Sequence[str], blocks: Sequence[int], depths: Sequence[int]) -> list[ReadPattern]:
+    """Returns all combinations."""
+    return [ReadPattern(*pattern) for pattern in product(engines, blocks, depths)]
+
+
+def measure_reads(
+    fd: int,
+    num_bytes: int,
+    patterns: Sequence[ReadPattern],
+    *,
+    cell_s: float,
+    deadline_s: float,
+    is_cached: bool = False,
+    is_ended: Callable[[], bool] = lambda: False,
+) -> Iterator[ReadRate | None]:
+    """Measures patterns on a file, in random order of its blocks; yields None for one that the file system does not have.
+
+    Args:
+        fd: a file of at least `num_bytes`, whose contents are on the disk.
+        cell_s: longest time for each pattern; all blocks are read once at most.
+        deadline_s: on the monotonic clock; what was not measured by then is left out.
+        is_cached: the page cache is kept and filled; else it is dropped before each pattern.
+        is_ended: whether to leave the rest out.
+
+    Raises:
+        TimeoutError: a read has not ended by the deadline.
+    """
+    for pattern in patterns:
+        if time.monotonic() >= deadline_s or is_ended():
+            return
+        if not is_cached:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            reader = READ_ENGINES[pattern.engine](fd)
+        except OSError:
+            yield None
+            continue
+        yield _measure(reader, num_bytes, pattern, min(deadline_s, time.monotonic() + cell_s), deadline_s)
+
+
+def _measure(reader: FileReader, num_bytes: int, pattern: ReadPattern, end_s: float, deadline_s: float) -> ReadRate | None:
+    places = list(range(0, max(1, num_bytes // pattern.block_bytes) * pattern.block_bytes, pattern.block_bytes))
+    random.Random(0).shuffle(places)
+    block_bytes, taken_s, errors = min(pattern.block_bytes, num_bytes), list[float](), list[OSError]()
+
+    def read_some() -> None:
+        into = np.empty(block_bytes, np.uint8)
+        try:
+            while not taken_s or time.monotonic() < end_s:  # a thread that was late still reads once
+                place = places.pop()
+                started_s = time.perf_counter()
+                content = reader.read(place, block_bytes)
+                if pattern.engine == "mmap":  # a map reads when somebody looks; numpy lets other threads run meanwhile
+                    np.copyto(into[: len(content)], np.frombuffer(content, np.uint8))
+                taken_s.append(time.perf_counter() - started_s)
+        except IndexError:
+            pass
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read_some, daemon=True) for _ in range(pattern.depth)]
+    started_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()) + 1.0)
+        if thread.is_alive():
+            raise TimeoutError
+    elapsed_s = time.perf_counter() - started_s
+    if errors or not taken_s:
+        return None
+    taken_s.sort()
+    num_reads = len(taken_s)
+    return ReadRate(
+        pattern, num_reads * block_bytes / elapsed_s, taken_s[num_reads // 2], taken_s[num_reads * 99 // 100], num_reads
+    )
+
+
+def recommend(rates: Sequence[ReadRate]) -> ReadPattern:
+    """Returns the pattern with the fewest reads at a time, then with the smallest ones, that is about as fast as the best.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    enough = GOOD_SHARE * max(rate.bytes_s for rate in rates)
+    good = [rate for rate in rates if rate.bytes_s >= enough]
+    return min(good, key=lambda rate: (rate.pattern.depth, rate.pattern.block_bytes, -rate.bytes_s)).pattern

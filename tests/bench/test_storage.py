@@ -1,0 +1,159 @@
+"""`cloister bench io`: a directory or memory is measured, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloister.bench import storage
+from cloister.bench.storage import BLOCKS, DEPTHS, count_cells, measure_storage
+from cloister.cli import main
+from cloister.engine import kv_tier_reads
+from cloister.engine.kv_tier_reads import DISK_ENGINES, MEMORY_ENGINES, ReadPattern, ReadRate, measure_reads, recommend
+from cloister.types.errors import ConfigError
+
+SIZE = 8 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def short_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "CELL_S", 0.01)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may have more than 4 MiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 2**20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Returns (exit status, standard output, standard error) of one command."""
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "io", *arguments])
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize(("where", "engines"), [("disk", {"pread", "direct", "mmap"}), ("host", {"pread", "mmap"})])
+def test_every_call_block_and_depth_is_measured_and_one_is_recommended(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str, engines: set[str]
+) -> None:
+    place = str(tmp_path) if where == "disk" else "host"
+    status, out, err = run(capsys, place, "--size-mb", "8", "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    found = {(rate["pattern"]["engine"], rate["pattern"]["block_bytes"], rate["pattern"]["depth"]) for rate in report["rates"]}
+    measured = engines - set(report["left_out"])
+    assert found == {(engine, block, depth) for engine in measured for block in BLOCKS for depth in DEPTHS}
+    assert all(rate["bytes_s"] > 0 and 0 < rate["p50_s"] <= rate["p99_s"] for rate in report["rates"])
+    assert (report["is_complete"], report["num_bytes"]) == (True, SIZE)
+    assert report["recommended"]["engine"] in (DISK_ENGINES if where == "disk" else engines)
+    assert len(report["cached_rates"]) == (len(BLOCKS) * len(DEPTHS) if where == "disk" else 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_names_calls_blocks_and_what_to_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = run(capsys, str(tmp_path), "--size-mb", "8")
+    assert status == 0
+    for text in ("pread, cached", "256 KiB", "GB/s, 8 at once", "Writes of 1 MiB:", "Recommended: "):
+        assert text in out
+
+
+def test_progress_is_told_once_for_each_step(tmp_path: Path) -> None:
+    steps: list[int] = []
+    measure_storage(tmp_path, SIZE, timeout_s=60.0, on_progress=lambda: steps.append(1))
+    assert len(steps) == count_cells(is_memory=False)
+
+
+def test_what_there_is_no_time_for_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = measure_storage(tmp_path, 16 * SIZE, timeout_s=0.0)
+    assert (report.rates, report.recommended, report.is_complete) == ([], None, False)
+    assert report.num_bytes == SIZE, "writing is not bounded either"
+
+
+def test_a_directory_that_is_not_there_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, err = run(capsys, str(tmp_path / "none"))
+    assert status == 1
+    assert "No such file or directory; name a directory that this user may write to" in err
+
+
+def test_a_file_is_no_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    status, _, err = run(capsys, str(tmp_path / "file"))
+    assert status == 1
+    assert "Not a directory; name a directory" in err
+
+
+def test_a_disk_without_room_says_so_and_nothing_is_left(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, small_files: None
+) -> None:
+    status, _, err = run(capsys, str(tmp_path), "--size-mb", "8")
+    assert status == 1
+    assert "has no room for a file of 8 MiB; give a smaller --size-mb" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        measure_storage(tmp_path, SIZE, timeout_s=60.0, on_progress=interrupt)
+    assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_read_that_hangs_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def hang(*arguments: Any) -> int:
+        may_end.wait(60.0)
+        return 0
+
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", hang)
+    monkeypatch.setattr(storage.os, "fdatasync", lambda fd: None)  # a busy disk would leave no time for a read
+    with pytest.raises(ConfigError, match=r"has not answered a read within 1 s; choose another directory"):
+        measure_storage(tmp_path, SIZE, timeout_s=1.0)
+    may_end.set()
+
+
+def test_a_machine_without_time_still_measures_each_pattern_once() -> None:
+    patterns = [ReadPattern(engine, 2**16, 2) for engine in MEMORY_ENGINES]
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, 2**20)
+        rates = list(measure_reads(fd, 2**20, patterns, cell_s=0.0, deadline_s=time.monotonic() + 60.0, is_cached=True))
+    finally:
+        os.close(fd)
+    assert [rate is not None and rate.pattern for rate in rates] == patterns
+
+
+def rate(bytes_s: float, depth: int, block_bytes: int, engine: str = "pread") -> ReadRate:
+    return ReadRate(ReadPattern(engine, block_bytes, depth), bytes_s, 0.0, 0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"),
+    [
+        ([rate(100, 8, 64), rate(95, 1, 1024), rate(50, 1, 16)], (1, 1024)),
+        ([rate(100, 8, 64), rate(80, 1, 1024)], (8, 64)),
+        ([rate(100, 2, 1024), rate(91, 2, 64)], (2, 64)),
+    ],
+)
+def test_the_least_depth_and_then_the_least_block_that_is_about_as_fast_is_recommended(
+    rates: list[ReadRate], best: tuple[int, int]
+) -> None:
+    pattern = recommend(rates)
+    assert (pattern.depth, pattern.block_bytes) == best
