@@ -16,7 +16,7 @@ from cloister.kv import BlockPool, KVObject, PrefixKeys
 from cloister.kv.objects import KVHeader
 from cloister.kv.tiers import KVTierIndex, TierBlock, TierLayout
 from cloister.scheduler import Scheduler, SchedulerConfig
-from cloister.scheduler.kv_restores import TierRead
+from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Event, Preempted, Stepped
 from cloister.types.step import Sample, StepPlan, StepResult
@@ -116,6 +116,10 @@ class VirtualTier:
         due = [read for end_s, read in self._reads if end_s <= now]
         self._reads = [(end_s, read) for end_s, read in self._reads if end_s > now]
         for read in due:
+            if read.request_id == TRIAL:
+                assert self._scheduler.kv_restores is not None
+                self._scheduler.kv_restores.is_trying = False
+                continue
             is_complete = all(block is None or self.index.find(block.key, block.group) is block for block in _blocks_of(read))
             if is_complete:
                 self._scheduler.kv_loads.arrive(read.request_id, self._objects(read))
