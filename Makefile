@@ -99,5 +99,5 @@ $(VENV)/.installed-test: $(SOURCES) $(VENV)/.ready
 # Nothing that is checked needs kernels: where none are compiled yet, none are for this.
 $(VENV)/.installed-check: pyproject.toml $(VENV)/.ready
 	@$(TAKE_TORCH)
-	@$(INSTALL) $(if $(wildcard $(VENV)/.installed),,--config-settings=wheel.cmake=false) '.[test,check]'
+	@$(INSTALL) '.[test,check]' $(if $(wildcard $(VENV)/.installed),,--config-settings=wheel.cmake=false)
 	@touch $@
