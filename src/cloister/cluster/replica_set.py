@@ -21,6 +21,7 @@ from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
+from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import (
@@ -37,6 +38,7 @@ from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError, InvalidRequestError, QueueFullError
 from cloister.types.events import Ended, Event, KVLoaded, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
+from cloister.types.scope import Scope
 
 DIFFERENT_MODELS: Final = "the replicas do not serve the same model and formats; start them with the same settings"
 ALL_DRAINED: Final = "every replica is being drained; send the request again later"
@@ -258,6 +260,13 @@ class ReplicaSet(RequestClient):
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [self._snapshot(index) for index in range(len(self._replicas))]
+
+    async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
+        each = await asyncio.gather(
+            *(replica.inspect_cache(scope, drop=drop, timeout_s=timeout_s) for replica in self._replicas)
+        )
+        unanswered = [index for index, report in enumerate(each) if report.unanswered]
+        return CacheReport(add_up(usage for report in each for usage in report.places), unanswered)
 
     def length_errors(self) -> LengthErrors | None:
         return None if self._lengths is None else self._lengths.errors
