@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness import MODEL, Bench, make_parser
-from cloister.client.traces.node import ServeProgram
+from cloister.client.residue_audit.node import ServeProgram
 from tests.browser import Browser, Keys, browsing
 
 AXE, AXE_SHA256 = "axe-core@4.14.1", "e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745"

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from cloister.client.traces.node import RunningProgram
+from cloister.client.residue_audit.node import RunningProgram
 from cloister.policy import Credentials, KeyQuota
 from cloister.policy.keyfile import write_credentials
 from tests.browser import Browser, browsing

@@ -29,8 +29,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from benchmarks.harness import Bench, make_parser, make_progress
-from cloister.client.traces.cloud import Cloud
-from cloister.client.traces.node import ServeProgram
+from cloister.client.residue_audit.cloud import Cloud
+from cloister.client.residue_audit.node import ServeProgram
 
 BODY = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 ASK_TIMEOUT_S = 5.0

@@ -1,8 +1,12 @@
 """Live migrations and flips of roles under load, on real processes: `python -m benchmarks.migrations --migrations 100`.
 
 Answers of moved requests are compared with those of the same requests that stay. The gap of a migration lies between the last
-output before its request changed its replica (`Migrated`) and the first one after it; its stall is what that is longer than a
-step, which is the median gap between two outputs of all requests in the run.
+output before its request changed its replica (`Migrated`) and the first one after it. Its stall is how much later that one came
+than the next step of the replica that it left, with which it would have come; negative: sooner. In steps: of the median gap
+between two outputs of all requests in the run.
+
+Gaps themselves say little: a request changes its replica when the other one is ahead, so most of all while its own one makes a
+long step (a prompt of somebody else, or the machine computes something else).
 
 With `--flips 100` no request is moved by itself: one prefill and two decode replicas change their roles, one after the other,
 which drains each of them first. The load lasts until all flips are done.
@@ -12,18 +16,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import contextlib
 import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cloister.cluster import ReplicaSet
 from cloister.engine.replica_snapshot import Role
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
-from cloister.types.events import Event, Migrated
+from cloister.types.events import Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams, SequenceOutput
 
 SHAPE = r"[a-z]{2,8}( [a-z]{2,8}){60,80}\."
@@ -79,8 +85,23 @@ async def answer_all(cluster: ReplicaSet, answers: Sequence[Answer], at_once: in
 
 
 @dataclass
+class Move:
+    """A migration: the replica that the request left, and how many outputs it had."""
+
+    answer: Answer
+    source: int
+    num_outputs: int
+
+    @property
+    def gap_s(self) -> tuple[float, float] | None:
+        """When the outputs before and after it came; None if one is missing."""
+        times_s = self.answer.times_s
+        return (times_s[self.num_outputs - 1], times_s[self.num_outputs]) if 0 < self.num_outputs < len(times_s) else None
+
+
+@dataclass
 class Moves:
-    """Migrations: of which answer, and how many outputs it had when it changed its replica.
+    """Migrations of one run.
 
     Args:
         cluster: of two replicas.
@@ -89,15 +110,19 @@ class Moves:
 
     cluster: ReplicaSet
     answers: Sequence[Answer]
-    done: list[tuple[Answer, int]] = field(default_factory=list)
+    done: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._by_id = {one.request.request_id: one for one in self.answers}
-        self.cluster.subscribe(self._note)
+        self._steps_s: list[list[float]] = [[] for _ in self.cluster._replicas]
+        for index, replica in enumerate(self.cluster._replicas):
+            replica.subscribe(partial(self._note, index))
 
-    def _note(self, event: Event) -> None:
-        if isinstance(event, Migrated) and (one := self._by_id.get(event.request_id)) is not None:
-            self.done.append((one, len(one.times_s)))
+    def _note(self, index: int, event: Event) -> None:
+        if isinstance(event, Stepped):
+            self._steps_s[index].append(time.monotonic())
+        elif isinstance(event, Migrated) and (one := self._by_id.get(event.request_id)) is not None:
+            self.done.append(Move(one, index, len(one.times_s)))
 
     async def move(self, count: int, seed: int) -> None:
         """Moves running requests one after the other, until there are so many moves or all have been answered."""
@@ -112,9 +137,25 @@ class Moves:
             elif all(one.finish_reason for one in self.answers):
                 return
 
-    def stalls_s(self) -> list[float]:
+    def gaps_s(self) -> list[float]:
         """Returns the gap at each migration behind which an output came."""
-        return [one.times_s[n] - one.times_s[n - 1] for one, n in self.done if 0 < n < len(one.times_s)]
+        return [gap[1] - gap[0] for move in self.done if (gap := move.gap_s) is not None]
+
+    def stalls_s(self, step_s: float) -> list[float]:
+        """Returns how much later than without each migration its output came, if a replica without a step afterwards would
+        have taken `step_s`."""
+        stalls = []
+        for move in self.done:
+            if (gap := move.gap_s) is not None:
+                steps_s = self._steps_s[move.source]
+                number = bisect.bisect_right(steps_s, gap[0])
+                stalls.append(gap[1] - (steps_s[number] if number < len(steps_s) else gap[0] + step_s))
+        return stalls
+
+
+def gaps_of(answers: Sequence[Answer]) -> list[float]:
+    """Returns the time between every two outputs of an answer, of all answers."""
+    return [b - a for one in answers for a, b in zip(one.times_s, one.times_s[1:], strict=False)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -171,7 +212,7 @@ async def measure_flips(options: argparse.Namespace) -> int:
     pairs = [(a, b) for go in rounds for a, b in zip(stay, go, strict=True)]
     num_lost = sum(b.is_lost for _, b in pairs)
     num_equal = sum((a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason) for a, b in pairs)
-    gaps = sorted(y - x for _, b in pairs for x, y in zip(b.times_s, b.times_s[1:], strict=False))
+    gaps = sorted(gaps_of([b for _, b in pairs]))
     print(f"{len(took_s)} flips, each in {statistics.median(took_s):.2f} s at P50, {max(took_s):.2f} s at most")
     print(f"{len(pairs)} requests, {options.at_once} at once: {num_lost} lost, {num_equal} identical")
     print(f"{num_moved} running requests moved, hand-overs after the prompt included")
@@ -189,20 +230,21 @@ async def measure(options: argparse.Namespace) -> int:
         moves = Moves(cluster, go)
         movers = [moves.move(options.migrations, seed) for seed in range(options.movers)]
         await asyncio.gather(answer_all(cluster, go, options.at_once), *movers)
-    gaps = [b - a for one in go for a, b in zip(one.times_s, one.times_s[1:], strict=False)]
-    step_s = statistics.median(gaps)
-    stalls = [gap_s / step_s - 1 for gap_s in moves.stalls_s()]
+    step_s = statistics.median(gaps_of(go))
     equal = sum(a.token_ids == b.token_ids for a, b in zip(stay, go, strict=True))
-    print(
-        f"{len(moves.done)} migrations of {len({one.request.request_id for one, _ in moves.done})} requests, "
-        f"{options.at_once} at once"
-    )
+    num_moved = len({move.answer.request.request_id for move in moves.done})
+    print(f"{len(moves.done)} migrations of {num_moved} requests, {options.at_once} at once")
     print(f"equal answers: {equal} of {len(go)}")
-    print(f"median step {step_s * 1e3:.2f} ms, P99 of all gaps {percentile(gaps, 0.99) / step_s:.1f} steps")
-    figures = [percentile(stalls, 0.5), percentile(stalls, 0.99), max(stalls)]
-    print("stall in steps: P50 {:.1f}, P99 {:.1f}, max {:.1f}".format(*figures))
-    print("stall in ms: P50 {:.1f}, P99 {:.1f}, max {:.1f}".format(*(steps * step_s * 1e3 for steps in figures)))
-    print(f"stalls below one step: {sum(stall < 1 for stall in stalls)} of {len(stalls)}")
+    stalls_s = moves.stalls_s(step_s)
+    print(f"median step {step_s * 1e3:.2f} ms; in steps of this, P50, P90, P99 and max:")
+    for what, values_s in (
+        ("stalls", stalls_s),
+        ("gaps at migrations", moves.gaps_s()),
+        ("all gaps of this run", gaps_of(go)),
+        ("all gaps without migrations", gaps_of(stay)),
+    ):
+        print(f"{what}: " + ", ".join(f"{percentile(values_s, share) / step_s:.1f}" for share in (0.5, 0.9, 0.99, 1.0)))
+    print(f"stalls below one step: {sum(stall_s < step_s for stall_s in stalls_s)} of {len(stalls_s)}")
     return len(go) - equal
 
 

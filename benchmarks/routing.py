@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cloister.client.routing.adversary import make_adversary
-from cloister.client.routing.hypotheses import judge
-from cloister.client.routing.records import Attack
-from cloister.client.routing.tails import power, requests_needed
-from cloister.client.routing.trial import CAPTURED, PLAN, Size, run_trial
+from cloister.client.routing_audit.adversary import make_adversary
+from cloister.client.routing_audit.hypotheses import judge
+from cloister.client.routing_audit.records import Attack
+from cloister.client.routing_audit.tails import power, requests_needed
+from cloister.client.routing_audit.trial import CAPTURED, PLAN, Size, run_trial
 
 RESULT = Path(__file__).parent / "results" / "routing.json"
 RATE = 0.05

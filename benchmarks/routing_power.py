@@ -10,9 +10,9 @@ import argparse
 import json
 from pathlib import Path
 
-from cloister.client.routing.hypotheses import HONEST_ABOVE, count_tests, judge
-from cloister.client.routing.tails import power, requests_needed
-from tests.client.routing.simulation import against, nothing, simulate
+from cloister.client.routing_audit.hypotheses import HONEST_ABOVE, count_tests, judge
+from cloister.client.routing_audit.tails import power, requests_needed
+from tests.client.routing_audit.simulation import against, nothing, simulate
 
 RESULT = Path(__file__).parent / "results" / "routing_power.json"
 RATES = (0.20, 0.05, 0.01)

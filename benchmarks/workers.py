@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cloister.client.traces.node import SealedNode, ServeProgram
+from cloister.client.residue_audit.node import SealedNode, ServeProgram
 from cloister.trust.residue.processes import ProcessTree
 
 TICKS = os.sysconf("SC_CLK_TCK")

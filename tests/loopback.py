@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
 
 
 class LoopbackNetwork:
-    """Serves applications at free ports of this machine; `cloister.client.routing.cloud.Network`.
+    """Serves applications at free ports of this machine; `cloister.client.routing_audit.cloud.Network`.
 
     Args:
         certificates: (certificate, key) of those that are reached by TLS, by URL.

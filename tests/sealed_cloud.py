@@ -1,7 +1,7 @@
 """The sealed cloud of tests and benchmarks: every program of it, at loopback sockets.
 
 `SealedCloud` wires the programs; here they get sockets, a record of what each saw, and a customer. Tests that only ask share a
-`cloud` fixture. The same programs as processes of their own are `cloister.client.traces.cloud.Cloud`.
+`cloud` fixture. The same programs as processes of their own are `cloister.client.residue_audit.cloud.Cloud`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from cloister.client import Session
-from cloister.client.routing.cloud import CloudConfig, Node, SealedCloud
-from cloister.client.routing.records import Spell
+from cloister.client.routing_audit.cloud import CloudConfig, Node, SealedCloud
+from cloister.client.routing_audit.records import Spell
 from cloister.private.relay import ISSUER_TIMEOUT_S
 from cloister.private.upstream import ANSWER_TIMEOUT_S
 from cloister.trust.attestation import AttestationPolicy

@@ -194,7 +194,7 @@ def write_tensors(config: Mapping[str, Any], tensors: dict[str, npt.NDArray[Any]
     """Writes a checkpoint, with a tokenizer of bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    _tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    make_tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -230,7 +230,7 @@ def _iter_feed_forward(prefix: str, hidden: int, intermediate: int) -> Iterator[
     yield f"{prefix}.down_proj.weight", (hidden, intermediate)
 
 
-def _tokenizer(vocab_size: int) -> Tokenizer:
+def make_tokenizer(vocab_size: int) -> Tokenizer:
     """Bytes, and placeholders for the rest of the vocabulary: prompts are token ids, only answers become text."""
     pieces = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ee"]  # llama.cpp loads no vocabulary without a merge
     pieces += [f"<|{number}|>" for number in range(len(pieces), vocab_size)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cloister.launch import build_engine, resolve_settings
-from cloister.launch.site import describe_start
+from cloister.launch.app import describe_start
 from cloister.models import locate
 from cloister.types.errors import ConfigError
 from cloister.types.request import ModelInfo

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cloister.client import EpochRefusedError
-from cloister.client.routing.cloud import CloudConfig
+from cloister.client.routing_audit.cloud import CloudConfig
 from cloister.trust.transparency.epoch import MAX_CLOCK_SKEW_S
 from cloister.trust.transparency.history import BURST, EPOCH_EVERY_S
 from tests.client.test_membership import prepare

@@ -17,8 +17,8 @@ from cloister.client import AsyncSealedTransport, EpochRefusedError, NoTokensErr
 from cloister.client.errors import IssuerContradictionError
 from cloister.client.issuer_record import MOST_KEYS, IssuerRecord, beside
 from cloister.client.limits import Limits
-from cloister.client.routing.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
-from cloister.client.routing.records import Spell
+from cloister.client.routing_audit.cloud import ISSUER, RELAY, CloudConfig, SealedCloud
+from cloister.client.routing_audit.records import Spell
 from cloister.trust.attestation import AttestationPolicy
 from cloister.trust.tokens.blind_rsa import encode_public, generate
 from cloister.trust.tokens.issuer_keys import EPOCH_S

@@ -20,7 +20,7 @@ from cloister.client.limits import LATE_S, hold_to_limits
 from cloister.client.monitoring import MonitorState, load_state
 from cloister.client.node_verification import judge_node, refuse_shared_chips
 from cloister.client.proxy import tell_epoch
-from cloister.client.routing.records import Spell
+from cloister.client.routing_audit.records import Spell
 from cloister.client.shared_view import state_file
 from cloister.trust.attestation import AttestationPolicy, Evidence, Findings, Outcome
 from cloister.trust.attestation.cbor import encode_text

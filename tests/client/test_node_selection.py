@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from cloister.client.node_selection import bound_capture, draw
-from cloister.client.routing.tails import binomial, two_sided
+from cloister.client.routing_audit.tails import binomial, two_sided
 from cloister.types.errors import ConfigError
 
 

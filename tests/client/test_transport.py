@@ -21,8 +21,8 @@ from cloister.client import (
     RelayUnreachableError,
     RepeatedRequestError,
 )
-from cloister.client.routing.cloud import ISSUER, RELAY
-from cloister.client.routing.records import Spell
+from cloister.client.routing_audit.cloud import ISSUER, RELAY
+from cloister.client.routing_audit.records import Spell
 from cloister.client.token_purchase import BATCH
 from cloister.trust.attestation import AttestationPolicy
 from cloister.trust.transparency.publisher import Publisher

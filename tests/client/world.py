@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 
 from cloister.client import AsyncSealedTransport, Session
-from cloister.client.routing.cloud import RELAY, CloudConfig, SealedCloud
-from cloister.client.routing.records import Spell
+from cloister.client.routing_audit.cloud import RELAY, CloudConfig, SealedCloud
+from cloister.client.routing_audit.records import Spell
 from cloister.trust.attestation import AttestationPolicy
 from tests.rsa_keys import shared_keys
 

@@ -220,17 +220,27 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 FIRST_SEEDS = {
-    "repeated frames are taken as new": 180,
-    "a resumed request forgets which sequences have ended": 140,
-    "a hung engine is not replaced": 450,
-    "what an engine says of a request that left it is taken": 210,
-    "the time waited is that between two clocks": 50,
-    "a request is open at both engines that compute it": 180,
-    "a request is blamed for a death that had other causes": 80,
-    "another replica counts as slow": 330,
-    "tenants share prefixes": 110,
+    "repeated frames are taken as new": 181,
+    "frames are taken out of order": 16,
+    "a resumed request forgets which sequences have ended": 141,
+    "a hung engine is not replaced": 454,
+    "what an engine says of a request that left it is taken": 211,
+    "a token is repeated at a switch": 17,
+    "a request that moved stays where it was too": 17,
+    "tenants share prefixes": 113,
+    "aborted requests keep their blocks": 17,
+    "the time waited is that between two clocks": 70,
+    "a request is blamed for a death that had other causes": 90,
+    "requests computed again count as those of clients": 5,
+    "another replica counts as slow": 336,
+    "a request does not wake an idle engine": 12,
+    "an engine counts as idle though it computes": 12,
+    "the front goes over to an engine that is behind": 17,
+    "what two engines said is passed on twice": 17,
+    "a request is open at both engines that compute it": 191,
+    "lengths of requests that have ended are predicted on": 4,
 }
-"""Where the search for a bug begins that few seeds show, so that the test is quick."""
+"""Where the search for a bug begins, so that the test is quick: as long as scenarios stay as they are, this seed shows it."""
 
 
 @pytest.mark.parametrize("bug", PLANTED)

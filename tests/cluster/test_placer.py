@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -123,6 +124,20 @@ def test_a_cluster_that_cannot_be_joined_is_an_error_and_leaves_nothing(
         assert set(descendants(os.getpid())) <= before
 
     run(main())
+
+
+def test_an_address_where_nothing_listens_is_named_at_once_and_no_driver_is_started(model_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+
+        async def main() -> None:
+            before = set(descendants(os.getpid()))
+            with pytest.raises(EngineError, match=f"no Ray cluster answers at {address} .Connection refused."):
+                await make_replicas(model_path, "build", address).start()
+            assert set(descendants(os.getpid())) <= before
+
+        run(main())
 
 
 def test_a_host_without_a_machine_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.cluster_demo import ask_all, make_bodies, serving
 from tests.serving import descendants
 
 ROOT = Path(__file__).parents[2]
+JOB_LOST_S = 180.0
 pytestmark = [
     pytest.mark.slow,  # Ray takes some ten seconds to start, and longer to notice that a node is dead
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
@@ -72,3 +76,44 @@ def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_le
     asyncio.run(main())
     assert descendants(os.getpid()) == []
     assert left_over() == before
+
+
+def test_replicas_come_back_after_the_raylet_beside_the_front_has_died() -> None:
+    before = left_over()
+    bodies = make_bodies(8, 40)
+
+    async def ask(url: str) -> list[Any]:
+        answers: list[Any] = [None] * len(bodies)
+        await ask_all(url, bodies, 4, answers)
+        return answers
+
+    async def main() -> None:
+        flags = ("--replicas", "2", "--on", "ray", "--num-threads", "1", "--kv-memory-mb", "64")
+        async with serving(*flags) as (server, _), httpx.AsyncClient(base_url=server.url) as client:
+            first = await ask(server.url)
+            assert all(answer.error is None for answer in first)
+            (raylet,) = [pid for pid in descendants(os.getpid()) if b"/raylet/raylet" in command_of(pid)]
+            os.kill(raylet, signal.SIGKILL)
+            async with asyncio.timeout(JOB_LOST_S):  # Ray ends its job
+                while "running" in await states(client):
+                    await asyncio.sleep(0.5)
+            async with asyncio.timeout(JOB_LOST_S):  # and another one begins
+                while await states(client) != ["running", "running"]:
+                    await asyncio.sleep(0.5)
+            again = await ask(server.url)
+            assert [answer.text for answer in again] == [answer.text for answer in first]
+
+    asyncio.run(main())
+    assert descendants(os.getpid()) == []
+    assert left_over() == before
+
+
+async def states(client: httpx.AsyncClient) -> list[str]:
+    return [replica["state"] for replica in (await client.get("/v1/replicas", timeout=30.0)).json()["data"]]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.replica_set import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
+from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.replica_snapshot import Role
@@ -137,7 +138,7 @@ class Accounting(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(list(self.requests)))
         self.left.add(request_id)
-        self.client.abandon(request_id)
+        self.client.abort(request_id)
 
     @rule(index=st.integers(0, NUM_REPLICAS - 1), num_steps=st.integers(1, 6))
     def step(self, index: int, num_steps: int) -> None:
@@ -159,7 +160,7 @@ class Accounting(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(list(self.client._places)))
         source = self.client._places[request_id]
         if source != index and self.client._snapshot(index).is_accepting:
-            self.client._switch(request_id, source, index)
+            self.client._migrate(request_id, source, index)
 
     @precondition(lambda self: self.client._places)
     @rule(data=st.data(), index=st.integers(0, NUM_REPLICAS - 1))
@@ -220,6 +221,77 @@ def test_every_request_ends_once_with_the_tokens_of_one_engine_alone(
     case = Machine.TestCase
     case.settings = settings(max_examples=6, stateful_step_count=50, deadline=None)
     case().runTest()
+
+
+def begin_move(engines: Engines) -> tuple[Request, list[int], list[ShadowEnd]]:
+    """Has replica 1 compute a request of replica 0 too, until both have said as much. Returns what reaches the client."""
+    request, said, ends = make_request("a", max_tokens=40), [], []
+    engines.client.submit(request, lambda output: said.extend(output.token_ids))
+    assert engines.client._places[request.request_id] == 0
+    step_until(engines, [0], lambda: len(said) == 3)
+    assert engines.client._shadow_moves.begin(request.request_id, 0, 1, ends.append)
+    (move,) = engines.client._shadow_moves._moves.values()
+    step_until(engines, [0], lambda: len(said) == 4)
+    step_until(engines, [1], lambda: move.num_level == 1)
+    return request, said, ends
+
+
+def step_until(engines: Engines, indexes: list[int], is_done: Callable[[], bool]) -> int:
+    """Has replicas take steps in turns; returns how many each took."""
+    for number in range(100):
+        if is_done():
+            return number
+        for index in indexes:
+            engines.step(index)
+    raise AssertionError("100 steps were not enough")
+
+
+def test_while_both_replicas_have_said_as_much_the_next_token_comes_from_the_first_that_has_it(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+    request, said, ends = begin_move(engines)
+    num_said = len(said)
+    engines.step(0)
+    assert len(said) == num_said + 1  # the source has not been stopped for a target that has nothing new
+    assert not ends
+    engines.step(1)
+    assert len(said) == num_said + 1
+    engines.step(1)
+    assert len(said) == num_said + 2  # the target is ahead: its token comes at once, and the request is there
+    assert ends == [ShadowEnd.TOOK_OVER]
+    assert engines.client._places[request.request_id] == 1
+    step_until(engines, [1], lambda: len(said) == 40)
+    assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
+
+
+def test_a_target_that_is_never_ahead_gets_the_request_after_some_steps(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+    request, said, ends = begin_move(engines)
+    assert step_until(engines, [0, 1], lambda: bool(ends)) == LEAD_PATIENCE
+    assert ends == [ShadowEnd.TOOK_OVER]
+    assert engines.client._places[request.request_id] == 1
+    step_until(engines, [1], lambda: len(said) == 40)
+    assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
+
+
+def test_a_request_that_is_being_moved_is_not_moved_a_second_time(model_path: Path) -> None:
+    engines, said = Engines(model_path, "round_robin"), []
+    request = make_request("a", max_tokens=60)
+    engines.client.submit(request, lambda output: said.extend(output.token_ids))
+    step_until(engines, [0], lambda: len(said) == 3)
+
+    async def main() -> None:
+        moves = [asyncio.create_task(engines.client.migrate(request.request_id, 1)) for _ in range(2)]
+        while not all(move.done() for move in moves):
+            for index in (0, 1, 1):  # the target is faster, so that it catches up
+                engines.step(index)
+            await asyncio.sleep(0)
+        # the second one would stop the source without a target that is ready
+        assert [move.result() for move in moves] == [True, False]
+
+    run(main())
+    assert engines.client.snapshots()[1].num_migrated == 1
+    step_until(engines, [1], lambda: len(said) == 60)
+    assert said == greedy_continuation(request.token_ids, 60, VOCAB_SIZE)
 
 
 def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None:
@@ -340,7 +412,18 @@ async def answer(replicas: ReplicaSet, request: Request) -> list[SequenceOutput]
     return [output async for output in replicas.generate(request)]
 
 
-def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None:
+def test_blocks_of_a_request_that_has_left_do_not_stay_in_the_figures(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+    request = make_request("a long prompt of several blocks", max_tokens=40)
+    engines.client.submit(request, lambda output: None)
+    step_until(engines, [0], lambda: engines.client.snapshots()[0].num_used_blocks > 0)
+    engines.client.abort(request.request_id)
+    step_until(engines, [0], lambda: not engines.client.num_places)
+    assert engines.client.snapshots()[0].num_used_blocks == 0
+    assert engines.client.snapshots()[0].num_total_blocks == 10
+
+
+def test_processes_answer_though_one_of_them_is_killed(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with serving(model_path) as replicas:
             assert [name for name, _ in replicas.processes] == ["engine 0", "engine 1"]
@@ -354,6 +437,7 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None
                     request.token_ids, 20, VOCAB_SIZE
                 )
             assert [snapshot.num_routed for snapshot in replicas.snapshots()] == [8, 4]
+            assert "the engine of replica 1 is gone" in caplog.text
 
     run(main())
 
@@ -361,7 +445,7 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path) -> None
 def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path) as replicas:
-            requests = [make_request(f"request {number}", max_tokens=40) for number in range(8)]
+            requests = [make_request(f"request {number}", max_tokens=80) for number in range(8)]
             answers = [asyncio.create_task(answer(replicas, request)) for request in requests]
             await asyncio.sleep(0.3)
             assert await replicas.drain_replica(1) == 0
@@ -372,7 +456,7 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) 
             with pytest.raises(InvalidRequestError, match="they are 0 to 1"):
                 await replicas.drain_replica(2)
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
-                whole = greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
+                whole = greedy_continuation(request.token_ids, 80, VOCAB_SIZE)
                 assert [token_id for o in outputs for token_id in o.token_ids] == whole
             replicas.return_replica(1)
             assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, True]

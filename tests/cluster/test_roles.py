@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cloister.cluster import ROUTERS, ReplicaSnapshot
-from cloister.cluster.roles import Flip, RoleFlips, RoleRouter, RoutingDecision, assign_roles
+from cloister.cluster.roles import Flip, RoleFlipper, RoleRouter, RoutingDecision, assign_roles
 from cloister.cluster.routers import RouterContext
 from cloister.kv import PrefixKeys
 from cloister.types.errors import ConfigError
@@ -113,7 +113,7 @@ def starving(num_queued: int = 3) -> list[ReplicaSnapshot]:
 
 
 def test_an_idle_replica_flips_to_where_others_queue_once_that_lasts() -> None:
-    flips = RoleFlips(hold_s=2.0, rest_s=20.0)
+    flips = RoleFlipper(hold_s=2.0, rest_s=20.0)
     assert [flips.decide(starving(), now) for now in (0.0, 1.0, 1.9)] == [None, None, None]
     assert flips.decide(starving(), 2.0) == Flip(2, "prefill")
     assert flips.decide(starving(), 10.0) is None
@@ -121,10 +121,10 @@ def test_an_idle_replica_flips_to_where_others_queue_once_that_lasts() -> None:
 
 
 def test_a_queue_that_comes_and_goes_flips_nothing() -> None:
-    flips = RoleFlips(hold_s=2.0)
+    flips = RoleFlipper(hold_s=2.0)
     assert [flips.decide(starving(int(now) % 2), now) for now in map(float, range(20))] == [None] * 20
 
 
 def test_the_last_replica_of_a_role_keeps_it() -> None:
-    flips = RoleFlips(hold_s=0.0)
+    flips = RoleFlipper(hold_s=0.0)
     assert flips.decide(starving()[:2], 0.0) is None

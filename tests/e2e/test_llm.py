@@ -73,6 +73,20 @@ def test_answers_are_the_same_to_the_last_bit_after_preemption(alone):
     assert [fingerprint(completion) for completion in answers] == alone
 
 
+@pytest.mark.parametrize("policy", ["mlfq", "cfs", "qoe", "reorder"])
+def test_answers_are_the_same_to_the_last_bit_whoever_goes_first(alone, monkeypatch, policy):
+    monkeypatch.setattr("cloister.scheduler.policies.qoe.INTERVAL_S", 0.0)
+    monkeypatch.setattr("cloister.scheduler.policies.cfs.SLICE_TOKENS", 4)
+    slots, kv_memory_mb = (8, 0.38) if policy == "reorder" else (2, 2.0)
+    shape = {"max_model_len": 256, "kv_memory_mb": kv_memory_mb, "block_size": 4, "max_num_seqs": slots}
+    with LLM("cloister-5m", scheduler=policy, prefix_cache=policy != "reorder", speculate="none", **shape) as engine:
+        events = []
+        engine.subscribe(events.append)
+        answers = engine.generate(PROMPTS * 2, GREEDY)
+        assert any(isinstance(event, Preempted) for event in events), "the test must be tight enough to preempt"
+    assert [fingerprint(completion) for completion in answers] == alone * 2
+
+
 def test_a_seed_means_the_same_tokens_in_any_company(llm):
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True)
     (one,) = llm.generate([PROMPTS[0]], sampling)

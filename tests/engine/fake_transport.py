@@ -44,7 +44,7 @@ class FakeTransport:
     async def close(self) -> str | None:
         return None
 
-    async def rest(self, *, is_final: bool = False) -> None:
+    async def discard_template(self, *, is_final: bool = False) -> None:
         pass
 
 

@@ -77,12 +77,12 @@ class Accounting(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(list(self.requests)))
         self.left.add(request_id)
-        self.client.abandon(request_id)
+        self.client.abort(request_id)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        self.client.give_up(data.draw(st.sampled_from(list(self.requests))))
+        self.client.expire(data.draw(st.sampled_from(list(self.requests))))
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:

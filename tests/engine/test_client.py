@@ -110,7 +110,7 @@ def test_what_the_engine_says_after_the_end_is_dropped() -> None:
     front = Front()
     request = front.submit()
     front.start(request)
-    front.client.give_up(request.request_id)
+    front.client.expire(request.request_id)
     assert isinstance(front.sent[-1], Abort)
     front.end(request)
     assert front.ends(request) == [(0, FinishReason.TIMEOUT)]
@@ -130,8 +130,8 @@ def test_a_sequence_that_the_engine_ends_twice_ends_once() -> None:
 def test_an_abandoned_request_stays_accounted_for_until_the_engine_ended_it() -> None:
     front = Front()
     request = front.submit()
-    front.client.abandon(request.request_id)
-    front.client.abandon(request.request_id)
+    front.client.abort(request.request_id)
+    front.client.abort(request.request_id)
     assert [type(message) for message in front.sent] == [Submit, Abort]
     assert len(front.client._requests) == 1
     front.client._requests.end_all("the engine died")

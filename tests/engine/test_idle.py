@@ -21,7 +21,7 @@ from cloister.engine.client import HOLD_KV_S, RequestClient
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.supervision import IdleTimer, Restarts
 from cloister.kv import PrefixKeys
-from cloister.types.events import Ended
+from cloister.types.events import Arrived, Ended, Event
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from cloister.types.scope import LOCAL_SCOPE
 from tests.engine.replica import VOCAB_SIZE, make_config, make_request
@@ -109,6 +109,27 @@ def test_asking_what_is_cached_starts_no_engine_that_would_have_nothing(model_pa
             await until_idle(engine)
             assert await engine.inspect_cache(LOCAL_SCOPE) == CacheReport([], [])
             assert engine.health().is_idle
+
+    run(main())
+
+
+def test_a_request_for_an_idle_engine_has_arrived_and_the_server_says_that_it_starts(model_path: Path) -> None:
+    async def main() -> None:
+        engine = make_client(model_path)
+        events: list[Event] = []
+        async with started(engine):
+            await until_idle(engine)
+            engine.subscribe(events.append)
+            request = make_request(max_tokens=1)
+            running = asyncio.create_task(answer(engine, request))
+            await until(lambda: bool(events))
+            assert isinstance(events[0], Arrived)  # metrics count it as waiting
+            health = engine.health()
+            assert (health.good, health.is_idle, health.is_starting) == (True, False, True)
+            assert health.detail == "the engine starts, 1 requests wait for it"
+            await running
+            assert [type(event) for event in events].count(Arrived) == 1
+            assert not engine.health().is_starting
 
     run(main())
 

@@ -167,7 +167,7 @@ def test_what_comes_while_one_is_tried_waits_until_it_is_cleared(model_path: Pat
     client.submit(make_request(max_tokens=5), lambda output: None)
     left = make_request(max_tokens=5)
     client.submit(left, lambda output: None)
-    client.abandon(left.request_id)
+    client.abort(left.request_id)
     assert len(client._requests) == 2, "the engine never had it, so it has ended"
     assert not client.snapshot().is_accepting
     engine = make_replica(model_path, clock=clock)

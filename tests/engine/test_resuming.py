@@ -186,7 +186,7 @@ def test_a_request_that_nobody_waits_for_is_not_resumed(model_path: Path) -> Non
     request = make_request(max_tokens=100)
     server.client.submit(request, server.outputs.append)
     server.step()
-    server.client.abandon(request.request_id)
+    server.client.abort(request.request_id)
     server.lose_engine()
     assert len(server.client._requests) == 0
     assert [event.reason for event in server.events if isinstance(event, Ended)] == [FinishReason.ABORT]

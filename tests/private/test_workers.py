@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cloister.client.traces.node import SealedNode
+from cloister.client.residue_audit.node import SealedNode
 from cloister.private.nodes import KEYS_PATH
 from cloister.private.problems import PROBLEM_MEDIA_TYPE
 from cloister.trust.residue.processes import ProcessTree

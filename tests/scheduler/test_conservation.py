@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from cloister.kv import NO_BLOCK, BlockGroup, BlockPool, KVObject, KVQuery, PrefixKeys
 from cloister.kv.objects import KVHeader
 from cloister.kv.table import first_seen
-from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import PREFETCH_HOLD_S
 from cloister.types.events import Arrived, Ended, KVLoaded
 from cloister.types.request import PoolingParams, Request, SamplingParams
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     known = Bundle("known")
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "static", "priority", "fair", "lpm"]),
+        policy=st.sampled_from(POLICIES.names()),
         num_blocks=st.integers(4, 40),
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.integers(1, 6),

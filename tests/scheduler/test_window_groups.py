@@ -102,6 +102,16 @@ def test_no_sequence_holds_more_blocks_of_a_window_than_admission_and_shares_cou
     assert most == scheduler.pool.groups[1].max_held == 5
 
 
+def test_a_prefix_cache_that_is_too_small_to_keep_anything_says_so(caplog):
+    config = EngineConfig(block_size=BLOCK, max_num_seqs=4, prefix_cache=True, cache_scopes=3)
+    model = ModelInfo(name="model", path="", max_model_len=200, vocab_size=50, eos_token_ids=())
+    build_scheduler(config, model, (KVGroup(53),))
+    assert not caplog.text
+    build_scheduler(config, model, (KVGroup(52),))
+    assert "the prefix cache keeps nothing: 52 KV blocks do not suffice" in caplog.text
+    assert "a share for each of 3 tenants" in caplog.text
+
+
 def test_forks_give_back_what_is_behind_a_window_as_soon_as_their_parent_does():
     served = Served((60, None, None), (40, 9, 21), max_tokens=70)
     served.add("forked", 62, n=4, max_tokens=9)

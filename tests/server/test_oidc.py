@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import padding
 from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
 
 from cloister.launch import resolve_settings
-from cloister.launch.site import build_gate
+from cloister.launch.app import build_gate
 from cloister.policy import Credentials, Gate, Policy
 from cloister.policy.oidc import OidcConfig, People, Person, TokenLimits, read_oidc
 from cloister.server import oidc

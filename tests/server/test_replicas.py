@@ -31,12 +31,12 @@ def make_router(model: ModelInfo) -> Router:
 
 
 @contextmanager
-def served_by_two(path: Path, gate: Gate | None = None) -> Iterator[RunningServer]:
+def served_by_two(path: Path, gate: Gate | None = None, *, has_releases: bool = True) -> Iterator[RunningServer]:
+    def make(lora: str | None = None) -> EngineClient:
+        return EngineClient(ThreadTransport(make_replica(path, SpeakingRunner("ok")).core), make_config(path))
+
     async def start() -> ReplicaSet:
-        engines = [
-            EngineClient(ThreadTransport(make_replica(path, SpeakingRunner("ok")).core), make_config(path)) for _ in range(2)
-        ]
-        replicas = ReplicaSet(engines, make_router)
+        replicas = ReplicaSet([make(), make()], make_router, make_release=(lambda: make) if has_releases else None)
         await replicas.start()
         return replicas
 
@@ -98,9 +98,56 @@ def test_only_operators_see_replicas_and_a_strict_profile_shows_no_load(model_pa
     with served_by_two(model_path, make_gate(profile, credentials)) as server:
         refused = httpx.get(server.url + PATH, headers={"authorization": f"Bearer {key}"})
         assert "only an operator" in check_error(refused, 403)["message"]
-        found = httpx.get(server.url + PATH, headers={"authorization": f"Bearer {operator_key}"}).json()["data"]
+        by_operator = {"authorization": f"Bearer {operator_key}"}
+        found = httpx.get(server.url + PATH, headers=by_operator).json()["data"]
         assert [each["state"] for each in found] == ["running", "running"]
         assert [each["load"] is not None for each in found] == [profile == "team"] * 2
+        shown = [httpx.get(f"{server.url}/metrics", headers=headers).text for headers in ({}, by_operator)]
+        assert ["cloister_replica_" in text for text in shown] == [False, profile == "team"]
+
+
+@pytest.mark.parametrize("profile", ["team", "private"])
+def test_only_operators_update_replicas_and_strict_profiles_refuse_it(model_path: Path, profile: str) -> None:
+    credentials, key = Credentials.empty().add("ann")
+    credentials, operator_key = credentials.add("boss", is_operator=True)
+    with served_by_two(model_path, make_gate(profile, credentials)) as server:
+        url = f"{server.url}{PATH}/update"
+        refused = httpx.post(url, headers={"authorization": f"Bearer {key}"})
+        assert "only an operator" in check_error(refused, 403)["message"]
+        by_operator = httpx.post(url, headers={"authorization": f"Bearer {operator_key}"})
+        if profile == "private":
+            assert check_error(by_operator, 403)["message"].startswith("T6.closed-source.update.private")
+        else:
+            assert by_operator.json() == {"state": "running", "num_updated": 0, "num_replicas": 2, "error": None}
+
+
+def test_the_command_line_updates_all_replicas_and_says_how_that_ended(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served_by_two(model_path) as server:
+        status, out, _ = run(capsys, "update", server.url)
+        assert (status, out) == (0, "replica 0 has a new engine\nreplica 1 has a new engine\n")
+        assert httpx.get(server.url + PATH).json()["update"] == {
+            "state": "done",
+            "num_updated": 2,
+            "num_replicas": 2,
+            "error": None,
+        }
+        assert "update done, 2 of 2 replicas" in run(capsys, "status", server.url)[1]
+        body = {"model": "history", "prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        httpx.post(f"{server.url}{PATH}/0/drain")
+        status, out, err = run(capsys, "update", server.url)
+        assert status == 1
+        assert "1 of 2 replicas have a new engine, the others keep theirs; replica 1: no other replica is left" in err
+
+
+def test_replicas_on_other_machines_and_a_single_engine_are_not_updated(
+    model_path: Path, client: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served_by_two(model_path, has_releases=False) as server:
+        assert "on other machines" in run(capsys, "update", server.url)[2]
+    assert "one engine" in check_error(client.post(f"{PATH}/update"), 400)["message"]
 
 
 def test_the_command_line_lists_drains_and_returns_replicas(two: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:

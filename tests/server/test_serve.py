@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 import socket
 import subprocess
@@ -15,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.server.serve import address_of, bind
-from cloister.types.errors import ConfigError
+from cloister.server.serve import _start_unless, address_of, bind
+from cloister.types.errors import ConfigError, EngineError
 from tests.server.running_server import MODEL
 from tests.thinning import thin
 
@@ -101,6 +103,26 @@ def test_a_server_that_is_still_loading_stops_at_once(model_path):
         running.terminate()
         assert running.wait(60) == 0
         assert running.stdout.read() == ""
+
+
+def test_a_start_that_fails_after_the_signal_to_stop_leaves_no_traceback():
+    complaints = []
+
+    async def start():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise EngineError("too late") from None
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, stop.set)
+        assert await _start_unless(stop, start) is None
+        gc.collect()  # the loop complains of a task with an exception that nobody has seen when it is collected
+
+    asyncio.run(main())
+    assert complaints == []
 
 
 def test_a_signal_to_read_again_does_not_end_a_server_that_is_still_loading(model_path):

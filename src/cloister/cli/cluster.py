@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -22,6 +23,9 @@ LOCAL_URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 10.0
 DRAIN_TIMEOUT_S: Final = 75.0
 """A server gives up a drain after a minute."""
+UPDATE_TIMEOUT_S: Final = 900.0
+"""Longest update of one replica: a server gives up its start after ten minutes."""
+UPDATE_POLL_S: Final = 0.2
 _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 
 ServerUrl = Annotated[str, typer.Argument(help="Address of the server.", metavar="[URL]")]
@@ -45,16 +49,60 @@ def status(
         print_line("the profile shows no load", console=err)
         print_table(url, ("Replica", "Role", "State"), [(each["replica"], each["role"], each["state"]) for each in replicas])
         return
-    headers = ("Replica", "Role", "State", "Running", "Waiting", "KV blocks", "Routed", "Moved here", "KV loads", "Slowness")
-    print_table(url, headers, [_row(replica) for replica in replicas], wide_console(120))
+    headers = (
+        "Replica",
+        "PID",
+        "Role",
+        "State",
+        "Running",
+        "Waiting",
+        "KV blocks",
+        "Routed",
+        "Moved here",
+        "KV loads",
+        "Slowness",
+    )
+    print_table(url, headers, [_row(replica) for replica in replicas], wide_console(130))
+    _print_update(reply.get("update"))
 
 
 def _row(replica: dict[str, Any]) -> tuple[object, ...]:
     load = replica["load"]
     blocks = f"{load['num_used_blocks']:,} / {load['num_total_blocks']:,}" if load["num_total_blocks"] else "no step yet"
-    now = [replica["replica"], replica["role"], replica["state"], load["num_running"], load["num_waiting"], blocks]
+    now = [
+        replica["replica"],
+        replica.get("pid") or "-",
+        replica["role"],
+        replica["state"],
+        load["num_running"],
+        load["num_waiting"],
+        blocks,
+    ]
     so_far = [f"{load[name]:,}" for name in ("num_routed", "num_migrated", "num_kv_loads")]
     return (*now, *so_far, f"{load['slowness']:.2f}")
+
+
+def _print_update(update: dict[str, Any] | None) -> None:
+    if update is not None:
+        why = f": {update['error']}" if update["error"] else ""
+        print_line(f"update {update['state']}, {update['num_updated']} of {update['num_replicas']} replicas{why}")
+
+
+@app.command()
+def update(url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
+    """Give every replica a new engine, one after another, which starts from what is installed now. No request is lost."""
+    found = _ask("POST", url, "/v1/replicas/update", api_key_file)
+    give_up_s = time.monotonic() + found["num_replicas"] * UPDATE_TIMEOUT_S
+    num_updated = 0
+    while found["state"] == "running" and time.monotonic() < give_up_s:
+        time.sleep(UPDATE_POLL_S)
+        found = _ask("GET", url, "/v1/replicas", api_key_file)["update"]
+        for index in range(num_updated, found["num_updated"]):
+            print_line(f"replica {index} has a new engine")
+        num_updated = found["num_updated"]
+    if found["state"] != "done":
+        why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
+        leave(f"{num_updated} of {found['num_replicas']} replicas have a new engine, the others keep theirs; {why}", BROKEN)
 
 
 @app.command()

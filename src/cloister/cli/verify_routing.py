@@ -13,14 +13,14 @@ import typer
 
 from cloister.cli.console import err, leave, make_progress, out, print_json, print_line, print_table
 from cloister.cli.options import LEAST_PRESENT, MOST_SHARE, AcceptMaskedChips, AcceptMembership, LeastPresent, MostShare
-from cloister.client.routing.records import Attack
+from cloister.client.routing_audit.records import Attack
 from cloister.types.errors import CloisterError, ConfigError
 
 if TYPE_CHECKING:
     from cloister.client import Limits
-    from cloister.client.routing.audit import Audit, AuditUser
-    from cloister.client.routing.charges import AuditVerdict
-    from cloister.client.routing.hypotheses import RoutingVerdict
+    from cloister.client.routing_audit.audit import Audit, AuditUser
+    from cloister.client.routing_audit.charges import AuditVerdict
+    from cloister.client.routing_audit.hypotheses import RoutingVerdict
     from cloister.trust.attestation import AttestationPolicy
     from cloister.trust.transparency.membership import Membership
 
@@ -88,9 +88,9 @@ def routing(
                    accept_masked_chips=accept_masked_chips)
         )  # fmt: skip
     users, requests = users or 10, requests or 600
-    from cloister.client.routing.adversary import make_adversary
-    from cloister.client.routing.hypotheses import judge
-    from cloister.client.routing.trial import CAPTURED, Size, run_trial
+    from cloister.client.routing_audit.adversary import make_adversary
+    from cloister.client.routing_audit.hypotheses import judge
+    from cloister.client.routing_audit.trial import CAPTURED, Size, run_trial
 
     book = make_adversary(attack, rate=rate, captured=CAPTURED, victim=VICTIM, seed=seed)
     try:
@@ -145,8 +145,8 @@ def _audit_relays(
 
 
 def _power(users: int, requests: int, tests: int) -> float:
-    from cloister.client.routing.tails import power
-    from cloister.client.routing.trial import CAPTURED, PLAN
+    from cloister.client.routing_audit.tails import power
+    from cloister.client.routing_audit.trial import CAPTURED, PLAN
 
     share = max(spell.share((CAPTURED,)) for spell in PLAN)
     return power(requests, users=users, rate=RATE, captured=share, tests=tests)
@@ -224,8 +224,8 @@ def audit_deployment(settings: AuditSettings) -> int:
 
 async def _audit(settings: AuditSettings) -> int:
     from cloister.client import EpochRefusedError, EvidenceRefusedError, NoTokensError
-    from cloister.client.routing.audit import Audit, Refusal
-    from cloister.client.routing.charges import judge_audit
+    from cloister.client.routing_audit.audit import Audit, Refusal
+    from cloister.client.routing_audit.charges import judge_audit
 
     users = _make_users(settings)
     try:
@@ -248,7 +248,7 @@ def _make_users(settings: AuditSettings) -> list[AuditUser]:
     import httpx
 
     from cloister.client import Session
-    from cloister.client.routing.audit import AuditUser
+    from cloister.client.routing_audit.audit import AuditUser
 
     users = []
     for number in range(settings.users):
@@ -274,7 +274,7 @@ async def _look(user: AuditUser) -> Membership:
 
 
 async def _run(users: list[AuditUser], requests: int) -> Audit:
-    from cloister.client.routing.audit import Auditor
+    from cloister.client.routing_audit.audit import Auditor
 
     with make_progress() as progress:
         task = progress.add_task("requests", total=len(users) * requests)
@@ -287,8 +287,8 @@ def _share(membership: Membership) -> float:
 
 
 def _enough(settings: AuditSettings, membership: Membership) -> int:
-    from cloister.client.routing.hypotheses import count_tests
-    from cloister.client.routing.tails import requests_needed
+    from cloister.client.routing_audit.hypotheses import count_tests
+    from cloister.client.routing_audit.tails import requests_needed
 
     tests = count_tests(len(membership.members), settings.users)
     if _share(membership) >= 1.0:
@@ -300,7 +300,7 @@ def _enough(settings: AuditSettings, membership: Membership) -> int:
 
 
 def _chance(settings: AuditSettings, membership: Membership, requests: int, tests: int) -> float:
-    from cloister.client.routing.tails import power
+    from cloister.client.routing_audit.tails import power
 
     return power(
         requests,
@@ -313,13 +313,13 @@ def _chance(settings: AuditSettings, membership: Membership, requests: int, test
 
 
 def _level() -> float:
-    from cloister.client.routing.hypotheses import HONEST_ABOVE
+    from cloister.client.routing_audit.hypotheses import HONEST_ABOVE
 
     return HONEST_ABOVE
 
 
 def _ask_to_spend(settings: AuditSettings, requests: int) -> None:
-    from cloister.client.routing.audit import most_tokens
+    from cloister.client.routing_audit.audit import most_tokens
 
     total, tokens = settings.users * requests, most_tokens(settings.users, requests)
     keys = len(set(settings.api_keys))

@@ -16,8 +16,8 @@ from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.processes import overwrites
 
 if TYPE_CHECKING:
-    from cloister.client.traces.node import Path
-    from cloister.client.traces.trial import TraceVerdict
+    from cloister.client.residue_audit.node import Path
+    from cloister.client.residue_audit.trial import TraceVerdict
     from cloister.trust.residue.needles import Needle
 
 CANNOT_TEST = 2
@@ -37,7 +37,7 @@ def traces(
     Exit status 0: nothing was found; 1: residue was found; 2: it could not be tested. It needs the right to trace other
     processes (root, or CAP_SYS_PTRACE), which a node grants to nobody: this is for users who can inspect the machine.
     """
-    from cloister.client.traces.trial import try_node
+    from cloister.client.residue_audit.trial import try_node
     from cloister.text import Tokenizer
     from cloister.trust.residue.needles import MarkMaker
 
@@ -79,8 +79,8 @@ def _prepare(settings: GivenSettings) -> tuple[EngineConfig, Callable[[Sequence[
 
 def _start(profile: str, flags: Mapping[str, object], num_requests: int, direct: bool) -> Path:
     """Starts the whole path to a sealed node if the profile requires one, else a server."""
-    from cloister.client.traces.cloud import Cloud
-    from cloister.client.traces.node import SealedNode, ServeProgram
+    from cloister.client.residue_audit.cloud import Cloud
+    from cloister.client.residue_audit.node import SealedNode, ServeProgram
 
     arguments = [part for name, value in flags.items() if name != "profile" for part in _as_flag(name, value)]
     if not overwrites(profile):

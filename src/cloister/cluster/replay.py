@@ -71,6 +71,16 @@ class _Recorder:
         return len(self.ends) == len(self._tokens) and all(end in GOOD_ENDS for end in self.ends)
 
 
+async def compute_answer(client: EngineClient, request: Request) -> Answer | None:
+    """Has an engine compute a request; returns None if it does not come to its end."""
+    recorder = _Recorder(request, 0, lambda output: None)
+    try:
+        await client.follow(request, recorder.take)
+    except CloisterError:
+        return None
+    return recorder.answer if recorder.is_whole else None
+
+
 class ReplayVerifier:
     """Chooses requests, computes them again and compares.
 
@@ -134,7 +144,7 @@ class ReplayVerifier:
         try:
             answers = {found.replica: found.answer}
             for index in self._draw_voters(found.replica):
-                again = await self._compute(found.request, index)
+                again = await self._compute_again(found.request, index)
                 if again is None or (again == found.answer and len(answers) == 1):
                     return
                 answers[index] = again
@@ -153,19 +163,21 @@ class ReplayVerifier:
         ]
         return self._draw.sample(free, min(2, len(free)))
 
-    async def _compute(self, request: Request, index: int) -> Answer | None:
-        """Computes a request again, without a prefix from the cache. Returns None if it does not come to its end."""
-        request_id = f"replay-{secrets.token_hex(8)}"
+    async def compute(self, request: Request, index: int) -> Answer | None:
+        """Has a replica compute a request, of which no listener hears. Returns None if it does not come to its end."""
+        self._own_ids.add(request.request_id)
+        answer = await compute_answer(self._replicas[index], request)
+        if answer is None and self._replicas[index].find(request.request_id) is None:
+            self._own_ids.discard(request.request_id)
+        return answer
+
+    async def _compute_again(self, request: Request, index: int) -> Answer | None:
+        """Computes a request again, without a prefix from the cache."""
         scope = Scope(ScopeKind.REQUEST, secrets.token_bytes(16))
-        recorder = _Recorder(msgspec.structs.replace(request, request_id=request_id, scope=scope), index, lambda output: None)
-        self._own_ids.add(request_id)
-        try:
-            await self._replicas[index].follow(recorder.request, recorder.take)
-        except CloisterError:
-            self._own_ids.discard(request_id)
-            return None
-        self.num_replays += 1
-        return recorder.answer if recorder.is_whole else None
+        request_id = f"replay-{secrets.token_hex(8)}"
+        answer = await self.compute(msgspec.structs.replace(request, request_id=request_id, scope=scope), index)
+        self.num_replays += answer is not None
+        return answer
 
     def _judge(self, answers: Mapping[int, Answer]) -> None:
         odd = find_odd(answers)

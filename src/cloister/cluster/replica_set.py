@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +18,9 @@ import msgspec
 from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
 from cloister.cluster.migration import LoadBalancer
-from cloister.cluster.replay import ReplayVerifier
-from cloister.cluster.roles import RoleFlips, RoleRouter, RoutingDecision
+from cloister.cluster.replay import Answer, ReplayVerifier
+from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
+from cloister.cluster.rolling_update import MakeClient, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
@@ -31,6 +33,7 @@ from cloister.engine.replica_snapshot import (
     RequestSnapshot,
     Role,
     StepCoefficients,
+    UpdateProgress,
 )
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
@@ -68,20 +71,26 @@ def make_length_curves(model: ModelInfo) -> LengthPredictor:
 
 
 class ReplicaAdapters:
-    """The adapters of all replicas, which are the same (protocol `engine.adapters.AdapterManager`)."""
+    """The adapters of all replicas, which are the same (protocol `engine.adapters.AdapterManager`).
+
+    Attributes:
+        are_fixed: none may be loaded or unloaded, because replicas get new engines.
+    """
 
     def __init__(self, replicas: Sequence[EngineClient]) -> None:
-        self._first, *self._others = replicas
+        self.are_fixed = False
+        self._replicas = replicas
 
     @property
     def loaded(self) -> Mapping[str, AdapterInfo]:
         """Those of the first replica, which loads an adapter last and unloads it first: the others have them too."""
-        return self._first.adapters.loaded
+        return self._replicas[0].adapters.loaded
 
     async def load(self, name: str, path: str) -> AdapterInfo:
         """Loads an adapter into one replica after another; if one cannot load it, those before it unload it again."""
+        self._check_free()
         done: list[EngineClient] = []
-        for replica in (*self._others, self._first):
+        for replica in (*self._replicas[1:], self._replicas[0]):
             try:
                 adapter = await replica.adapters.load(name, path)
             except CloisterError:
@@ -92,7 +101,12 @@ class ReplicaAdapters:
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter from every replica."""
-        await asyncio.gather(*(replica.adapters.unload(name) for replica in (self._first, *self._others)))
+        self._check_free()
+        await asyncio.gather(*(replica.adapters.unload(name) for replica in self._replicas))
+
+    def _check_free(self) -> None:
+        if self.are_fixed:
+            raise InvalidRequestError("a rolling update is under way; load or unload the adapter when it has ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +137,10 @@ class ReplicaSet(RequestClient):
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
         draw: chooses those.
         make_predictor: makes a predictor of lengths, if the router asks for one.
+        make_release: called for each rolling update, returns what makes clients of new engines; None if there can be none.
     """
+
+    adapters: ReplicaAdapters
 
     def __init__(
         self,
@@ -136,10 +153,13 @@ class ReplicaSet(RequestClient):
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
         make_predictor: MakePredictor = make_length_curves,
+        make_release: Callable[[], MakeClient] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.adapters = ReplicaAdapters(replicas)
         self._replicas = list(replicas)
+        self.adapters = ReplicaAdapters(self._replicas)
+        self._make_release = make_release
+        self._update: RollingUpdate | None = None
         self._make_router = make_router
         self._config = config
         self._block_size = block_size
@@ -150,6 +170,7 @@ class ReplicaSet(RequestClient):
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
+        self._moving: set[str] = set()
         self._shadow_moves = ShadowMoves(self._replicas, block_size, self._is_accepting, self._note_move)
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
@@ -166,12 +187,17 @@ class ReplicaSet(RequestClient):
         self._verifier = ReplayVerifier(self._replicas, verify_replay, draw or random.SystemRandom())
         self._clock = clock or WallClock()
         for index, replica in enumerate(self._replicas):
-            replica.subscribe(partial(self._observe, index))
-            replica.subscribe(partial(self._note_speed, index))
-            replica.rescue = partial(self._rescue, index)
-            replica.diagnose = partial(self._diagnose, index)
-            replica.after_receive = partial(self._follow_up, index)
-            replica.after_end = partial(self._forget, index)
+            self._connect(index, replica)
+
+    def _connect(self, index: int, replica: EngineClient) -> None:
+        """Hears of what a replica does from now on."""
+        replica.name = f"the engine of replica {index}"
+        replica.subscribe(partial(self._observe, index))
+        replica.subscribe(partial(self._note_speed, index))
+        replica.rescue = partial(self._rescue, index)
+        replica.diagnose = partial(self._diagnose, index)
+        replica.after_receive = partial(self._follow_up, index)
+        replica.after_end = partial(self._forget, index)
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -205,8 +231,10 @@ class ReplicaSet(RequestClient):
 
     async def drain(self, timeout_s: float) -> None:
         """Drains all engines at once."""
-        for task in self._tasks:
+        for task in (tasks := set(self._tasks)):
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)  # an update ends the engine that it has started
         self.stop_replays()
         await asyncio.gather(*(replica.drain(timeout_s) for replica in self._replicas))
 
@@ -235,8 +263,10 @@ class ReplicaSet(RequestClient):
         wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
-        is_idle = all(health.is_idle for health in each)
-        return Health(len(bad) < len(each), "; ".join([detail, *bad, *slow, *wrong]), is_idle=is_idle)
+        is_resting = all(health.is_idle or health.is_starting for health in each)
+        is_starting = is_resting and any(health.is_starting for health in each)
+        text = "; ".join([detail, *bad, *slow, *wrong])
+        return Health(len(bad) < len(each), text, is_idle=is_resting and not is_starting, is_starting=is_starting)
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""
@@ -331,21 +361,21 @@ class ReplicaSet(RequestClient):
             prefill_only=placement.hands_off and self._moves_kv,
             source=source,
         )
-        self._settle(request.request_id, placement)
+        self._note_placement(request.request_id, placement)
         if self._lengths is not None:
             self._lengths.add(request)
 
-    def abandon(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         """Aborts a request at its replica."""
         self._verifier.forget(request_id)
         self._shadow_moves.stop(request_id)
         if (index := self._places.get(request_id)) is not None:
-            self._replicas[index].abandon(request_id)
+            self._replicas[index].abort(request_id)
 
-    def give_up(self, request_id: str) -> None:
+    def expire(self, request_id: str) -> None:
         """Ends a request in place of its replica."""
         if (index := self._places.get(request_id)) is not None:
-            self._replicas[index].give_up(request_id)
+            self._replicas[index].expire(request_id)
 
     @property
     def _moves_kv(self) -> bool:
@@ -374,7 +404,7 @@ class ReplicaSet(RequestClient):
             raise EngineError(ALL_DRAINED)
         return RoutingDecision(running[0] if running else others[0])
 
-    def _settle(self, request_id: str, placement: RoutingDecision) -> None:
+    def _note_placement(self, request_id: str, placement: RoutingDecision) -> None:
         self._places[request_id] = placement.index
         if placement.hands_off:
             self._handing_off[placement.index].add(request_id)
@@ -394,7 +424,7 @@ class ReplicaSet(RequestClient):
         if placement is None:
             return False
         self._shadow_moves.stop(found.request.request_id)
-        self._settle(found.request.request_id, placement)
+        self._note_placement(found.request.request_id, placement)
         self._verifier.forget(found.request.request_id)
         self._replicas[placement.index].adopt(found)
         return True
@@ -429,11 +459,19 @@ class ReplicaSet(RequestClient):
         Where engines can load KV from each other, the target loads what there is. Then it computes the request too, while the
         source goes on; once it has said as much as the source, the source is told to stop. A target that stays behind begins
         anew when the source has just filled a block, which it can load: then it has least to compute. An idle target is
-        started first. Returns False if the request has ended or moved meanwhile, or the target does not accept it.
+        started first. Returns False if the request has ended or moved meanwhile, is being moved, or the target does not accept
+        it.
         """
         source = self._places.get(request_id)
-        if source is None or source == target or request_id in self._shadow_moves or not self._is_accepting(target):
+        if source is None or source == target or request_id in self._moving or not self._is_accepting(target):
             return False
+        self._moving.add(request_id)
+        try:
+            return await self._move(request_id, source, target)
+        finally:
+            self._moving.discard(request_id)
+
+    async def _move(self, request_id: str, source: int, target: int) -> bool:
         if not await self._replicas[target].wake(WAKE_TIMEOUT_S):
             return False
         for attempt in range(MAX_SHADOWS):
@@ -443,13 +481,13 @@ class ReplicaSet(RequestClient):
             end = await self._shadow_moves.run(request_id, source, target)
             if end is ShadowEnd.TOOK_OVER:
                 return True
-            if end is ShadowEnd.FAILED or (end is ShadowEnd.FAR and attempt):  # at first it computes what it could not load
-                break
+            if end is ShadowEnd.FAILED or (end is ShadowEnd.FAR and attempt and not has_copied):
+                break  # it computes what it could not load, once
             if has_copied and not await self._wait_for_block(request_id, source):
                 break
         if self._places.get(request_id) != source or not self._is_accepting(target):
             return False
-        return self._switch(request_id, source, target, loads_kv=not has_copied)
+        return self._migrate(request_id, source, target, loads_kv=not has_copied)
 
     def _follow_up(self, index: int) -> None:
         """Does what a message of a replica makes possible."""
@@ -496,10 +534,10 @@ class ReplicaSet(RequestClient):
         """Returns how many tokens with KV a request has behind its last full block; its last token has none yet."""
         return (len(found.request.token_ids) + len(found.token_ids[0]) - 1) % self._block_size
 
-    def _switch(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
+    def _migrate(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
         self._shadow_moves.stop(request_id)
-        found = self._replicas[source].release(request_id)
+        found = self._replicas[source].detach_request(request_id)
         if found is None:
             return False
         self._note_move(request_id, source, target)
@@ -521,18 +559,18 @@ class ReplicaSet(RequestClient):
             if found is None or self._places.get(request_id) != index:
                 self._handing_off[index].discard(request_id)
             elif found.sink is None and found.is_prefilled:
-                replica.drop(request_id)
+                replica.discard_prefilled(request_id)
             elif found.sink is not None and found.has_output:
-                self._hand_on(index, found)
+                self._place_decode(index, found)
 
-    def _hand_on(self, index: int, found: InFlightRequest) -> None:
+    def _place_decode(self, index: int, found: InFlightRequest) -> None:
         request_id = found.request.request_id
         assert self._router is not None
         target = self._router.place_decode(found.request, self._accepting(but=index))
         if target is not None:
-            self._switch(request_id, index, target)
+            self._migrate(request_id, index, target)
         elif found.is_prefilled:  # it goes on where it is
-            self._replicas[index].release(request_id)
+            self._replicas[index].detach_request(request_id)
             self._replicas[index].adopt(found)
             self._handing_off[index].discard(request_id)
 
@@ -573,11 +611,59 @@ class ReplicaSet(RequestClient):
         if not 0 <= index < len(self._replicas):
             raise InvalidRequestError(f"there is no such replica; they are 0 to {len(self._replicas) - 1}", param="replica")
 
+    # Rolling update (`cluster.rolling_update.UpdatableReplicas`)
+
+    def update_replicas(self) -> None:
+        if self._make_release is None:
+            raise InvalidRequestError("these replicas are on other machines; start another server for the update", param="on")
+        if self._update is not None and self._update.progress.is_running:
+            raise InvalidRequestError("an update is under way; `cloister cluster status` shows how far it is")
+        self._update = RollingUpdate(self, self._make_release())
+        self.adapters.are_fixed = True
+        self._begin(self._run_update(self._update), "rolling update")
+
+    async def _run_update(self, update: RollingUpdate) -> None:
+        try:
+            await update.run()
+        finally:
+            self.adapters.are_fixed = False
+
+    @property
+    def update_progress(self) -> UpdateProgress | None:
+        return None if self._update is None else self._update.progress
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
+
+    def adapter_setting(self) -> str | None:
+        return self._replicas[0].adapters.as_setting(None)
+
+    def is_drained(self, index: int) -> bool:
+        return index in self._draining
+
+    async def compute_reference(self, request: Request) -> Answer | None:
+        well = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and not snapshot.is_idle]
+        for snapshot in sorted(well, key=lambda snapshot: snapshot.num_requests):
+            request_id = f"trial-{secrets.token_hex(8)}"
+            answer = await self._verifier.compute(msgspec.structs.replace(request, request_id=request_id), snapshot.index)
+            if answer is not None:
+                return answer
+        return None
+
+    def put_client(self, index: int, client: EngineClient) -> EngineClient:
+        old, self._replicas[index] = self._replicas[index], client
+        old.detach()
+        self._connect(index, client)
+        self._forget(index)
+        self._verifier.odd.discard(index)
+        return old
+
     # Levelling
 
     async def _rebalance(self) -> None:
         """Asks the controllers regularly, and does what they say."""
-        balancer, flips = LoadBalancer(), RoleFlips()
+        balancer, flips = LoadBalancer(), RoleFlipper()
         while True:
             await asyncio.sleep(REBALANCE_EVERY_S)
             now = asyncio.get_running_loop().time()

@@ -149,7 +149,7 @@ class Flip:
     role: Role
 
 
-class RoleFlips:
+class RoleFlipper:
     """Flips a replica of an idle pool where the other pool has queued for some time.
 
     Mixed replicas keep their role, and the last replica of a role keeps it.

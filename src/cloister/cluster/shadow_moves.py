@@ -11,8 +11,10 @@ from typing import Final
 from cloister.engine.client import EngineClient
 from cloister.engine.shadow import Shadow, ShadowState
 
-SHADOW_PATIENCE: Final = 2
+SHADOW_PATIENCE: Final = 3
 """Steps in which a target that is behind may catch up by itself."""
+LEAD_PATIENCE: Final = 4
+"""Steps in which a target that has said as much as the source may say more; at equal speed it does so by chance."""
 SHADOW_TIMEOUT_S: Final = 5.0
 """Longest wait for a target to catch up."""
 
@@ -34,6 +36,7 @@ class _Move:
 
     Attributes:
         num_late: messages of the target after which it was behind, though it has begun.
+        num_level: those after which it had said as much as the source.
         on_end: called once, when the shadow is no more.
     """
 
@@ -43,6 +46,7 @@ class _Move:
     shadow: Shadow
     on_end: Callable[[ShadowEnd], None]
     num_late: int = 0
+    num_level: int = 0
 
 
 class ShadowMoves:
@@ -113,14 +117,21 @@ class ShadowMoves:
             self._end(move, ShadowEnd.FAILED)
 
     def _advance(self, move: _Move, *, is_target: bool) -> None:
-        """Goes over to the target if it has caught up; ends its shadow if it will not."""
+        """Goes over to the target once it has said more than the source; ends its shadow if it does not catch up.
+
+        As long as both have said the same, the source goes on: its next token may be under way, or be the first one.
+        """
         found = self._replicas[move.source].find(move.request_id)
         if found is None:
             self._end(move, ShadowEnd.FAILED)
             return
         match move.shadow.compare(found.token_ids, found.open):
-            case ShadowState.LEVEL | ShadowState.AHEAD:
+            case ShadowState.AHEAD:
                 self._go_over(move)
+            case ShadowState.LEVEL:
+                move.num_level += is_target
+                if move.num_level > LEAD_PATIENCE:
+                    self._go_over(move)
             case ShadowState.WRONG:
                 self._end(move, ShadowEnd.FAILED)
             case ShadowState.BEHIND:
@@ -131,7 +142,7 @@ class ShadowMoves:
 
     def _go_over(self, move: _Move) -> None:
         """Goes on with a request where its shadow is."""
-        if not self._is_accepting(move.target) or self._replicas[move.source].release(move.request_id) is None:
+        if not self._is_accepting(move.target) or self._replicas[move.source].detach_request(move.request_id) is None:
             self._end(move, ShadowEnd.FAILED)
             return
         del self._moves[move.request_id]

@@ -17,7 +17,13 @@ from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport
 from cloister.engine.calls import EngineCalls
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
-from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, ReplicaState, RequestSnapshot
+from cloister.engine.replica_snapshot import (
+    LengthErrors,
+    ReplicaSnapshot,
+    ReplicaState,
+    RequestSnapshot,
+    UpdateProgress,
+)
 from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
@@ -70,11 +76,13 @@ class Health:
         good: steps advance, or no request waits.
         detail: one line for an operator, free of content.
         is_idle: no engine runs, and the next request starts one.
+        is_starting: a request has come to an idle engine, and the next one starts.
     """
 
     good: bool
     detail: str
     is_idle: bool = False
+    is_starting: bool = False
 
 
 class _Mailbox:
@@ -166,11 +174,11 @@ class RequestClient(ABC):
         `generate`."""
 
     @abstractmethod
-    def abandon(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         """Aborts a request that has no waiter any more, if it has not ended."""
 
     @abstractmethod
-    def give_up(self, request_id: str) -> None:
+    def expire(self, request_id: str) -> None:
         """Ends a request whose deadline the engine failed to enforce."""
 
     async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
@@ -235,16 +243,29 @@ class RequestClient(ABC):
         """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
         raise InvalidRequestError(ONE_ENGINE, param="replica")
 
+    def update_replicas(self) -> None:
+        """Begins to replace the engine of one replica after another, while all requests go on (`cluster.rolling_update`).
+
+        Raises:
+            InvalidRequestError: there is one engine only, or an update is under way.
+        """
+        raise InvalidRequestError(ONE_ENGINE, param="replica")
+
+    @property
+    def update_progress(self) -> UpdateProgress | None:
+        """How far the last update is; None if there was none."""
+        return None
+
     @contextlib.contextmanager
     def _watch_deadline(self, request: Request) -> Iterator[None]:
         """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
         patience_s = request.timeout_s + GRACE_S
-        timer = asyncio.get_running_loop().call_later(patience_s, self.give_up, request.request_id)
+        timer = asyncio.get_running_loop().call_later(patience_s, self.expire, request.request_id)
         try:
             yield
         finally:
             timer.cancel()
-            self.abandon(request.request_id)
+            self.abort(request.request_id)
 
 
 class EngineClient(RequestClient):
@@ -256,6 +277,7 @@ class EngineClient(RequestClient):
             without a step after which the engine is unhealthy (after twice that time it is replaced, if possible).
 
     Attributes:
+        name: of its engine, in the log.
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
         diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
@@ -272,6 +294,7 @@ class EngineClient(RequestClient):
 
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
+        self.name = "the engine"
         self.rescue: Callable[[InFlightRequest], bool] | None = None
         self.exchanges_kv = False
         self.kv_endpoint: str | None = None
@@ -304,7 +327,7 @@ class EngineClient(RequestClient):
         try:
             await self._open()
         except BaseException:
-            await self._transport.rest(is_final=True)
+            await self._transport.discard_template(is_final=True)
             raise
         self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
@@ -363,9 +386,10 @@ class EngineClient(RequestClient):
             num_queued=0 if step is None else step.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
             num_slots=self._config.max_num_seqs if step is None or not step.num_waiting else max(1, step.num_running),
-            num_used_blocks=0 if step is None else step.num_used_blocks,
+            num_used_blocks=0 if step is None or self._requests.is_empty else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
             num_routed=self._num_routed,
+            pid=self.pid,
         )
 
     def snapshots(self) -> list[ReplicaSnapshot]:
@@ -386,6 +410,8 @@ class EngineClient(RequestClient):
     def health(self) -> Health:
         if self.closed is not None:
             return Health(False, self.closed)
+        if self._is_resting and self._wanted.is_set():
+            return Health(True, f"the engine starts, {len(self._requests)} requests wait for it", is_starting=True)
         if self._is_resting:
             return Health(True, "idle: the engine has ended, and the next request starts another", is_idle=True)
         detail = f"{len(self._requests)} requests in flight, {self._requests.num_waiting} of them waiting"
@@ -438,12 +464,12 @@ class EngineClient(RequestClient):
         self._num_routed += 1
         self._want()
 
-    def abandon(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         if self._requests.leave(request_id):
             self._send(Abort(request_id))
         self._send_due()
 
-    def give_up(self, request_id: str) -> None:
+    def expire(self, request_id: str) -> None:
         if self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER):
             self._send(Abort(request_id))
         self._send_due()
@@ -456,7 +482,7 @@ class EngineClient(RequestClient):
         """Returns the progress of every request that something waits for, in the order of their arrival."""
         return self._requests.snapshots()
 
-    def release(self, request_id: str) -> InFlightRequest | None:
+    def detach_request(self, request_id: str) -> InFlightRequest | None:
         """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended."""
         found = self._requests.depart(request_id, is_running=self._is_open)
         if found is not None and not found.is_prefilled:
@@ -467,7 +493,7 @@ class EngineClient(RequestClient):
         self._send_due()
         return found
 
-    def drop(self, request_id: str) -> None:
+    def discard_prefilled(self, request_id: str) -> None:
         """Ends a request that its engine has left (`InFlightRequest.is_prefilled`) and nothing waits for."""
         self._requests.end(request_id, FinishReason.ABORT, ABORTED)
 
@@ -518,6 +544,11 @@ class EngineClient(RequestClient):
         """Goes on with a request whose shadow is here, and which its own client has released."""
         self._num_routed += 1
         self._requests.take_over(request_id)
+
+    def detach(self) -> None:
+        """Tells nobody of anything any more: another client has its place."""
+        self.rescue = self.diagnose = self.after_receive = self.after_end = None
+        self._requests.unsubscribe_all()
 
     # Messages
 
@@ -607,12 +638,12 @@ class EngineClient(RequestClient):
                     await self._close_engine()
                     await self._replace()
         except Exception as error:
-            _logger.critical("the task that keeps the engine running failed: %s", describe(error))
+            _logger.critical("the task that keeps %s running failed: %s", self.name, describe(error))
         finally:
             if self._is_open or self._is_resting:
                 self._transport.kill()
                 await self._close_engine()
-            await self._transport.rest(is_final=True)
+            await self._transport.discard_template(is_final=True)
             if not self._is_draining:
                 self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
                 if self.rescue is not None:
@@ -644,12 +675,12 @@ class EngineClient(RequestClient):
                 return
 
     async def _report_hang(self) -> None:
-        _logger.error("the engine made no step for %.1f s; it is replaced", self._watchdog.stalled_s)
+        _logger.error("%s made no step for %.1f s; it is replaced", self.name, self._watchdog.stalled_s)
         stack = await self.collect_stack()
         if self.diagnose is not None:
             await self.diagnose(stack)
         else:
-            _logger.error("the engine: %s", self._stacks.add(stack, 0))
+            _logger.error("%s: %s", self.name, self._stacks.add(stack, 0))
 
     async def collect_stack(self) -> StackTrace:
         """Returns where the engine's step is at present; empty if that cannot be known."""
@@ -674,8 +705,8 @@ class EngineClient(RequestClient):
         await self._transport.close()
         self._requests.lose_engine()
         self._note_end()
-        await self._transport.rest()
-        _logger.info("the engine had no request for %g s and has ended", self._supervision.idle_timeout_s)
+        await self._transport.discard_template()
+        _logger.info("%s had no request for %g s and has ended", self.name, self._supervision.idle_timeout_s)
         await self._wanted.wait()
         await self._replace(is_wanted=True)
 
@@ -687,7 +718,7 @@ class EngineClient(RequestClient):
         num_kept, num_rescued, num_ended = self._let_go()
         if how is not None and not self._is_draining:
             fates = f"{num_rescued} requests continue in another one, {num_kept} wait for the next, {num_ended} end"
-            _logger.error("the engine is gone: %s; %s", how, fates)
+            _logger.error("%s is gone: %s; %s", self.name, how, fates)
 
     def _stop_accepting(self) -> None:
         can_replace = self._supervision.restarts is not None
@@ -726,13 +757,13 @@ class EngineClient(RequestClient):
         while not (self._is_open or self._is_draining) and restarts is not None:
             delay_s = 0.0 if is_wanted else restarts.next_delay_s(self._clock.now())
             if delay_s is None:
-                _logger.critical("%d restarts in %.0f s: %s", restarts.max_restarts, restarts.window_s, BROKEN)
+                _logger.critical("%s: %d restarts in %.0f s: %s", self.name, restarts.max_restarts, restarts.window_s, BROKEN)
                 return
             await asyncio.sleep(delay_s)
             try:
                 await self._open()
             except CloisterError as error:
-                _logger.error("the engine did not start again: %s", error.message)
+                _logger.error("%s did not start again: %s", self.name, error.message)
                 self._stop_accepting()
                 self.adapters.fail_all(RESTARTING)
                 if self.rescue is not None:

@@ -94,7 +94,7 @@ class ForkServer:
                     return engine
             return spawn_program(far)
 
-    async def rest(self) -> None:
+    async def discard_template(self) -> None:
         """Ends the template if it has no user, or no engine runs and it is not to stay."""
         async with self._lock:
             self._count_crashes()

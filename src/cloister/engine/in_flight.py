@@ -259,6 +259,11 @@ class InFlightRequests:
         return len(self._by_id)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the engine has no request: what its last step used is free."""
+        return not self.is_waited_for
+
+    @property
     def num_waiting(self) -> int:
         """Requests with a waiter that have not been scheduled yet."""
         return sum(1 for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
@@ -290,6 +295,10 @@ class InFlightRequests:
     def subscribe(self, listener: EventListener) -> None:
         """Registers `listener`, which is called with every event of these requests and of every step."""
         self._listeners.append(listener)
+
+    def unsubscribe_all(self) -> None:
+        """Forgets all listeners."""
+        self._listeners.clear()
 
     def check(self, request: Request) -> None:
         """Checks whether another request can be accepted.
@@ -337,6 +346,7 @@ class InFlightRequests:
         if is_held:
             self._held[request.request_id] = found
             found.source = source
+            self._arrive(found)  # no engine says it for as long as none has it
 
     def leave(self, request_id: str) -> bool:
         """Removes the waiter of a request; one that was held ends. Returns True if it had one and its engine has it."""

@@ -6,6 +6,7 @@ when the engine ends, in whatever way. Engines that use one directory cannot rea
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ from typing import Final, Protocol
 from cloister.kv.tiers import tier_threat
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
+
+_logger = logging.getLogger(__name__)
 
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXAMPLES: Final = "kv_tier is host:SIZE or disk:PATH[,SIZE], such as host:4G or disk:/var/lib/cloister,200G"
@@ -101,6 +104,13 @@ class DiskStorage:
     is_memory = False
 
     def open(self, where: TierSetting) -> int:
+        if where.num_bytes is not None and where.num_bytes > (free := self._count_free(where)):
+            _logger.warning(
+                "the KV tier may take %.1f GiB of %s, where %.1f GiB are free; what has no room there is computed again",
+                where.num_bytes / 2**30,
+                where.path,
+                free / 2**30,
+            )
         try:
             with tempfile.TemporaryFile(prefix="cloister-kv-", dir=where.path) as file:
                 return os.dup(file.fileno())
@@ -108,8 +118,11 @@ class DiskStorage:
             raise _unusable(where, error) from error
 
     def measure(self, where: TierSetting) -> int:
+        return int(self._count_free(where) * FREE_SHARE)
+
+    def _count_free(self, where: TierSetting) -> int:
         try:
-            return int(shutil.disk_usage(Path(where.path)).free * FREE_SHARE)
+            return shutil.disk_usage(Path(where.path)).free
         except OSError as error:
             raise _unusable(where, error) from error
 

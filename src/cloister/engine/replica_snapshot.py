@@ -37,7 +37,8 @@ class ReplicaSnapshot:
         num_sequences: answers of its requests that have not ended; 0 if nothing predicts their lengths.
         num_slots: answers that it computes at once: fewer than it is set to if memory lacks; 0 if unknown.
         num_expected_tokens: tokens that these answers are expected to get yet (`cluster.lengths`).
-        num_used_blocks, num_total_blocks: KV blocks after its last step; 0 before the first one.
+        num_used_blocks, num_total_blocks: KV blocks after its last step, 0 before the first one; without a request none are
+            used.
         num_routed: requests that it was given so far.
         num_migrated: requests among those that were moved to it while they ran.
         num_kv_loads: how often KV came to it from another replica; in several rounds for a request that ran.
@@ -48,6 +49,7 @@ class ReplicaSnapshot:
         slowness: its steps take so many times as long as those of the others (`cluster.health`); 1 while unknown.
         is_slow: it gets no requests because of that.
         num_mismatches: how often it computed other tokens than another replica (`cluster.replay`).
+        pid: process id of its engine, if that is a process of this machine.
     """
 
     index: int
@@ -73,6 +75,7 @@ class ReplicaSnapshot:
     slowness: float = 1.0
     is_slow: bool = False
     num_mismatches: int = 0
+    pid: int | None = None
 
     def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
         """Returns the predicted time of a prompt of `num_tokens`, of which `num_cached` are cached."""
@@ -141,3 +144,20 @@ class LengthErrors:
     num_tokens: int = 0
     num_error_tokens: float = 0.0
     num_above_p90: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateProgress:
+    """How far a rolling update is (`RequestClient.update_replicas`).
+
+    Attributes:
+        num_updated: replicas that have their new engine.
+        num_replicas: of the server.
+        is_running: it has not ended.
+        error: why it ended early; empty if it did not. Replicas that were not updated keep their engines.
+    """
+
+    num_updated: int
+    num_replicas: int
+    is_running: bool
+    error: str = ""

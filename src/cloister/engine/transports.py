@@ -86,7 +86,7 @@ class Transport(Protocol):
         """Cleans up after an engine that has ended; returns how it ended, if known."""
         ...
 
-    async def rest(self, *, is_final: bool = False) -> None:
+    async def discard_template(self, *, is_final: bool = False) -> None:
         """Gives up what another engine would start from, if it need not stay: none is opened for now, or ever."""
         ...
 
@@ -265,13 +265,13 @@ class ProcessTransport(_ChannelTransport):
         await asyncio.sleep(0)  # the loop closes the socket at its next turn
         return f"the process ended with status {status}"
 
-    async def rest(self, *, is_final: bool = False) -> None:
+    async def discard_template(self, *, is_final: bool = False) -> None:
         if self._fork_server is None:
             return
         if is_final and not self._has_left:
             self._has_left = True
             self._fork_server.num_users -= 1
-        await self._fork_server.rest()
+        await self._fork_server.discard_template()
 
 
 def _read_available(fd: int) -> bytes:
@@ -313,7 +313,7 @@ class ThreadTransport:
     async def close(self) -> str | None:
         return None
 
-    async def rest(self, *, is_final: bool = False) -> None:
+    async def discard_template(self, *, is_final: bool = False) -> None:
         pass
 
     def _work(self, emit: Callable[[Outputs | None], None]) -> None:
@@ -391,5 +391,5 @@ class SealedWorkerTransport(_ChannelTransport):
             self._messages.close()
         return None
 
-    async def rest(self, *, is_final: bool = False) -> None:
+    async def discard_template(self, *, is_final: bool = False) -> None:
         pass

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cloister.launch.app import build_gate
     from cloister.launch.backend import NO_QUANT, number_format
     from cloister.launch.default_model import budget_model
     from cloister.launch.engine import build_engine, build_program, build_scheduler, build_sealed_engine
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from cloister.launch.sealed import launch_sealed
     from cloister.launch.serving import serve
     from cloister.launch.settings import Settings, resolve_settings
-    from cloister.launch.site import build_gate
 
 __all__ = [
     "ENGINE_ENTRY",
@@ -42,7 +42,7 @@ _HOME = {
     "Settings": "settings",
     "budget_model": "default_model",
     "build_engine": "engine",
-    "build_gate": "site",
+    "build_gate": "app",
     "build_program": "engine",
     "build_scheduler": "engine",
     "build_sealed_engine": "engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from cloister.executor.adapters import AdapterRoom
     from cloister.launch.drafters import DraftersAtHand
     from cloister.text import Tokenizer
+
+_logger = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -292,7 +295,7 @@ def build_scheduler(
             param="release_prefixes",
         )
     target_s = config.target_step_ms / 1e3 if config.target_step_ms is not None else None
-    return Scheduler(
+    scheduler = Scheduler(
         SchedulerConfig(
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -307,6 +310,14 @@ def build_scheduler(
         keys,
         speculation,
     )
+    if scheduler.lacks_shares:
+        _logger.warning(
+            "the prefix cache keeps nothing: %d KV blocks do not suffice for the longest sequence and a share for each of %d "
+            "tenants or sessions; raise --kv-memory-mb, or set --max-model-len to less",
+            num_blocks,
+            config.cache_scopes,
+        )
+    return scheduler
 
 
 def _without_windows(groups: Sequence[LayerGroup]) -> list[LayerGroup]:

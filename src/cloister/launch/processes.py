@@ -17,6 +17,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import MakeRouter
+    from cloister.cluster.rolling_update import MakeClient
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.child_process import ProcessHandle
@@ -82,6 +83,12 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
+
+    def make_release() -> MakeClient:
+        """A template of its own loads what is installed now."""
+        server = _make_fork_server(config, front)
+        return lambda lora: _make_client(replace(each, lora=lora), front, server, kv_secret=kv_secret)
+
     clients = [_make_client(each, front, fork_server, kv_secret=kv_secret) for _ in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
     return ReplicaSet(
@@ -91,6 +98,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
+        make_release=make_release,
     )
 
 

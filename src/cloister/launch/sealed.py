@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from cloister.engine.machine import return_free_memory
+from cloister.launch.app import describe_start
 from cloister.launch.processes import make_engine, start_sealed_module
 from cloister.launch.settings import Settings
-from cloister.launch.site import describe_start
 from cloister.models import locate
 from cloister.models.generation import GENERATION_FILE
 from cloister.models.location import find_named

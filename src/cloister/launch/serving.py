@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from cloister.launch.app import build_gate, open_model_switcher, open_plain
 from cloister.launch.processes import close_front
 from cloister.launch.sealed import open_node
 from cloister.launch.settings import Settings
-from cloister.launch.site import build_gate, open_model_switcher, open_plain
 from cloister.policy import is_loopback
 from cloister.types.config import ATTESTING, ServerConfig
 from cloister.types.errors import ConfigError

@@ -12,9 +12,6 @@ from cloister.types.step import StepPlan
 if TYPE_CHECKING:
     from cloister.scheduler.kv_loads import KVLoad
 
-LEVEL_SLACK = 1.1
-"""Work of a less urgent level may lengthen a step with prefill of a more urgent level by this ratio."""
-
 
 class PlannedStep:
     """A step while it is filled, and until it is committed."""
@@ -23,6 +20,7 @@ class PlannedStep:
         "budget",
         "choices",
         "forked",
+        "level_slack",
         "loads",
         "may_admit",
         "now",
@@ -32,10 +30,12 @@ class PlannedStep:
         "yields_to_prefill",
     )
 
-    def __init__(self, plan: StepPlan, budget: StepBudget, now: float) -> None:
+    def __init__(self, plan: StepPlan, budget: StepBudget, now: float, level_slack: float | None) -> None:
         self.plan = plan
         self.budget = budget
         self.now = now
+        self.level_slack = level_slack
+        """As in `SchedulingPolicy`."""
         self.parts: list[tuple[SequenceRecord, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
         self.choices: dict[int, DraftDecision] = {}
@@ -46,7 +46,7 @@ class PlannedStep:
         self.prefill_level: int | None = None
         """The most urgent level with prefill in this step."""
         self.yields_to_prefill = False
-        """Planning has reached levels less urgent than a prompt in this step, and may lengthen it by `LEVEL_SLACK` only."""
+        """Planning has reached levels less urgent than a prompt in this step, and may lengthen it by `level_slack` only."""
         self.may_admit = True
 
     @property
@@ -75,6 +75,8 @@ class PlannedStep:
 
     def enter(self, level: int) -> None:
         """Starts planning sequences of `level`, which must not slow down the prefill of a more urgent level."""
-        if self.prefill_level is not None and level > self.prefill_level and not self.yields_to_prefill:
+        if self.level_slack is None or self.prefill_level is None:
+            return
+        if level > self.prefill_level and not self.yields_to_prefill:
             self.yields_to_prefill = True
-            self.budget.bound_by_slack(LEVEL_SLACK)
+            self.budget.bound_by_slack(self.level_slack)

@@ -8,7 +8,7 @@ computed positions catch up with the known and drafted ones. Pure: no I/O, no cl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from cloister.kv import (
@@ -32,7 +32,7 @@ from cloister.scheduler.kv_exports import KVExports
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.kv_restores import KVRestores, TierRead
 from cloister.scheduler.planned_step import PlannedStep
-from cloister.scheduler.policies import POLICIES
+from cloister.scheduler.policies import POLICIES, EngineView
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
@@ -121,7 +121,6 @@ class Scheduler:
             for number, share in enumerate(quotas):  # a sequence that runs alone must fit beside full shares
                 self._num_usable[number] -= share.num_most
         self._requests = RequestTable(pool, self._policy, keys, quotas)
-        self._policy.attach_cache(self._requests.count_cached)
         self._draft_allocator = (
             DraftAllocator(speculation, self._requests, self._policy, self.cost, config.max_num_seqs)
             if speculation is not None
@@ -130,6 +129,16 @@ class Scheduler:
         # Each sequence takes a state, and another one for a step.
         states = [group.num_blocks // 2 for group in pool.groups if group.is_state]
         self._max_num_seqs = min([config.max_num_seqs, *states])
+        self._policy.attach(
+            EngineView(
+                self.cost,
+                self._max_num_seqs,
+                min(self._count_usable(1), pool.num_total * pool.block_size),
+                self._requests.running,
+                self._requests.count_cached,
+                self._would_fit,
+            )
+        )
         self._has_windows = any(group.window is not None for group in pool.groups)
         self._searches = BeamSearches(self._requests)
         self._encodings = ImageEncodings(config.num_images_at_once)
@@ -150,6 +159,11 @@ class Scheduler:
         )  # entries of a prefix that the cache keeps for one scope
         self._steps: deque[PlannedStep] = deque()
         self._next_plan = 0
+
+    @property
+    def lacks_shares(self) -> bool:
+        """Whether its prefix cache keeps nothing: there are too few blocks to give each scope a share."""
+        return self._most_shared == 0
 
     def use_tier(self, index: KVTierIndex) -> None:
         """Has a tier keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
@@ -322,7 +336,8 @@ class Scheduler:
         self._requests.expire(now)
         if self.kv_loads.loading:
             self.kv_loads.expire(now)
-        step = PlannedStep(StepPlan(plan_id=self._next_plan), StepBudget(self.cost, self.config.budget), now)
+        budget = StepBudget(self.cost, self.config.budget)
+        step = PlannedStep(StepPlan(plan_id=self._next_plan), budget, now, self._policy.level_slack)
         self._fill(step)
         if self.kv_loads.loading:
             self.kv_loads.plan(step)
@@ -404,7 +419,7 @@ class Scheduler:
 
     def _fill(self, step: PlannedStep) -> None:
         """Level by level: waiting sequences of more urgent levels, then decodes, then prefill in the remaining time."""
-        step.may_admit = self._policy.may_admit(len(self._requests.running))
+        step.may_admit = self._policy.begin_step(step.now)
         by_level: dict[int, tuple[list[SequenceRecord], list[SequenceRecord]]] = {}
         level_of = self._policy.level
         for sequence in self._requests.running.values():
@@ -488,6 +503,8 @@ class Scheduler:
                 return
             step.enter(self._policy.level(sequence))
             if not self._make_room(step, sequence):
+                if self._policy.pass_over(sequence):
+                    continue
                 return
             keys = self._requests.match_keys(sequence)
             read = None if self.kv_restores is None else self.kv_restores.find(sequence, keys)
@@ -500,6 +517,8 @@ class Scheduler:
             if not self._reserve(step, sequence):
                 sequence.table.close()
                 sequence.table = None
+                if self._policy.pass_over(sequence):
+                    continue
                 return
             if read is not None:
                 self._restore(sequence, read, step.now)
@@ -531,7 +550,7 @@ class Scheduler:
 
     def _reserve(self, step: PlannedStep, sequence: SequenceRecord) -> bool:
         """True if the pool can hold all known tokens of the sequence, in addition to what running prompts still need."""
-        needed = self._count_needed(sequence)
+        needed = self._count_needed(sequence, table_of(sequence))
         loading = self.kv_loads.count_promised() if self.kv_restores is not None else []
         if any(loading):
             needed = [sum(counts) for counts in zip(needed, loading, strict=True)]
@@ -550,9 +569,24 @@ class Scheduler:
                 return False  # what is loading ends soon
         return True
 
-    def _count_needed(self, sequence: SequenceRecord) -> list[int]:
-        """Returns the blocks of each group that a waiting sequence needs beside those of the prefix that it found."""
-        state, table = sequence.request_state, table_of(sequence)
+    def _would_fit(self, sequence: SequenceRecord, leaving: Collection[SequenceRecord]) -> bool:
+        """Whether a waiting sequence would have slots and blocks if these running ones left. Counts on no prefix hits."""
+        gone = {s.seq_id for s in leaving}
+        staying = [s for s in self._requests.running.values() if s.seq_id not in gone]
+        if sum(s.num_slots for s in staying) + sequence.num_slots > self.config.max_num_seqs:
+            return False
+        freed = [0] * self.pool.num_groups
+        for block in {block for s in leaving for block in table_of(s).blocks if block != NO_BLOCK}:
+            freed[self.pool.group_of(block)] += self.pool.references(block) == 1
+        needed = [a - b for a, b in zip(self._count_needed(sequence, BlockTable(self.pool)), freed, strict=True)]
+        missing = [table_of(s).num_missing(len(s.token_ids)) for s in staying]
+        promised = [sum(counts) for counts in zip(needed, self._searches.count_promised(), strict=True)]
+        return self.pool.has_room(missing, len(missing), promised)
+
+    def _count_needed(self, sequence: SequenceRecord, table: BlockTable) -> list[int]:
+        """Returns the blocks of each group that a waiting sequence needs beside those of the prefix that it found, in
+        `table`."""
+        state = sequence.request_state
         if state.beams is not None:
             return self._searches.count_blocks(state)
         num_most = count_positions(state.num_prompt_tokens, sequence.max_output)

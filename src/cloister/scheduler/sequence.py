@@ -110,6 +110,7 @@ class SequenceRecord:
         num_in_flight: number of plans in flight that name it.
         num_drafts: draft positions in a plan in flight; how many will be accepted is unknown.
         drafting: its statistics for `scheduler.speculation`.
+        scheduling: what the scheduling policy notes about it.
         keys: prefix keys of its full blocks, computed as needed.
         num_kept: number of leading blocks offered to the prefix cache.
         snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
@@ -133,6 +134,7 @@ class SequenceRecord:
         "num_pending",
         "num_planned",
         "request_state",
+        "scheduling",
         "seq_id",
         "snapshots",
         "status",
@@ -156,6 +158,7 @@ class SequenceRecord:
         self.last_snapshot = 0
         self.num_drafts = 0
         self.drafting: object | None = None
+        self.scheduling: object | None = None
         self.is_unknown = False
         self.may_restore = True
         self.keys: list[bytes] = []

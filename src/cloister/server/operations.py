@@ -38,7 +38,7 @@ from cloister.server.routes.models import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.pdf import PdfForm, PdfText
 from cloister.server.routes.policy import PolicyReport
-from cloister.server.routes.replicas import DrainedReplica, ReplicaList, ReturnedReplica
+from cloister.server.routes.replicas import DrainedReplica, ReplicaList, ReturnedReplica, UpdateReport
 from cloister.server.routes.responses import DeletedResponse
 from cloister.server.routes.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 from cloister.server.schemas import ChatBody, CompletionBody
@@ -54,7 +54,7 @@ JSON: Final = "application/json"
 class HealthResponse(msgspec.Struct, frozen=True):
     """Reply of /health."""
 
-    status: Literal["ok", "idle", "unavailable"]
+    status: Literal["ok", "idle", "starting", "unavailable"]
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
@@ -268,6 +268,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("GET", "/v1/replicas", _SERVER, "List the replicas for an operator", answer=ReplicaList),
     Operation("POST", "/v1/replicas/{index}/drain", _SERVER, "Drain a replica", answer=DrainedReplica),
     Operation("POST", "/v1/replicas/{index}/return", _SERVER, "Give a replica requests again", answer=ReturnedReplica),
+    Operation("POST", "/v1/replicas/update", _SERVER, "Give every replica a new engine", answer=UpdateReport),
     Operation("GET", "/v1/cache", _SERVER, "Show what is cached of one's own", answer=CacheContent, errors=(400, 503)),
     Operation("DELETE", "/v1/cache", _SERVER, "Drop what is cached of one's own", answer=CacheContent, errors=(400, 503)),
     Operation("GET", "/v1/policy", _SERVER, "Show the active privacy profile", answer=PolicyReport, is_open=True),

@@ -175,7 +175,7 @@ async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Serve
         if starting.done():
             return starting.result()
         starting.cancel()
-        await asyncio.wait([starting])
+        await asyncio.gather(starting, return_exceptions=True)  # what kept it from starting does not matter any more
         return None
     finally:
         stopping.cancel()

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cloister.client.traces.load import LoadResult
-from cloister.client.traces.trial import Looked, TraceVerdict
+from cloister.client.residue_audit.load import LoadResult
+from cloister.client.residue_audit.trial import Looked, TraceVerdict
 from cloister.models import locate
 from cloister.text import Tokenizer
 from cloister.trust.residue.finder import Finder

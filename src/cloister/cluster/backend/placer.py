@@ -27,6 +27,8 @@ from cloister.cluster.replica_set import ClusterConfig, MakeRouter, ReplicaSet
 from cloister.engine.client import EngineClient
 from cloister.types.errors import EngineError
 
+REACH_S: Final = 5.0
+"""Longest wait until something answers at the address of a cluster."""
 CONNECT_S: Final = 120.0
 """Longest start of Ray, or of joining a cluster."""
 STOP_S: Final = 20.0
@@ -137,6 +139,36 @@ def driver_variables(address: str | None) -> dict[str, str]:
     return variables
 
 
+async def check_reachable(address: str | None) -> None:
+    """Connects to HOST:PORT and closes the connection: Ray itself would try for minutes. Other addresses are Ray's to find.
+
+    Raises:
+        EngineError: nothing listens there.
+    """
+    host, colon, port = (address or "").rpartition(":")
+    if not (host and colon and port.isascii() and port.isdecimal()):
+        return
+    try:  # in a thread: while the front starts, its event loop may stand still for longer
+        await asyncio.to_thread(_connect, host.strip("[]"), int(port))
+    except (OSError, OverflowError, TimeoutError) as error:
+        why = f"no reply within {REACH_S:.0f} s" if isinstance(error, TimeoutError) else _describe_os_error(error)
+        raise EngineError(
+            f"no Ray cluster answers at {address} ({why}); give --ray-address as `ray start --head` prints it on the head node"
+        ) from None
+
+
+def _connect(host: str, port: int) -> None:
+    with socket.create_connection((host, port), timeout=REACH_S):
+        pass
+
+
+def _describe_os_error(error: OSError | OverflowError) -> str:
+    """Returns why a connection failed, in words."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return "there is no such host or port"
+
+
 @dataclass(slots=True)
 class _Host:
     """What is known of a host."""
@@ -174,6 +206,7 @@ class RayPlacer:
             if self._writer is not None:
                 return
             await self._end_driver()
+            await check_reachable(self._settings.address)
             if self._temp_dir is None and self._settings.address is None:
                 self._temp_dir = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")  # 0700; paths of Ray's sockets must be short
             reader, writer = await self._start_driver()
@@ -181,7 +214,8 @@ class RayPlacer:
                 async with asyncio.timeout(CONNECT_S):
                     report = await _read_report(reader)
             except TimeoutError:
-                report = RayFailed(f"Ray was not there after {CONNECT_S:.0f} s, with a place for each replica")
+                where = "" if self._settings.address is None else f" at {self._settings.address}"
+                report = RayFailed(f"Ray{where} was not there after {CONNECT_S:.0f} s, with a place for each replica")
             except BaseException:
                 writer.close()
                 raise

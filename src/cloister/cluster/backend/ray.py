@@ -211,7 +211,8 @@ def _explain(address: str | None, error: Exception) -> str:
         return f"Ray does not start on this machine ({_note(error)})"
     return (
         f"the Ray cluster at {address} cannot be joined ({_note(error)}); a node of it must run on this machine: "
-        f"ray start --address={address} --num-cpus=0, with the same versions of Ray and Python"
+        f"ray start --address={address} --num-cpus=0, with the same versions of Ray and Python; if the cluster has a token, "
+        "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN must be set here"
     )
 
 

@@ -131,7 +131,7 @@ class RemoteTransport:
         await session.close()
         return session.how or LOST_LINK
 
-    async def rest(self, *, is_final: bool = False) -> None:
+    async def discard_template(self, *, is_final: bool = False) -> None:
         """Nothing here is kept for the next engine; the host is the placement's."""
 
 

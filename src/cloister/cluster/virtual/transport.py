@@ -116,7 +116,7 @@ class LinkTransport:
         self._received.clear()
         return "the link to it was lost"
 
-    async def rest(self, *, is_final: bool = False) -> None:
+    async def discard_template(self, *, is_final: bool = False) -> None:
         """Keeps the engine: it belongs to its own machine."""
 
     def _connect(self) -> None:

@@ -1,6 +1,6 @@
 """Scheduling policies, one per file, selected by name."""
 
-from cloister.scheduler.policies import fair, fcfs, lpm, priority, static
-from cloister.scheduler.policies.base import POLICIES
+from cloister.scheduler.policies import cfs, fair, fcfs, lpm, mlfq, priority, qoe, reorder, static
+from cloister.scheduler.policies.base import POLICIES, EngineView
 
-__all__ = ["POLICIES", "fair", "fcfs", "lpm", "priority", "static"]
+__all__ = ["POLICIES", "EngineView", "cfs", "fair", "fcfs", "lpm", "mlfq", "priority", "qoe", "reorder", "static"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from cloister.scheduler.budget import StepCost
 from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
@@ -25,6 +27,27 @@ PRIORITY_THREAT = ThreatProfile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What a policy may ask of its scheduler.
+
+    Attributes:
+        cost: the measured cost of steps.
+        max_num_seqs: sequences that run at once.
+        num_kv_tokens: KV positions of the whole pool.
+        running: running sequences, by id.
+        count_cached: returns how many tokens of a waiting sequence are cached.
+        would_fit: returns whether a waiting sequence would have a slot and blocks if these running ones left.
+    """
+
+    cost: StepCost
+    max_num_seqs: int
+    num_kv_tokens: int
+    running: Mapping[int, SequenceRecord]
+    count_cached: Callable[[SequenceRecord], int]
+    would_fit: Callable[[SequenceRecord, Collection[SequenceRecord]], bool]
+
+
 class SchedulingPolicy:
     """Orders waiting and running sequences. By default all sequences have one level, are ordered by arrival and are not
     preempted.
@@ -33,22 +56,28 @@ class SchedulingPolicy:
     own; inside a level decodes precede prefill (stall-free batching).
 
     Attributes:
+        level_slack: work of a less urgent level may lengthen a step with prefill of a more urgent one by this ratio; None: by
+            as much as the step's budget permits.
         push: queues a waiting sequence; a preempted one keeps its arrival rank.
         peek: returns the sequence to admit next, or None. Skips sequences that no longer wait.
         pop: removes and returns what `peek` returned.
     """
 
+    level_slack: float | None = 1.1
     push: Callable[[SequenceRecord], None]
     peek: Callable[[], SequenceRecord | None]
     pop: Callable[[], SequenceRecord]
 
-    def attach_cache(self, num_cached: Callable[[SequenceRecord], int]) -> None:
-        """Called once, before the first sequence, with a function that returns how many tokens of a waiting sequence are
-        cached."""
+    def attach(self, view: EngineView) -> None:
+        """Called once, before the first sequence."""
 
-    def may_admit(self, num_running: int) -> bool:
-        """Called once a step: whether sequences may join the `num_running` running ones."""
+    def begin_step(self, now: float) -> bool:
+        """Called before each step is filled. Returns whether sequences may join the running ones."""
         return True
+
+    def pass_over(self, sequence: SequenceRecord) -> bool:
+        """Called when what `peek` returned lacks slots or blocks. Returns whether `peek` has another one for this step."""
+        return False
 
     def level(self, sequence: SequenceRecord) -> int:
         return 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from cloister.kv.prefix_cache import PREFIX_CACHE_THREAT
-from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES
+from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, EngineView
 from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
 from cloister.scheduler.sequence import SequenceRecord, Status
 
@@ -35,10 +35,10 @@ class LongestPrefixMatch(FirstComeFirstServed):
         self._chosen: SequenceRecord | None = None
         self._num_cached: Callable[[SequenceRecord], int] = lambda sequence: 0
 
-    def attach_cache(self, num_cached: Callable[[SequenceRecord], int]) -> None:
-        self._num_cached = num_cached
+    def attach(self, view: EngineView) -> None:
+        self._num_cached = view.count_cached
 
-    def may_admit(self, num_running: int) -> bool:
+    def begin_step(self, now: float) -> bool:
         self._chosen = None  # the cache may have changed since the last step
         return True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cloister.scheduler.policies.base import BATCHING_THREAT, POLICIES, OrderedQueue
+from collections.abc import Mapping
+
+from cloister.scheduler.policies.base import BATCHING_THREAT, POLICIES, EngineView, OrderedQueue
 from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
 from cloister.scheduler.sequence import SequenceRecord
 
@@ -18,9 +20,13 @@ class Static(FirstComeFirstServed):
         self.push, self.peek, self.pop = self._push, self._peek, self._queue.pop
         self._newest = -1
         self._last_of_batch = -1
+        self._running: Mapping[int, SequenceRecord] = {}
 
-    def may_admit(self, num_running: int) -> bool:
-        if num_running == 0:
+    def attach(self, view: EngineView) -> None:
+        self._running = view.running
+
+    def begin_step(self, now: float) -> bool:
+        if not self._running:
             self._last_of_batch = self._newest
         return True
 

@@ -172,6 +172,8 @@ _WHOLE_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30
 _STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 10)
 _NUM_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
+REPLICA_PREFIX: Final = "cloister_replica_"
+"""Of the names of metrics of single replicas."""
 _COUNTERS: Final = {
     "prompt_tokens": "Prompt tokens of requests that were scheduled.",
     "generation_tokens": "Output tokens.",
@@ -220,6 +222,17 @@ class LiveRequests:
         self.waiting.discard(request_id)
         self.running.discard(request_id)
         self.scheduled_s.pop(request_id, None)
+
+
+class _ForUsers:
+    """Metrics without those of single replicas, which show where requests run (as `GET /v1/replicas` does to operators)."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the families."""
+        return (family for family in self._metrics.collect() if not family.name.startswith(REPLICA_PREFIX))
 
 
 class Metrics:
@@ -289,9 +302,9 @@ class Metrics:
         """Records the outcome of one HTTP request."""
         self._replies[route, str(status)] += 1
 
-    def render(self) -> bytes:
-        """Returns all metrics in the Prometheus text format."""
-        return generate_latest(self)
+    def render(self, *, for_operator: bool = True) -> bytes:
+        """Returns all metrics in the Prometheus text format; those of single replicas for operators only."""
+        return generate_latest(self if for_operator else _ForUsers(self))
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family."""

@@ -144,8 +144,8 @@ class Exposition(Protocol):
         """Records the outcome of one HTTP request; `route` is the template, never the path."""
         ...
 
-    def render(self) -> bytes:
-        """Returns the metrics in the Prometheus text format."""
+    def render(self, *, for_operator: bool = True) -> bytes:
+        """Returns the metrics in the Prometheus text format; those of single replicas for operators only."""
         ...
 
 
@@ -178,7 +178,7 @@ class ReleasedCounts:
     def count_reply(self, route: str, status: int) -> None:
         """Does nothing: refusals are not among the releasable counts."""
 
-    def render(self) -> bytes:
+    def render(self, *, for_operator: bool = True) -> bytes:
         """Returns the sums as they were last released."""
         shown = self._release.publish(self._num_ended, self._counts)
         lines = [f"# TYPE cloister_{name}_total counter\ncloister_{name}_total {value}" for name, value in shown.items()]

@@ -104,10 +104,10 @@ class RecordedMetrics:
         self._close_periods()
         self._metrics.count_reply(route, status)
 
-    def render(self) -> bytes:
-        """Returns all current metrics in the Prometheus text format."""
+    def render(self, *, for_operator: bool = True) -> bytes:
+        """Returns all current metrics in the Prometheus text format, as `Exposition.render`."""
         self._close_periods()
-        return self._metrics.render()
+        return self._metrics.render(for_operator=for_operator)
 
     def report(self) -> MetricsReport:
         """Returns the stored readings."""

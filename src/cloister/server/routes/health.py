@@ -24,7 +24,8 @@ async def report_health(request: Request) -> Response:
     """Replies 200 or 503 without details, because requests are unauthenticated."""
     health = state_of(request).engine.health()
     if health.good:
-        return JSONResponse({"status": "idle" if health.is_idle else "ok"})
+        status = "starting" if health.is_starting else "idle" if health.is_idle else "ok"
+        return JSONResponse({"status": status})
     return JSONResponse({"status": "unavailable"}, 503, error_headers(EngineError("")))
 
 
@@ -68,7 +69,8 @@ async def report_load(request: Request) -> Response:
 @router.get("/metrics")
 async def report_metrics(request: Request) -> Response:
     """Returns the metrics that the profile permits."""
-    return Response(state_of(request).metrics.render(), media_type=CONTENT_TYPE)
+    for_operator = admission_of(request).is_operator
+    return Response(state_of(request).metrics.render(for_operator=for_operator), media_type=CONTENT_TYPE)
 
 
 @router.get("/metrics/history")

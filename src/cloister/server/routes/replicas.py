@@ -9,7 +9,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role
+from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role, UpdateProgress
+from cloister.policy.policy import Use
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 
 router = APIRouter()
@@ -20,12 +21,14 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
     Attributes:
         replica: its index, from 0.
+        pid: process id of its engine; null while none runs, on another machine, and where load is null.
         load: null under a profile that gives sums over many requests only.
     """
 
     replica: int
     role: Role
     state: ReplicaState
+    pid: int | None
     load: ReplicaLoad | None
 
 
@@ -53,10 +56,30 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_mismatches: int
 
 
+class UpdateReport(msgspec.Struct, frozen=True):
+    """A rolling update, which runs or was the last one.
+
+    Attributes:
+        state: `failed`: it ended early, and replicas that were not updated keep their engines.
+        num_updated: replicas that have a new engine.
+        error: why it failed; null otherwise.
+    """
+
+    state: Literal["running", "done", "failed"]
+    num_updated: int
+    num_replicas: int
+    error: str | None
+
+
 class ReplicaList(msgspec.Struct, frozen=True):
-    """Reply of /v1/replicas."""
+    """Reply of /v1/replicas.
+
+    Attributes:
+        update: null if there was none.
+    """
 
     data: list[ReplicaReport]
+    update: UpdateReport | None = None
     object: Literal["list"] = "list"
 
 
@@ -80,7 +103,16 @@ async def list_replicas(request: Request) -> Response:
     """Returns role, state and load of each replica."""
     state = _check_operator(request)
     has_load = not state.reader.gate.policy.counts_only
-    return json_response(ReplicaList([_report(snapshot, has_load) for snapshot in state.engine.snapshots()]))
+    reports = [_report(snapshot, has_load) for snapshot in state.engine.snapshots()]
+    return json_response(ReplicaList(reports, _report_update(state.engine.update_progress)))
+
+
+def _report_update(progress: UpdateProgress | None) -> UpdateReport | None:
+    if progress is None:
+        return None
+    ended: Literal["done", "failed"] = "failed" if progress.error else "done"
+    state = "running" if progress.is_running else ended
+    return UpdateReport(state, progress.num_updated, progress.num_replicas, progress.error or None)
 
 
 def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
@@ -95,7 +127,9 @@ def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
         round(replica.slowness, 3),
         replica.num_mismatches,
     )
-    return ReplicaReport(replica.index, replica.role, replica.state, load if has_load else None)
+    return ReplicaReport(
+        replica.index, replica.role, replica.state, replica.pid if has_load else None, load if has_load else None
+    )
 
 
 @router.post("/v1/replicas/{index:int}/drain")
@@ -111,6 +145,15 @@ async def give_back(request: Request, index: int) -> Response:
     state = _check_operator(request)
     state.engine.return_replica(index)
     return json_response(ReturnedReplica(index))
+
+
+@router.post("/v1/replicas/update")
+async def update(request: Request) -> Response:
+    """Begins to replace the engines of all replicas, one after another, while their requests go on."""
+    state = _check_operator(request)
+    state.reader.gate.policy.check({"rolling-update": Use(True, "a request")})
+    state.engine.update_replicas()
+    return json_response(_report_update(state.engine.update_progress))
 
 
 def _check_operator(request: Request) -> ServerState:

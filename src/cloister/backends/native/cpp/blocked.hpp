@@ -31,7 +31,7 @@ INLINE i32p ones() { return (i32p)_mm256_set1_epi16(1); }
 #endif
 
 // The weights of some chunks as bytes, 2048 a chunk: as they are packed, or unpacked to `out`.
-INLINE const uint8_t* byte_tiles(const Matrix& w, int panel, int first, int count, uint8_t* out) {
+NOINLINE const uint8_t* byte_tiles(const Matrix& w, int panel, int first, int count, uint8_t* out) {
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     if (w.kind == Kind::int8) return codes + size_t(first) * 2048;
     for (int i = 0; i < count; i++) {
@@ -115,7 +115,7 @@ struct Nibbles {
     static INLINE const uint8_t* prepare(const Matrix& w, int panel, int first, int count, uint8_t* out) { return byte_tiles(w, panel, first, count, out); }
 };
 
-INLINE const uint8_t* float_tiles(const Matrix& w, int panel, int first, int count, uint8_t* out) {
+NOINLINE const uint8_t* float_tiles(const Matrix& w, int panel, int first, int count, uint8_t* out) {
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     if (w.kind != Kind::w4a16) return codes + size_t(first) * 2048;
     for (int i = 0; i < count; i++) widened_tiles(w, panel, codes, first + i, out + size_t(i) * 2048);
@@ -339,7 +339,7 @@ template <class Core, class Run> INLINE void each_tile(const Rows& x, int begin,
 }
 
 // The scales of a block's groups in float32, zero points and offsets beside them.
-INLINE void read_groups(const Matrix& w, int panel, int first, int count, Zeros zeros, const BlockScratch& at) {
+NOINLINE void read_groups(const Matrix& w, int panel, int first, int count, Zeros zeros, const BlockScratch& at) {
     for (int group = 0; group < count; group++) {
         for (int half = 0; half < 2; half++) {
             size_t from = (size_t(panel) * w.groups + first + group) * 32 + 16 * half, to = size_t(group) * 32 + 16 * half;
@@ -353,7 +353,7 @@ INLINE void read_groups(const Matrix& w, int panel, int first, int count, Zeros 
 
 // The sums of the inputs of groups, times `factor`, and their scales where they have any: once for each tile and panel, so in loops
 // that compilers make vectors of.
-INLINE void read_row_groups(const Rows& x, int row, int count, int first, int num_groups, int halves, int factor, const BlockScratch& at) {
+NOINLINE void read_row_groups(const Rows& x, int row, int count, int first, int num_groups, int halves, int factor, const BlockScratch& at) {
     for (int r = 0; r < count; r++) {
         int32_t* totals = at.row_totals + r * most_block_groups;
         const int32_t* sums = x.sums_of(row + r) + size_t(first) * halves;

@@ -6,11 +6,13 @@
 
 namespace cloister::CLOISTER_ISA {
 
+// Rows at once where no block of many rows is made (blocked.hpp): of adapters' matrices, which are not quantised, and of others.
 #if defined(__AVX512F__)
-constexpr int max_rows = 8;
+constexpr int most_float_rows = 8;
 #else
-constexpr int max_rows = 2;
+constexpr int most_float_rows = 2;
 #endif
+constexpr int most_integer_rows = 2;
 
 // ---- the end of a tile: 32 outputs of some rows ---------------------------------------------------------------------------------
 
@@ -353,8 +355,15 @@ INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* c
 
 constexpr int half_length = 16;  // inputs of half a chunk of bfloat16: the least group
 
+// Where a vector takes four registers, copies of these would take the compiler a minute.
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+#define WIDEN_INLINE INLINE
+#else
+#define WIDEN_INLINE NOINLINE
+#endif
+
 // Rows [first, last) of a tile of E2M1 that meets bfloat16; all of them have the scales at `at`. What E8M0 and E4M3 scale is exact.
-INLINE void widen_rows(const Matrix& w, size_t at, const uint8_t* packed, int first, int last, uint8_t* tile) {
+WIDEN_INLINE void widen_rows(const Matrix& w, size_t at, const uint8_t* packed, int first, int last, uint8_t* tile) {
     f32x16 scales = group_scale(w, at), low_scales = twice(scales, 0), high_scales = twice(scales, 1);
     UNROLL for (int r = first; r < last; r++) {
         i32x16 bytes = widen(load<u8x16>(packed + 16 * r));
@@ -364,7 +373,7 @@ INLINE void widen_rows(const Matrix& w, size_t at, const uint8_t* packed, int fi
 
 // One tile of w4a16 as bfloat16, rounded as a tensor is that was dequantised before: (code - zero) * scale + offset. With a scale
 // of 11 bits zero * scale is exact, and one fused operation does for two.
-INLINE void widen_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, uint8_t* tile) {
+WIDEN_INLINE void widen_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, uint8_t* tile) {
     size_t at = (size_t(panel) * w.groups + group) * 32 + 16 * half;
     if (w.group == half_length) {  // the second half of the last chunk may be of no group: its codes are zero
         widen_rows(w, at, packed, 0, 8, tile);
@@ -412,9 +421,10 @@ INLINE void prefetch_ahead(const uint8_t* p, int bytes) {
 namespace cloister::CLOISTER_ISA {
 
 // ---- vector kernels: R rows by 32 outputs -------------------------------------------------------------------------------------
+// Each is a function of its own: in one, several times as long as any other, they take a compiler two to five times as long.
 
 template <int R, Kind K>
-INLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
+NOINLINE void multiply_floats(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     f32x16 c[R][2] = {};
     int height = x.height(block);
     const uint8_t* a = x.block(block) + size_t(first) * 64;
@@ -488,7 +498,7 @@ constexpr bool takes_nibbles = false;
 
 // Int8 over all of K, and QoQ.
 template <int R>
-INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
+NOINLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
     i32x16 acc[R][2] = {};
     int height = x.height(block);
@@ -510,7 +520,7 @@ INLINE void multiply_channels(const Matrix& w, const Rows& x, int block, int fir
 
 // Groups with scales of their own. One zero point for all comes off before a group begins.
 template <int R, Zeros zeros>
-INLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
+NOINLINE void multiply_groups(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     alignas(64) uint8_t scratch[2048];
     f32x16 c[R][2] = {};
     int height = x.height(block), halves = w.group / 32;
@@ -550,23 +560,24 @@ template <int R>
 INLINE void multiply_some(const Matrix& w, const Rows& x, int block, int first, int panel, const Sink& sink) {
     if (w.kind == Kind::f32) return multiply_floats<R, Kind::f32>(w, x, block, first, panel, sink);
     if (w.kind == Kind::bf16) return multiply_floats<R, Kind::bf16>(w, x, block, first, panel, sink);
-    if (w.kind == Kind::w4a16) return multiply_floats<R, Kind::w4a16>(w, x, block, first, panel, sink);
-    if (w.channel_scales) return multiply_channels<R>(w, x, block, first, panel, sink);
-    if (is_plain(w)) return multiply_groups<R, Zeros::none>(w, x, block, first, panel, sink);
-    multiply_groups<R, Zeros::each>(w, x, block, first, panel, sink);
+    if constexpr (R <= most_integer_rows) {
+        if (w.kind == Kind::w4a16) return multiply_floats<R, Kind::w4a16>(w, x, block, first, panel, sink);
+        if (w.channel_scales) return multiply_channels<R>(w, x, block, first, panel, sink);
+        if (is_plain(w)) return multiply_groups<R, Zeros::none>(w, x, block, first, panel, sink);
+        multiply_groups<R, Zeros::each>(w, x, block, first, panel, sink);
+    }
 }
 
-template <int R>
+// Rows of blocks, as many at once as there are and `most` and the registers let.
 static void multiply_vectors(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
+    int most = w.kind == Kind::f32 || w.kind == Kind::bf16 ? most_float_rows : most_integer_rows;
     for (int block = begin; block < end; block++) {
-        int row = 0;
-        for (; row + R <= x.height(block); row += R) multiply_some<R>(w, x, block, row, panel, sink);
-        if constexpr (R > 1) {
-            for (int left = x.height(block) - row; left > 0;) {
-                if (R > 4 && left >= 4) { multiply_some<(R > 4 ? 4 : 1)>(w, x, block, row, panel, sink); row += 4; left -= 4; continue; }
-                if (R > 2 && left >= 2) { multiply_some<(R > 2 ? 2 : 1)>(w, x, block, row, panel, sink); row += 2; left -= 2; continue; }
-                multiply_some<1>(w, x, block, row, panel, sink); row++; left--;
-            }
+        for (int row = 0, some; row < x.height(block); row += some) {
+            some = std::min(most, x.height(block) - row);
+            if (some >= 8) multiply_some<most_float_rows>(w, x, block, row, panel, sink), some = 8;
+            else if (some >= 4) multiply_some<std::min(most_float_rows, 4)>(w, x, block, row, panel, sink), some = 4;
+            else if (some >= 2) multiply_some<2>(w, x, block, row, panel, sink), some = 2;
+            else multiply_some<1>(w, x, block, row, panel, sink);
         }
     }
 }
@@ -630,7 +641,7 @@ static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, in
     if (w.kind == Kind::bf16 || w.kind == Kind::w4a16) return multiply_float_tiles(w, x, begin, end, panel, sink);
     if (w.kind != Kind::f32 && num_rows > 2) return multiply_integer_tiles(w, x, begin, end, panel, sink);
 #endif
-    multiply_vectors<max_rows>(w, x, begin, end, panel, sink);
+    multiply_vectors(w, x, begin, end, panel, sink);
 }
 
 }  // namespace cloister::CLOISTER_ISA

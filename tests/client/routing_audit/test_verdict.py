@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from cloister.client.routing.hypotheses import HONEST_ABOVE, examine, judge, subsets
-from cloister.client.routing.records import Sent, Spell, TrialLog
-from cloister.client.routing.tails import losses_needed, power, requests_needed
-from tests.client.routing.simulation import against, chance, nothing, simulate
+from cloister.client.routing_audit.hypotheses import HONEST_ABOVE, examine, judge, subsets
+from cloister.client.routing_audit.records import Sent, Spell, TrialLog
+from cloister.client.routing_audit.tails import losses_needed, power, requests_needed
+from tests.client.routing_audit.simulation import against, chance, nothing, simulate
 
 REQUESTS = 600
 

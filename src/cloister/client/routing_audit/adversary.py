@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from cloister.client.routing.cloud import MakeBook, SealedCloud, current_user
-from cloister.client.routing.records import Attack
+from cloister.client.routing_audit.cloud import MakeBook, SealedCloud, current_user
+from cloister.client.routing_audit.records import Attack
 from cloister.private.nodes import NodeBook
 from cloister.private.upstream import Upstream
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from cloister.client.node_selection import MAX_DRAWS
-from cloister.client.routing.records import Sent, Spell, TrialLog
+from cloister.client.routing_audit.records import Sent, Spell, TrialLog
 
 Rule = Callable[[random.Random, str, str], bool]
 """Takes (random source, user, node drawn) and says whether the draw is lost."""

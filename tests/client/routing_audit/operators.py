@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from cloister.client.routing.adversary import SteeringBook
-from cloister.client.routing.cloud import GATEWAY, ISSUER, Node, SealedCloud, current_user
-from cloister.client.routing.records import Attack, Spell
+from cloister.client.routing_audit.adversary import SteeringBook
+from cloister.client.routing_audit.cloud import GATEWAY, ISSUER, Node, SealedCloud, current_user
+from cloister.client.routing_audit.records import Attack, Spell
 from cloister.private.issuer import issuer_app
 from cloister.private.nodes import NodeBook
 from cloister.private.upstream import Upstream

@@ -23,8 +23,8 @@ import httpx
 
 from cloister.client.envelope import Answer, seal_for_node, strip_request
 from cloister.client.protocol import Ask, Reply
+from cloister.client.residue_audit.node import KEYS_PATH, RunningProgram, SealedNode
 from cloister.client.token_purchase import LOW, Buyer, Wallet, signed_budget
-from cloister.client.traces.node import KEYS_PATH, RunningProgram, SealedNode
 from cloister.policy.credentials import Credentials
 from cloister.policy.keyfile import write_credentials
 from cloister.private.issuer import list_issuers, read_issuer_keys

@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.client.routing.charges import judge_audit
-from cloister.client.routing.cloud import SealedCloud
+from cloister.client.routing_audit.charges import judge_audit
+from cloister.client.routing_audit.cloud import SealedCloud
 from cloister.private.nodes import NodeBook
 from cloister.private.problems import ProblemError
 from cloister.private.upstream import Upstream
-from tests.client.routing.operators import CAPTURED, Operator, is_victim
-from tests.client.routing.test_audit import HONEST, Named, audit, kinds
+from tests.client.routing_audit.operators import CAPTURED, Operator, is_victim
+from tests.client.routing_audit.test_audit import HONEST, Named, audit, kinds
 
 held: ContextVar[list[str]] = ContextVar("held")
 """Requests that the gateway holds for ever; the test's network turns each into the silence that its client hears."""

@@ -14,8 +14,8 @@ import httpx
 from cloister.client.errors import EvidenceRefusedError, NoAnswerError
 from cloister.client.limits import Limits
 from cloister.client.node_selection import Below
-from cloister.client.routing.cloud import RELAY, MakeBook, SealedCloud, current_user
-from cloister.client.routing.records import Sent, Spell, TrialLog
+from cloister.client.routing_audit.cloud import RELAY, MakeBook, SealedCloud, current_user
+from cloister.client.routing_audit.records import Sent, Spell, TrialLog
 from cloister.client.session import Session
 from cloister.client.transport import AsyncSealedTransport
 from cloister.trust.attestation import AttestationPolicy

@@ -12,8 +12,8 @@ from typing import Final
 
 import httpx
 
-from cloister.client.traces.load import SHAPES, LoadResult, MarkedRequest, long_ids, long_stream, prompt_ids, send_all
-from cloister.client.traces.node import Path
+from cloister.client.residue_audit.load import SHAPES, LoadResult, MarkedRequest, long_ids, long_stream, prompt_ids, send_all
+from cloister.client.residue_audit.node import Path
 from cloister.trust.residue.finder import Finder
 from cloister.trust.residue.needles import KV_KIND, Mark, MarkMaker, Needle, of_text
 from cloister.trust.residue.processes import Process, ProcessTree

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from cloister.client.routing.records import Sent, TrialLog
-from cloister.client.routing.tails import (
+from cloister.client.routing_audit.records import Sent, TrialLog
+from cloister.client.routing_audit.tails import (
     Probabilities,
     add,
     binomial,

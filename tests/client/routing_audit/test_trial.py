@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 from cloister.client.node_selection import MAX_DRAWS
-from cloister.client.routing.adversary import make_adversary
-from cloister.client.routing.hypotheses import judge
-from cloister.client.routing.records import Attack, Spell, TrialLog
-from cloister.client.routing.trial import CAPTURED, PLAN, Size, run_trial
+from cloister.client.routing_audit.adversary import make_adversary
+from cloister.client.routing_audit.hypotheses import judge
+from cloister.client.routing_audit.records import Attack, Spell, TrialLog
+from cloister.client.routing_audit.trial import CAPTURED, PLAN, Size, run_trial
 
 SMALL = (PLAN[0], PLAN[3])
 

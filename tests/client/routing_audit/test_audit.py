@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from cloister.cli import app
 from cloister.client import Limits, NoTokensError, Session
-from cloister.client.routing.audit import Audit, Auditor, AuditUser, Refusal, most_tokens
-from cloister.client.routing.charges import AuditVerdict, judge_audit
-from cloister.client.routing.cloud import RELAY, CloudConfig, SealedCloud, current_user
-from cloister.client.routing.hypotheses import compare_times, rank_sum
+from cloister.client.routing_audit.audit import Audit, Auditor, AuditUser, Refusal, most_tokens
+from cloister.client.routing_audit.charges import AuditVerdict, judge_audit
+from cloister.client.routing_audit.cloud import RELAY, CloudConfig, SealedCloud, current_user
+from cloister.client.routing_audit.hypotheses import compare_times, rank_sum
 from cloister.client.token_purchase import BATCH
 from cloister.trust.attestation import AttestationPolicy
 from cloister.trust.transparency.trust import encode_trust
-from tests.client.routing.operators import NODES, OPERATORS, Operator
+from tests.client.routing_audit.operators import NODES, OPERATORS, Operator
 from tests.rsa_keys import shared_keys
 from tests.sealed_cloud import LoopbackCloud
 

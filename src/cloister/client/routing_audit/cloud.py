@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloister.client.routing.records import Spell
+from cloister.client.routing_audit.records import Spell
 from cloister.policy.credentials import Credentials
 from cloister.private.gateway import GatewayConfig, gateway_app
 from cloister.private.http_io import REPLAY_WINDOW_S

@@ -18,7 +18,7 @@ from cloister.client.attempts import DRAWN
 from cloister.client.errors import FinalRefusalError, NoAnswerError, RelayUnreachableError, SealedError
 from cloister.client.node_selection import MAX_DRAWS
 from cloister.client.protocol import DEADLINE_S
-from cloister.client.routing.records import Sent, Spell, TrialLog
+from cloister.client.routing_audit.records import Sent, Spell, TrialLog
 from cloister.client.session import WELL_KNOWN, Session
 from cloister.client.token_purchase import BATCH
 from cloister.client.transport import AsyncSealedTransport

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from cloister.client.routing.tails import (
+from cloister.client.routing_audit.tails import (
     add,
     binomial,
     chi_square_tail,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cloister.client.errors import EpochRefusedError, EvidenceRefusedError, NoTokensError, SealedError
-from cloister.client.routing.audit import Audit
-from cloister.client.routing.hypotheses import HONEST_ABOVE, HypothesisResult, compare_times, examine
-from cloister.client.routing.tails import holm
+from cloister.client.routing_audit.audit import Audit
+from cloister.client.routing_audit.hypotheses import HONEST_ABOVE, HypothesisResult, compare_times, examine
+from cloister.client.routing_audit.tails import holm
 from cloister.trust.transparency.refusal import Reason
 
 _OUT_OF_TOKENS = re.compile(r"gave none \(4\d\d\)")

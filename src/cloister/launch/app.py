@@ -156,6 +156,9 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             early = _find_early(config.model)
             read = partial(Tokenizer, kept=kept_tokenizers(config))
             tokenizer = await asyncio.to_thread(read, early) if early is not None else None
+        except asyncio.CancelledError:
+            starting.cancel()  # the server stops: nobody waits for the engine any more
+            raise
         finally:
             await starting
         watch = Stopwatch()

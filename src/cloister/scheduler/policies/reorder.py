@@ -1,0 +1,139 @@
+"""Requests pass one that does not fit into memory, until what they hold would do for it (FlashGen-Sched, Jeong and Ahn 2025,
+section 4.2). Pure.
+
+Arrival decides. While the first waiting sequence lacks blocks or slots, later ones that fit start in the free memory; one whose
+prefix is on the device already needs less, and fits sooner. As soon as free memory and what those hold together suffice for
+the one that they passed, they are preempted for it. A bounded number may pass one.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import islice
+
+from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, EngineView
+from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
+from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.types.threat import ThreatProfile
+
+REORDER_THREAT = ThreatProfile(
+    row="paging, continuous batching, chunked prefill, TP, SP",
+    residue="KV blocks until free",
+    where=("device memory",),
+    attack="reuse of an unwiped block; short requests that pass a long one tell its sender that memory is full",
+    mitigations=(
+        "wipe on free, before the block can be given to another request",
+        "order follows from arrival and size, never from content or identity; a bounded number may pass one",
+    ),
+)
+
+MAX_PASSES = 64
+"""Number of later sequences that may start before one; then it is next."""
+NUM_TRIES = 8
+"""Number of waiting sequences that one step tries: each costs a look-up of every block of its prompt."""
+WINDOW = 64
+"""Number of waiting sequences, oldest first, among which the next is found."""
+
+
+class _Place:
+    """Where a sequence stands.
+
+    Attributes:
+        num_passes: later sequences that started before it.
+        has_passed: it started while an earlier one waited.
+    """
+
+    __slots__ = ("has_passed", "num_passes")
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self.has_passed = False
+
+
+@POLICIES.register("reorder", REORDER_THREAT)
+class Reorder(FirstComeFirstServed):
+    """Fills memory that the next request cannot use yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.push, self.peek, self.pop = self._push, self._peek, self._pop
+        self._waiting: list[SequenceRecord] = []
+        self._sweep_at = MIN_SWEEP
+        self._tried: set[int] = set()
+        self._freed: tuple[int, frozenset[int]] | None = None
+
+    def attach(self, view: EngineView) -> None:
+        self._view = view
+
+    def begin_step(self, now: float) -> bool:
+        self._tried.clear()
+        self._freed = None
+        return True
+
+    def pass_over(self, sequence: SequenceRecord) -> bool:
+        self._tried.add(sequence.seq_id)
+        has_slot = len(self._view.running) < self._view.max_num_seqs
+        return has_slot and len(self._tried) < NUM_TRIES and self._peek() is not None
+
+    def level(self, sequence: SequenceRecord) -> int:
+        """1 for those that have passed, or would pass, one that still waits."""
+        first = self._first()
+        has_passed = sequence.status is Status.WAITING or _of(sequence).has_passed
+        return int(has_passed and first is not None and order_of_arrival(sequence) > order_of_arrival(first))
+
+    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+        if candidate is not self._first() or not self.level(victim):
+            return False
+        if self._freed is None or self._freed[0] != candidate.seq_id:
+            passed = [s for s in self._view.running.values() if self.level(s)]
+            suffices = self._view.would_fit(candidate, passed)
+            self._freed = candidate.seq_id, frozenset(s.seq_id for s in passed) if suffices else frozenset()
+        return victim.seq_id in self._freed[1]
+
+    def join(self, sequence: SequenceRecord) -> None:
+        if sequence.scheduling is None:  # forked
+            sequence.scheduling = _Place()
+
+    def _push(self, sequence: SequenceRecord) -> None:
+        if len(self._waiting) >= self._sweep_at:
+            self._sweep()
+            self._sweep_at = max(MIN_SWEEP, 2 * len(self._waiting))
+        if sequence.scheduling is None:
+            sequence.scheduling = _Place()
+        _of(sequence).has_passed = False
+        insort(self._waiting, sequence, key=order_of_arrival)
+
+    def _first(self) -> SequenceRecord | None:
+        """Returns the waiting sequence that arrived first."""
+        while self._waiting and self._waiting[0].status is not Status.WAITING:
+            del self._waiting[0]
+        return self._waiting[0] if self._waiting else None
+
+    def _peek(self) -> SequenceRecord | None:
+        first = self._first()
+        if first is None or first.seq_id not in self._tried:
+            return first
+        if _of(first).num_passes >= MAX_PASSES:
+            return None
+        others = islice(self._waiting, 1, WINDOW)
+        return next((s for s in others if s.status is Status.WAITING and s.seq_id not in self._tried), None)
+
+    def _pop(self) -> SequenceRecord:
+        chosen = self._peek()
+        if chosen is None:
+            raise IndexError("nobody waits")
+        place = next(i for i, waiting in enumerate(self._waiting) if waiting is chosen)
+        for passed in self._waiting[:place]:
+            _of(passed).num_passes += 1
+        _of(chosen).has_passed = place > 0
+        del self._waiting[place]
+        return chosen
+
+    def _sweep(self) -> None:
+        self._waiting = [s for s in self._waiting if s.status is Status.WAITING]
+
+
+def _of(sequence: SequenceRecord) -> _Place:
+    place = sequence.scheduling
+    assert isinstance(place, _Place)
+    return place
