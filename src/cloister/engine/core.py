@@ -416,7 +416,7 @@ class EngineCore:
             drafting=drafting,
             gained_s=gained_s,
             spent_s=spent_s,
-            stored=None if self._tier is None else self._tier.take_stored(),
+            stored=None if self._tier is None else self._tier.take_stored(now),
         )
 
     @property

@@ -92,6 +92,10 @@ class KeptBlocks:
         """Whether a block is among those of a chain."""
         return root in self._chains and key in self._chains[root].blocks[group]
 
+    def added_s(self, root: bytes, group: int, key: bytes) -> float:
+        """Returns when a block was added."""
+        return self._chains[root].blocks[group][key]
+
     def report(self, roots: Iterable[bytes]) -> KeptUsage:
         """Returns what is kept of these chains together, in a time that does not grow with it."""
         chains = [self._chains[root] for root in roots if root in self._chains]

@@ -237,6 +237,11 @@ class KVTierIndex:
         """Bytes of the slots in use."""
         return sum(len(slots.blocks) * size for slots, size in zip(self._slots, self.layout.slot_bytes, strict=True))
 
+    def find_oldest_s(self) -> float | None:
+        """Returns when the oldest block was stored; None if there is none. Takes a time for large tiers."""
+        firsts = [next(iter(slots.blocks.values())) for slots in self._slots if slots.blocks]
+        return min((self.kept.added_s(block.root, block.group, block.key) for block in firsts), default=None)
+
     # Storing
 
     def earn(self, seconds: float, owner: bytes | None = None) -> None:

@@ -103,17 +103,19 @@ class Drafting(msgspec.Struct, frozen=True):
 
 
 class KVStored(msgspec.Struct, frozen=True):
-    """What a tier has written since the last step.
+    """What a tier has written since it was last reported, and what it holds.
 
     Attributes:
         tier: its name.
         num_bytes: KV written.
         used_bytes: bytes of its slots in use.
+        oldest_s: age of its oldest block; None if it has none.
     """
 
     tier: str
     num_bytes: int
     used_bytes: int
+    oldest_s: float | None = None
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -137,7 +139,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     spent_s: float = 0.0
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
     stored: KVStored | None = None
-    """What a tier has written, if anything."""
+    """What a tier has written and holds, if either has changed."""
 
 
 class KVLoaded(msgspec.Struct, frozen=True, tag=True):
