@@ -202,7 +202,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a hung engine is not replaced": (Watchdog, "is_hung", property(lambda watchdog: False)),
     "what an engine says of a request that left it is taken": (InFlightRequests, "depart", take_late_words),
     "a token is repeated at a switch": (InFlightRequests, "depart", repeat_a_token),
-    "a request that moved stays where it was too": (EngineClient, "release", stay_in_both_places),
+    "a request that moved stays where it was too": (EngineClient, "detach_request", stay_in_both_places),
     "tenants share prefixes": (PrefixKeys, "root", share_between_tenants),
     "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
     "the time waited is that between two clocks": (InFlightRequest, "submission", mix_clocks),

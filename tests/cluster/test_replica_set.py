@@ -27,7 +27,7 @@ from cloister.engine.replica_snapshot import Role
 from cloister.kv import PrefixKeys
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError, InvalidRequestError, MemoryBudgetError, QueueFullError
-from cloister.types.events import Arrived, Ended, Event, FrontMessage, KVLoaded, Outputs, Stepped
+from cloister.types.events import Arrived, Ended, Event, FrontMessage, KVLoaded, KVStored, Outputs, Stepped
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, Replica, make_config, make_replica, make_request
@@ -390,6 +390,25 @@ def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:
     last = [event for event in events if isinstance(event, Stepped)][-1]
     assert last.num_running == 6
     assert last.num_total_blocks == NUM_REPLICAS * 10
+
+
+def test_what_tiers_hold_is_that_of_all_replicas_that_run(model_path: Path) -> None:
+    engines, events = Engines(model_path, "round_robin"), []
+    engines.client.subscribe(events.append)
+
+    def say(index: int, used_bytes: int, oldest_s: float | None) -> None:
+        stored = KVStored("disk", num_bytes=100, used_bytes=used_bytes, oldest_s=oldest_s)
+        engines.clients[index].receive(Outputs([], [Stepped(0.0, 0.1, 1, 1, 1, 0, 1, 0, 8, stored=stored)]))
+
+    say(0, 700, 3.0)
+    say(1, 200, 9.0)
+    say(2, 0, None)
+    engines.lose(1)
+    say(0, 800, 4.0)
+    told = [event.stored for event in events if isinstance(event, Stepped)]
+    assert [(one.num_bytes, one.used_bytes, one.oldest_s) for one in told] == [
+        (100, 700, 3.0), (100, 900, 9.0), (100, 900, 9.0), (100, 800, 4.0),
+    ]  # fmt: skip
 
 
 def run(main: object) -> None:

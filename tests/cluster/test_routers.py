@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +136,37 @@ def test_a_short_shared_beginning_does_not_decide() -> None:
     assert router.pick(ask([5] * 32 + [1] * 200), busy(0, 1)) == 0
     replicas = [ReplicaSnapshot(0, num_pending_tokens=500, num_requests=1), ReplicaSnapshot(1)]
     assert router.pick(ask([5] * 32 + [2] * 200), replicas) == 1
+
+
+def keyed(number: int, key: bytes) -> Request:
+    """Returns a request whose prompt no other one has."""
+    return msgspec.structs.replace(ask([number] * 100), cache_key=key)
+
+
+def test_requests_with_one_prompt_cache_key_go_to_one_replica_until_it_is_too_busy() -> None:
+    router = make("prefix_aware")
+    assert router.pick(keyed(0, b"key"), busy(1, 1, 0)) == 2
+    assert {router.pick(keyed(number, b"key"), busy(0, 0, 3)) for number in range(1, 9)} == {2}
+    assert router.pick(keyed(9, b"other"), busy(0, 1, 3)) == 0
+    assert router.pick(keyed(10, b"key"), busy(1, 0, 9)) == 1  # and it stays there
+    assert router.pick(keyed(11, b"key"), idle(3)) == 1
+
+
+def test_a_prompt_that_is_cached_goes_there_whatever_its_prompt_cache_key() -> None:
+    router = make("prefix_aware")
+    assert router.pick(keyed(0, b"key"), busy(0, 1)) == 0
+    assert router.pick(keyed(1, b"other"), busy(1, 0)) == 1
+    assert router.pick(keyed(1, b"key"), idle(2)) == 1
+
+
+def test_a_prompt_cache_key_is_forgotten_with_its_replica_and_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.cluster.routers.prefix_aware.MAX_CACHE_KEYS", 2)
+    router = make("prefix_aware")
+    for number, key in enumerate((b"a", b"b", b"c")):
+        assert router.pick(keyed(number, key), busy(0, 1)) == 0
+    assert list(router._last_of) == [b"b", b"c"]  # type: ignore[attr-defined]
+    router.forget(0)
+    assert router.pick(keyed(9, b"c"), busy(1, 0)) == 1
 
 
 def test_a_replica_that_was_restarted_has_an_empty_cache() -> None:

@@ -12,7 +12,7 @@ from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.policy import Credentials, KeyQuota
 from cloister.server.metrics import Metrics
 from cloister.types.config import ServerConfig
-from cloister.types.events import Arrived, Ended, Event, Progressed, Scheduled
+from cloister.types.events import Arrived, Ended, Event, KVLoaded, KVStored, Progressed, Scheduled, Stepped
 from cloister.types.request import FinishReason
 from tests.browser import Browser
 from tests.server.running_server import RunningServer, ScriptedEngine, make_gate, says, serving_script, write_model
@@ -202,6 +202,17 @@ def test_the_board_draws_the_fleet_and_nothing_of_one_engine(board, browser, tmp
             "return [...document.querySelectorAll('.gauge-bar')].map((bar) => width(bar.firstChild) / width(bar))"
         )
         assert widths == pytest.approx([2 / 5, 0, 4 / 5, 0.75, 0, 0], abs=0.01)
+        browser.driver.get("about:blank")
+
+
+def test_the_board_shows_what_a_tier_holds(browser, tmp_path):
+    with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), config=ServerConfig(port=0)) as server:
+        stored = KVStored("disk", num_bytes=3 * 2**20, used_bytes=5 * 2**20, oldest_s=90.0)
+        step = Stepped(1.0, 0.1, 1, 1, 1, 0, num_used_blocks=4, num_cached_blocks=2, num_total_blocks=8, stored=stored)
+        tell(server, step, KVLoaded("r", 1.0, 32, 1000, 0.25, complete=True, tier="disk"))
+        browser.open(server.url, "#board")
+        words = "4 used, 2 cached, 2 free blocks; disk: 5.0 MiB, 1 loads, the oldest block of 90.0 s"
+        browser.wait(lambda: words in card_of(browser, "KV cache in use"))
         browser.driver.get("about:blank")
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from cloister.engine import EngineClient
+from cloister.engine.cache_reports import CacheReport
 from cloister.engine.client import GRACE_S, NO_ANSWER
 from cloister.engine.in_flight import EngineStats
 from cloister.types.clock import VirtualClock
@@ -17,9 +18,11 @@ from cloister.types.errors import EngineError, InvalidRequestError, QueueFullErr
 from cloister.types.events import (
     Abort,
     Arrived,
+    CacheReply,
     Ended,
     Event,
     FrontMessage,
+    InspectCache,
     LoadAdapter,
     Outputs,
     Scheduled,
@@ -29,6 +32,7 @@ from cloister.types.events import (
 )
 from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, ImageTile
 from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.scope import LOCAL_SCOPE
 from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import make_request
 from tests.virtual_time import run
@@ -281,3 +285,14 @@ def test_a_call_about_an_adapter_is_refused_at_once_while_the_engine_is_away() -
         return asyncio.get_running_loop().time()
 
     assert run(ask()) == 0.0
+
+
+def test_an_engine_that_does_not_answer_in_time_or_is_closed_is_named_and_what_it_says_later_is_dropped() -> None:
+    front = Front()
+    assert asyncio.run(front.client.inspect_cache(LOCAL_SCOPE, drop=True, timeout_s=0.01)) == CacheReport([], [0])
+    asked = front.sent[-1]
+    assert isinstance(asked, InspectCache)
+    assert asked.drop
+    front.client.receive(Outputs([], [], [CacheReply(asked.call_id, [])]))
+    front.client.closed = "the engine is being restarted"
+    assert asyncio.run(front.client.inspect_cache(LOCAL_SCOPE)) == CacheReport([], [0])

@@ -16,12 +16,14 @@ import pytest
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ProcessTransport, Supervision
+from cloister.engine.cache_reports import CacheReport
 from cloister.engine.client import HOLD_KV_S, RequestClient
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.supervision import IdleTimer, Restarts
 from cloister.kv import PrefixKeys
 from cloister.types.events import Arrived, Ended, Event
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from cloister.types.scope import LOCAL_SCOPE
 from tests.engine.replica import VOCAB_SIZE, make_config, make_request
 from tests.engine.test_process import answer, reasons
 from tests.history_program import greedy_continuation
@@ -96,6 +98,17 @@ def test_an_idle_engine_ends_and_the_next_request_starts_another(model_path: Pat
             assert [i for o in outputs for i in o.token_ids] == greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
             assert engine.pid != first
             await until_idle(engine)
+
+    run(main())
+
+
+def test_asking_what_is_cached_starts_no_engine_that_would_have_nothing(model_path: Path) -> None:
+    async def main() -> None:
+        engine = make_client(model_path)
+        async with started(engine):
+            await until_idle(engine)
+            assert await engine.inspect_cache(LOCAL_SCOPE) == CacheReport([], [])
+            assert engine.health().is_idle
 
     run(main())
 

@@ -26,9 +26,9 @@ from cloister.kv.tiers import TRY_EVERY, TierBlock, TierLayout
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
 from cloister.types.errors import ConfigError
-from cloister.types.events import Ended, Event, KVLoaded, Scheduled, Stepped, Submit
+from cloister.types.events import CacheUsage, Ended, Event, InspectCache, KVLoaded, KVStored, Scheduled, Stepped, Submit
 from cloister.types.request import Request, SamplingParams, SequenceOutput
-from cloister.types.scope import Scope, ScopeKind
+from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
 
 PROMPT = list(b"a prompt that is longer than some blocks of tokens, and so worth keeping for the next turn")
 NUM_HIT = (len(PROMPT) - 1) // 8 * 8
@@ -477,3 +477,38 @@ def test_a_tier_is_divided_as_the_device_is() -> None:
 def test_every_tier_says_what_it_endangers() -> None:
     assert KV_TIERS.names() == ("host", "disk")
     assert all(threat.mitigations for _, threat in KV_TIERS)
+
+
+def test_what_a_scope_has_in_a_tier_is_reported_dropped_and_gone_from_the_metrics(make, tmp_path: Path) -> None:
+    engine = make(f"disk:{tmp_path},64M")
+    ann = Scope(ScopeKind.TENANT, b"ann")
+    engine.answer("ann's", PROMPT, ann)
+    engine.crowd_out()
+    num_bytes = engine.index.layout.block_bytes[0]
+
+    def inspect(scope: Scope, *, drop: bool = False) -> dict[str, CacheUsage]:
+        engine.core.input_queue.put(InspectCache("call", scope, drop))
+        message = engine.core.step()
+        (reply,) = message.replies
+        assert reply.call_id == "call"
+        return {usage.place: usage for usage in reply.places}
+
+    def told() -> KVStored:
+        return next(
+            event.stored for event in reversed(engine.events) if isinstance(event, Stepped) and event.stored is not None
+        )
+
+    full = told()
+    before = inspect(ann, drop=True)
+    assert before["device"].num_blocks == 0
+    assert before["disk"].num_blocks * num_bytes == before["disk"].num_bytes > 0
+    assert before["disk"].num_tokens == before["disk"].num_blocks * 8
+    assert before["disk"].oldest_s >= before["disk"].used_s >= 0
+    assert inspect(ann)["disk"].num_blocks == 0
+    assert inspect(Scope(ScopeKind.TENANT, b"bob"))["disk"].num_blocks == 0
+    assert inspect(LOCAL_SCOPE)["disk"].num_blocks == len(engine.index) > 0
+    engine.answer("others'", [9] * 20)
+    assert told().used_bytes == engine.index.used_bytes < full.used_bytes
+    assert told().oldest_s is not None
+    engine.answer("again", PROMPT, ann)
+    assert engine.num_cached("again") == 0

@@ -196,3 +196,21 @@ def test_an_admission_tells_nothing_of_who_asks() -> None:
     assert "lab" not in shown
     assert repr(admission.scope.salt)[2:-1] not in shown
     assert "-1" not in shown
+
+
+@pytest.mark.parametrize("profile", Profile)
+def test_a_prompt_cache_key_counts_inside_its_scope_and_only_where_load_may_decide(profile: Profile) -> None:
+    gate = LAB.gate(profile)
+    options = [("key", None), ("key", None), ("other", None), ("key", "salt"), ("", None), (None, None)]
+    keys = [
+        gate.with_request_options(gate.admit(holder), prompt_cache_key=key, cache_salt=salt).cache_key
+        for holder in (LAB.ann, LAB.cy)
+        for key, salt in options
+    ]
+    if profile in STRICT:
+        assert set(keys) == {b""}
+        return
+    anns, cys = keys[: len(options)], keys[len(options) :]
+    assert anns[0] == anns[1] != b""
+    assert anns[4] == anns[5] == b""
+    assert len({*anns, *cys}) == 7  # three each, and none

@@ -227,6 +227,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.exports[number]
             self.scheduler.kv_exports.close(number, is_complete=is_complete)
 
+    @rule(scope=st.sampled_from(SCOPES))
+    def forget(self, scope):
+        self.scheduler.forget(scope, self.now)
+        assert not any(sum(kept.num_blocks) for _, kept in self.scheduler.report_kept(scope))
+
     @rule(name=known)
     def leave(self, name):
         self.scheduler.abort(name, self.now)

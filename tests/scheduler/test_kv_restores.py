@@ -206,7 +206,7 @@ def test_a_session_ends_in_the_tier_when_it_ends():
     engine.serve("first", prompt(0), scope=session)
     crowd_out(engine)
     root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
-    assert root in engine.tier.index._by_root
+    assert root in engine.tier.index.kept
     num_before = len(engine.tier.index)
     engine.now = 11.0
     engine.scheduler.plan(engine.now)

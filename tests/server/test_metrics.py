@@ -152,8 +152,9 @@ def test_loads_and_stores_of_kv_are_counted_by_tier():
     metrics = Metrics()
     for tier, complete in (("disk", True), ("disk", True), ("disk", False), ("", True)):
         metrics.observe(KVLoaded("r", 1.0, 32, 1000, 0.25, complete=complete, tier=tier))
-    for num_bytes, used in ((500, 700), (300, 900)):
-        metrics.observe(Stepped(10.9, 0.1, 2, 1, 1, 0, 4, 2, 8, stored=KVStored("disk", num_bytes=num_bytes, used_bytes=used)))
+    for num_bytes, used, oldest_s in ((500, 700, 2.0), (300, 900, 5.0)):
+        stored = KVStored("disk", num_bytes=num_bytes, used_bytes=used, oldest_s=oldest_s)
+        metrics.observe(Stepped(10.9, 0.1, 2, 1, 1, 0, 4, 2, 8, stored=stored))
     shown = figures(metrics.render().decode())
     assert shown["cloister_kv_loads_total{result=whole,tier=disk}"] == 2
     assert shown["cloister_kv_loads_total{result=part,tier=disk}"] == 1
@@ -162,6 +163,10 @@ def test_loads_and_stores_of_kv_are_counted_by_tier():
     assert shown["cloister_kv_load_seconds_total{tier=disk}"] == 0.75
     assert shown["cloister_kv_stored_bytes_total{tier=disk}"] == 800
     assert shown["cloister_kv_tier_used_bytes{tier=disk}"] == 900
+    assert shown["cloister_kv_tier_oldest_seconds{tier=disk}"] == 5.0
+    for_users = metrics.render(for_operator=False).decode()
+    assert "kv_tier_" not in for_users, "what a tier holds is everybody's"
+    assert "cloister_kv_loads_total" in for_users
 
 
 def test_a_step_says_how_long_it_took_and_what_the_blocks_hold():

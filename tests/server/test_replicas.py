@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,17 +29,21 @@ from tests.server.test_bad_input import check_error
 PATH = "/v1/replicas"
 
 
-def make_router(model: ModelInfo) -> Router:
-    return ROUTERS.get("least_load")(RouterContext(PrefixKeys(model.fingerprint, BLOCK_SIZE), random.Random(0)))
+def make_router(model: ModelInfo, name: str = "least_load") -> Router:
+    return ROUTERS.get(name)(RouterContext(PrefixKeys(model.fingerprint, BLOCK_SIZE), random.Random(0)))
 
 
 @contextmanager
-def served_by_two(path: Path, gate: Gate | None = None, *, has_releases: bool = True) -> Iterator[RunningServer]:
+def served_by_two(
+    path: Path, gate: Gate | None = None, *, has_releases: bool = True, router: str = "least_load"
+) -> Iterator[RunningServer]:
     def make(lora: str | None = None) -> EngineClient:
         return EngineClient(ThreadTransport(make_replica(path, SpeakingRunner("ok")).core), make_config(path))
 
     async def start() -> ReplicaSet:
-        replicas = ReplicaSet([make(), make()], make_router, make_release=(lambda: make) if has_releases else None)
+        replicas = ReplicaSet(
+            [make(), make()], partial(make_router, name=router), make_release=(lambda: make) if has_releases else None
+        )
         await replicas.start()
         return replicas
 
@@ -50,8 +57,8 @@ def two(model_path: Path) -> Iterator[RunningServer]:
         yield server
 
 
-def list_replicas(server: RunningServer) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = httpx.get(server.url + PATH).json()["data"]
+def list_replicas(server: RunningServer) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(server.url + PATH).json()["data"]
     return found
 
 
@@ -197,3 +204,24 @@ def test_a_table_without_load_says_that_the_profile_withholds_it(
     assert status == 0
     assert out.count("running") == 2
     assert "the profile shows no load" in err
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path, path: str) -> None:
+    with served_by_two(model_path, router="prefix_aware") as server:
+        numbers = itertools.count()
+
+        def ask_some(prompt_cache_key: str | None) -> set[int]:
+            """Sends prompts that have nothing in common; returns which replicas got them."""
+            before = [each["load"]["num_routed"] for each in list_replicas(server)]
+            for _ in range(10):
+                text = f"{next(numbers)} " * 20
+                prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+                body = {"input": text} if "responses" in path else {**prompt, "max_tokens": 1}
+                reply = httpx.post(server.url + path, json={**body, "prompt_cache_key": prompt_cache_key})
+                assert reply.status_code == 200, reply.text
+            return {each["replica"] for each in list_replicas(server) if each["load"]["num_routed"] > before[each["replica"]]}
+
+        assert ask_some(None) == {0, 1}
+        [home] = ask_some("a conversation")
+        assert ask_some("a conversation") == {home}

@@ -23,6 +23,7 @@ from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
 from cloister.cluster.rolling_update import MakeClient, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
+from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import (
@@ -38,8 +39,9 @@ from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError, InvalidRequestError, QueueFullError
-from cloister.types.events import Ended, Event, KVLoaded, Stepped
+from cloister.types.events import Ended, Event, KVLoaded, KVStored, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
+from cloister.types.scope import Scope
 
 DIFFERENT_MODELS: Final = "the replicas do not serve the same model and formats; start them with the same settings"
 ALL_DRAINED: Final = "every replica is being drained; send the request again later"
@@ -173,6 +175,7 @@ class ReplicaSet(RequestClient):
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
         self._cost = StepCost()
+        self._stored: dict[int, KVStored] = {}  # what the tier of each replica last said
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._transferred_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
@@ -289,6 +292,13 @@ class ReplicaSet(RequestClient):
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [self._snapshot(index) for index in range(len(self._replicas))]
 
+    async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
+        each = await asyncio.gather(
+            *(replica.inspect_cache(scope, drop=drop, timeout_s=timeout_s) for replica in self._replicas)
+        )
+        unanswered = [index for index, report in enumerate(each) if report.unanswered]
+        return CacheReport(add_up(usage for report in each for usage in report.places), unanswered)
+
     def length_errors(self) -> LengthErrors | None:
         return None if self._lengths is None else self._lengths.errors
 
@@ -403,6 +413,7 @@ class ReplicaSet(RequestClient):
     def _forget(self, index: int) -> None:
         """Forgets what the engine of a replica had cached, how fast it was, and its shadows: it has ended."""
         self._shadow_moves.lose(index)
+        self._stored.pop(index, None)
         self._speeds.forget(index)
         if self._router is not None:
             self._router.forget(index)
@@ -698,7 +709,7 @@ class ReplicaSet(RequestClient):
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
-            event = self._total(event)
+            event = self._total(event, index)
         elif self._verifier.owns(event):
             return
         elif isinstance(event, Ended):
@@ -723,8 +734,14 @@ class ReplicaSet(RequestClient):
         if (waiting := self._loads.get((index, event.request_id))) is not None and not waiting.done():
             waiting.set_result(event)
 
-    def _total(self, event: Stepped) -> Stepped:
-        """Returns a step with the load of all replicas."""
+    def _total(self, event: Stepped, index: int) -> Stepped:
+        """Returns a step with the load of all replicas, and with what the tiers of all of them hold."""
+        if event.stored is not None:
+            self._stored[index] = event.stored
+            ages = [stored.oldest_s for stored in self._stored.values() if stored.oldest_s is not None]
+            used_bytes = sum(stored.used_bytes for stored in self._stored.values())
+            stored = msgspec.structs.replace(event.stored, used_bytes=used_bytes, oldest_s=max(ages, default=None))
+            event = msgspec.structs.replace(event, stored=stored)
         steps = [replica.last_step for replica in self._replicas if replica.last_step is not None]
         return msgspec.structs.replace(
             event,

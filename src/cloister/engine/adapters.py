@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
+from cloister.engine.calls import EngineCalls
 from cloister.types.errors import (
     CloisterError,
     ConfigError,
@@ -164,11 +163,10 @@ class AdapterCalls:
 
     def __init__(self, send: Callable[[FrontMessage], None]) -> None:
         self.loaded: dict[str, AdapterInfo] = {}
-        self._send = send
+        self._calls: EngineCalls[AdapterReply] = EngineCalls(send)
         self._num_loading = 0
         self._is_overdue = False
         self._has_started = False
-        self._calls: dict[str, asyncio.Future[AdapterReply]] = {}
 
     def start(self, loaded: Sequence[AdapterInfo]) -> None:
         """Called when an engine has started with these adapters."""
@@ -228,33 +226,22 @@ class AdapterCalls:
                 self.loaded[name] = adapter
             raise
 
-    def deliver(self, replies: Sequence[AdapterReply]) -> None:
+    def deliver(self, reply: AdapterReply) -> None:
         """Dispatches a reply of the engine."""
-        for reply in replies:
-            self._is_overdue = False
-            call = self._calls.pop(reply.call_id, None)
-            if call is not None and not call.done():
-                call.set_result(reply)
+        self._is_overdue = False
+        self._calls.deliver(reply.call_id, reply)
 
     def fail_all(self, message: str) -> None:
         """Called when the engine has ended."""
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            if not call.done():
-                call.set_exception(EngineError(message))
+        self._calls.fail_all(message)
 
     async def _call(self, make: Callable[[str], FrontMessage]) -> AdapterReply:
-        call_id = secrets.token_hex(8)
-        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(make(call_id))
-            reply: AdapterReply = await asyncio.wait_for(call, CALL_TIMEOUT_S)
+            reply = await self._calls.call(make, CALL_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineError(
                 "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
             ) from None
-        finally:
-            self._calls.pop(call_id, None)
         if reply.error is not None:
             raise _as_error(reply.error, reply.code)
         return reply

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cloister.engine.adapters import AdapterCalls, AdapterManager
+from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport
+from cloister.engine.calls import EngineCalls
 from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
 from cloister.engine.replica_snapshot import (
     LengthErrors,
@@ -32,8 +34,10 @@ from cloister.types.errors import CloisterError, EngineError, InvalidRequestErro
 from cloister.types.events import (
     ABORTED,
     Abort,
+    CacheReply,
     FrontMessage,
     HoldKV,
+    InspectCache,
     KVSource,
     Outputs,
     PrefetchKV,
@@ -44,6 +48,7 @@ from cloister.types.events import (
 )
 from cloister.types.logs import describe
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from cloister.types.scope import Scope
 
 NOT_STARTED: Final = "the engine has not been started"
 DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
@@ -141,6 +146,14 @@ class RequestClient(ABC):
     def length_errors(self) -> LengthErrors | None:
         """Returns how wrong predicted lengths of answers were; None if nothing predicts any."""
         return None
+
+    @abstractmethod
+    async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
+        """Returns what is cached of a scope, within `timeout_s`; an engine that does not answer by then is named.
+
+        Args:
+            drop: drop it after it was counted. An engine that does not answer drops it as soon as it reads its messages.
+        """
 
     @abstractmethod
     def subscribe(self, listener: EventListener) -> None:
@@ -290,6 +303,7 @@ class EngineClient(RequestClient):
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
         self._stacks = StackClusters()
         self.adapters = AdapterCalls(self._call)
+        self._cache_calls: EngineCalls[CacheReply] = EngineCalls(self._call)
         self._transport = transport
         self._config = config
         self._clock = clock or WallClock()
@@ -380,6 +394,15 @@ class EngineClient(RequestClient):
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [self.snapshot()]
+
+    async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
+        if self._is_resting and not self._wanted.is_set():
+            return CacheReport([], [])  # what an idle engine had ended with it
+        try:
+            reply = await self._cache_calls.call(lambda call_id: InspectCache(call_id, scope, drop), timeout_s)
+        except (TimeoutError, EngineError):
+            return CacheReport([], [0])
+        return CacheReport(reply.places, [])
 
     def subscribe(self, listener: EventListener) -> None:
         self._requests.subscribe(listener)
@@ -535,8 +558,11 @@ class EngineClient(RequestClient):
         self._requests.deliver(message)
         if self._requests.holds_back:
             self._send_due()
-        if message.replies:
-            self.adapters.deliver(message.replies)
+        for reply in message.replies:
+            if isinstance(reply, CacheReply):
+                self._cache_calls.deliver(reply.call_id, reply)
+            else:
+                self.adapters.deliver(reply)
         if self.after_receive is not None:
             self.after_receive()
 
@@ -718,6 +744,7 @@ class EngineClient(RequestClient):
         else:
             self._requests.end_all(reply)
         self.adapters.fail_all(reply)
+        self._cache_calls.fail_all(reply)
         return num_kept - num_rescued, num_rescued, num_requests - num_kept
 
     async def _replace(self, *, is_wanted: bool = False) -> None:

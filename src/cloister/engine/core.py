@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from cloister.engine.adapters import AdapterRegister
+from cloister.engine.cache_reports import describe_usage
 from cloister.engine.channel import InputQueue
 from cloister.engine.drafting import describe_drafting, measure, weigh
 from cloister.engine.kv_transfer import KVBlocks, KVLinks, KVTransfer
@@ -25,10 +26,14 @@ from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import ConfigError, EngineError
 from cloister.types.events import (
     Abort,
+    AdapterReply,
+    CacheReply,
+    CacheUsage,
     Ended,
     Event,
     FrontMessage,
     HoldKV,
+    InspectCache,
     LoadAdapter,
     Outputs,
     PrefetchKV,
@@ -39,6 +44,7 @@ from cloister.types.events import (
 )
 from cloister.types.logs import describe
 from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, ModelInfo
+from cloister.types.scope import Scope
 from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -120,6 +126,7 @@ class EngineCore:
         self._kv_blocks = kv_blocks
         self._transfer: KVTransfer | None = None
         self._tier: KVTier | None = None
+        self._cache_replies: list[CacheReply] = []
         self._drain_by_s: float | None = None
         self._num_failures = 0
 
@@ -246,7 +253,8 @@ class EngineCore:
         for event in events:
             if isinstance(event, Ended) and event.last:
                 self._clear_up()
-        replies, self.adapters.replies = self.adapters.replies, []
+        replies: list[AdapterReply | CacheReply] = [*self.adapters.replies, *self._cache_replies]
+        self.adapters.replies, self._cache_replies = [], []
         answers = self._scheduler.take_answers() if self._scheduler.answers else ()
         if not (events or replies):
             return None
@@ -279,8 +287,21 @@ class EngineCore:
                 if self._ahead is not None:
                     self._ahead.pause()
                 self.adapters.read(message, self._used_adapters())
+            case InspectCache(call_id, scope, drop):
+                places = self._report_cache(scope, now)
+                if drop:
+                    self._scheduler.forget(scope, now)
+                self._cache_replies.append(CacheReply(call_id, places))
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
+
+    def _report_cache(self, scope: Scope, now: float) -> list[CacheUsage]:
+        pool = self._scheduler.pool
+        if self._kv_blocks is not None:
+            sizes = self._kv_blocks.form.sizes
+        else:  # a program that cannot export blocks has one group of them
+            sizes = (dict(self.memory).get("KV cache", 0) // pool.num_total,) * pool.num_groups
+        return [describe_usage(place, kept, sizes, pool.block_size, now) for place, kept in self._scheduler.report_kept(scope)]
 
     def _admit(self, submitted: Submit, now: float) -> None:
         request = submitted.request
@@ -395,7 +416,7 @@ class EngineCore:
             drafting=drafting,
             gained_s=gained_s,
             spent_s=spent_s,
-            stored=None if self._tier is None else self._tier.take_stored(),
+            stored=None if self._tier is None else self._tier.take_stored(now),
         )
 
     @property

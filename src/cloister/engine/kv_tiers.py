@@ -3,8 +3,10 @@ write and read them (decisions/0029)."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from typing import Final
 
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierWorker
@@ -15,6 +17,9 @@ from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.scheduler.kv_restores import TRIAL
 from cloister.types.errors import ConfigError
 from cloister.types.events import KVStored
+
+FIND_OLDEST_EVERY_S: Final = 1.0
+"""How often the oldest block of a tier is looked for while it stores."""
 
 
 class KVTier:
@@ -45,6 +50,9 @@ class KVTier:
         assert scheduler.kv_restores is not None
         self._restores = scheduler.kv_restores
         self._num_told_bytes = 0
+        self._told_used_bytes: int | None = None
+        self._oldest_at_s: float | None = None
+        self._oldest_found_s = -math.inf
         self._dispatched_s = time.process_time()
 
     def on_news(self, wake: Callable[[], None]) -> None:
@@ -104,13 +112,17 @@ class KVTier:
         would let it take more on a busy machine, where it takes most from others."""
         self.index.earn(STORE_SHARE * (time.process_time() - self._dispatched_s))
 
-    def take_stored(self) -> KVStored | None:
-        """Returns what was written since the last call, if anything."""
-        num_bytes = self.index.num_stored_bytes - self._num_told_bytes
-        if not num_bytes:
+    def take_stored(self, now: float) -> KVStored | None:
+        """Returns what was written since the last call and what the tier holds, if either has changed."""
+        num_bytes, used_bytes = self.index.num_stored_bytes - self._num_told_bytes, self.index.used_bytes
+        if not num_bytes and used_bytes == self._told_used_bytes:
             return None
         self._num_told_bytes += num_bytes
-        return KVStored(self.index.name, num_bytes, self.index.used_bytes)
+        self._told_used_bytes = used_bytes
+        if now - self._oldest_found_s >= FIND_OLDEST_EVERY_S or not used_bytes:
+            self._oldest_at_s, self._oldest_found_s = self.index.find_oldest_s(), now
+        oldest_s = None if self._oldest_at_s is None else max(0.0, now - self._oldest_at_s)
+        return KVStored(self.index.name, num_bytes, used_bytes, oldest_s)
 
     def close(self) -> None:
         """Ends the threads and forgets all keys."""

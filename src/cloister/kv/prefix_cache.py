@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Sequence
 
 from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
+from cloister.kv.kept_blocks import KeptBlocks
 from cloister.kv.pool import NO_BLOCK, BlockPool
 from cloister.kv.table import BlockTable, first_seen
 from cloister.kv.tiers import KVTierIndex
@@ -55,6 +56,7 @@ class PrefixCache:
 
     Attributes:
         ttl: deadlines for `expire`.
+        kept: the blocks of each chain that later requests can find.
         tier: gets what is evicted; None: it is gone.
     """
 
@@ -64,6 +66,7 @@ class PrefixCache:
         self._pool = pool
         self._pinned = pinned
         self.ttl = CacheTTL()
+        self.kept = KeptBlocks(pool.num_groups)
         self.tier: KVTierIndex | None = None
         self._nodes: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
@@ -90,6 +93,8 @@ class PrefixCache:
         for i in range(min(firsts), num_entries):
             node = self._nodes[keys[i]]
             node.last_used = self._tick
+            if i == num_entries - 1:
+                self.kept.note_use(node.root)
             table += [block if i >= first else NO_BLOCK for block, first in zip(node.blocks, firsts, strict=True)]
         return table
 
@@ -286,10 +291,21 @@ class PrefixCache:
             if node is not None and self._is_unused(node):
                 self._remove(node)
 
+    def forget(self, root: bytes) -> None:
+        """Drops a chain, here and in the tier. Blocks that are in use become free when they are released."""
+        keys = dict.fromkeys(key for _, key in reversed(self.kept.blocks_of(root)))
+        for key in keys:
+            self._remove(self._nodes[key])
+        if self.tier is not None:
+            self.tier.forget(root)
+
     def check(self) -> None:
         """Raises AssertionError unless nodes, blocks and children agree."""
         kept = [block for node in self._nodes.values() for block in node.blocks if block != NO_BLOCK]
         assert len(kept) == len(set(kept)) == len(self._by_block), "two keys hold one block"
+        rooted = [(n, g) for n in self._nodes.values() if n.root for g, block in enumerate(n.blocks) if block != NO_BLOCK]
+        assert len(self.kept) == len(rooted), "a chain has blocks that are gone"
+        assert all(self.kept.has(n.root, g, n.key) for n, g in rooted), "a block is not among those of its chain"
         children: dict[bytes, int] = {}
         for node in self._nodes.values():
             assert any(block != NO_BLOCK for block in node.blocks), "a node without blocks is kept"
@@ -325,7 +341,7 @@ class PrefixCache:
             root, owner, expires = b"", None, False  # it has no owner
         if self._quotas is None:
             owner = None
-        if self._full is not None and not self._find_room(owner, self._full):
+        if self._full is not None and owner is not None and not self._find_room(owner, self._full):
             return None
         node = _Node(key, number, len(entry), parent, root, owner, expires)
         self._complete(node, entry)
@@ -355,6 +371,8 @@ class PrefixCache:
                 self._quotas[group].add(node.owner)
             node.blocks[group] = block
             self._by_block[block] = node
+            if node.root:
+                self.kept.add(node.root, group, node.key)
             self._pool.keep(block, is_protected=node.owner is not None)
 
     def _remove(self, node: _Node) -> None:
@@ -379,6 +397,8 @@ class PrefixCache:
         """Releases one block of a node."""
         block, node.blocks[group] = node.blocks[group], NO_BLOCK
         del self._by_block[block]
+        if node.root:
+            self.kept.remove(node.root, group, node.key)
         if self._quotas is not None and node.owner is not None:
             self._quotas[group].drop(node.owner)
             if not self._quotas[group].keeps_any(node.owner):

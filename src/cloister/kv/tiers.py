@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
+from cloister.kv.kept_blocks import KeptBlocks
 from cloister.kv.pool import BlockGroup
 from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
@@ -205,6 +206,7 @@ class KVTierIndex:
 
     Attributes:
         stores: (block of the device, block of the tier) to be copied before the device's is written again.
+        kept: the blocks of each chain.
         ended_roots: chains of which nothing is left, whose keys shall be forgotten.
         is_stopped: nothing more is stored; what is there can be loaded.
         is_stuck: a load was given up and the tier has not noticed; until it does, nothing is loaded.
@@ -220,7 +222,7 @@ class KVTierIndex:
         self.num_stored_blocks = self.num_stored_bytes = 0
         self._accounts: dict[bytes, _Account] = {}  # of owners that have blocks
         self._slots = [_Slots(num_slots, num_shares) for num_slots in layout.num_slots]
-        self._by_root: dict[bytes, set[tuple[int, bytes]]] = {}
+        self.kept = KeptBlocks(len(layout.num_slots))
         self._unwritten: dict[int, TierBlock] = {}  # by number
         self._numbers = count()
         self._byte_s = 0.0
@@ -234,6 +236,11 @@ class KVTierIndex:
     def used_bytes(self) -> int:
         """Bytes of the slots in use."""
         return sum(len(slots.blocks) * size for slots, size in zip(self._slots, self.layout.slot_bytes, strict=True))
+
+    def find_oldest_s(self) -> float | None:
+        """Returns when the oldest block was stored; None if there is none. Takes a time for large tiers."""
+        firsts = [next(iter(slots.blocks.values())) for slots in self._slots if slots.blocks]
+        return min((self.kept.added_s(block.root, block.group, block.key) for block in firsts), default=None)
 
     # Storing
 
@@ -269,7 +276,7 @@ class KVTierIndex:
         slot = slots.take() if oldest is None else self._remove(oldest)
         stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers))
         slots.add(stored)
-        self._by_root.setdefault(root, set()).add((group, key))
+        self.kept.add(root, group, key)
         self._unwritten[stored.number] = stored
         self._accounts[payer] = account
         account.unwritten_bytes += size
@@ -294,17 +301,15 @@ class KVTierIndex:
 
     def forget(self, root: bytes) -> None:
         """Forgets all of a scope: its lifetime is over."""
-        for group, key in list(self._by_root.get(root, ())):
+        for group, key in self.kept.blocks_of(root):
             slots = self._slots[group]
             slots.free.append(self._remove(slots.blocks[key]))
 
     def _remove(self, stored: TierBlock) -> int:
         """Removes a block and returns its slot."""
         self._slots[stored.group].remove(stored)
-        left = self._by_root[stored.root]
-        left.discard((stored.group, stored.key))
-        if not left:
-            del self._by_root[stored.root]
+        self.kept.remove(stored.root, stored.group, stored.key)
+        if stored.root not in self.kept:
             self.ended_roots.append(stored.root)
         self._close_account(stored.owner)
         return stored.slot
@@ -331,6 +336,7 @@ class KVTierIndex:
             slots = self._slots[found.group]
             if found.key in slots.blocks:
                 slots.touch(found.key)
+                self.kept.note_use(found.root)
 
     def is_worth(self, num_bytes: int, compute_s: float) -> bool:
         """Whether loading takes less time than computing."""
@@ -359,8 +365,8 @@ class KVTierIndex:
             assert len(slots.owned) <= slots.num_shares, "more owners than shares"
             share = slots.num_slots // slots.num_shares
             assert all(0 < len(owned) <= share for owned in slots.owned.values()), "a share is overdrawn"
-            assert all((group, key) in self._by_root[stored.root] for key, stored in slots.blocks.items()), "a root is lost"
-        assert sum(map(len, self._by_root.values())) == len(self), "a root has a block that is gone"
+            assert all(self.kept.has(stored.root, group, key) for key, stored in slots.blocks.items()), "a root is lost"
+        assert len(self.kept) == len(self), "a root has a block that is gone"
         sizes = [self.layout.block_bytes[stored.group] for stored in self._unwritten.values()]
         unwritten_bytes = sum(account.unwritten_bytes for account in self._accounts.values())
         assert sum(sizes) == unwritten_bytes, "the count of unwritten bytes is off"

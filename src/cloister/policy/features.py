@@ -112,6 +112,10 @@ _PUBLIC_TEXT = mitigate("requests only read it; the operator is responsible for 
 _NARROWED = mitigate(
     "a session is narrower than what its requests would share anyway, and ends five minutes after its last one"
 )
+_OWN_CACHE = mitigate(
+    "counts and ages of the requester's own scope only; with a share for each scope no eviction reveals others, and "
+    "`cached_tokens` tells the same"
+)
 _NO_SECRET = mitigate(
     "the shared text is in the release, not secret, and never evicted: only the first request after a start can detect a miss"
 )
@@ -233,6 +237,23 @@ _FEATURES: Final = (
         ),
         paranoid=refuse("nothing is reused at all"),
         instead="leave the header `cloister-session` out",
+    ),
+    _feature(
+        "cache-report",
+        row="prefix-cache",
+        setting="GET and DELETE /v1/cache",
+        title="Sight of one's own cache",
+        does="tells a client how much KV is kept of its own scope and since when, and drops it on request",
+        endangers="where tenants share one cache, who looks often sees its own blocks go when others need room",
+        part="report",
+        open=_OWN_CACHE,
+        team=_OWN_CACHE,
+        private=mitigate(
+            "a request without a session has nothing to see; a session sees and drops its own by its secret, and its share "
+            "is its own, so no eviction reveals others"
+        ),
+        paranoid=refuse("nothing is kept, so there is nothing to see or to drop"),
+        instead="leave it out: this profile keeps nothing after a request",
     ),
     _feature(
         "release-prefixes",

@@ -38,6 +38,7 @@ class Admission:
         owner: secret of its tenant or of this machine, under which stored objects are found; None if callers cannot be
             distinguished.
         key: digest of its key, for work that continues after the request; None without keys.
+        cache_key: stands for the request's `prompt_cache_key` within its scope; empty for none, or if routers may not use it.
     """
 
     scope: Scope = field(repr=False)
@@ -47,6 +48,7 @@ class Admission:
     is_operator: bool = field(default=False, repr=False, compare=False)
     owner: bytes | None = field(default=None, repr=False, compare=False)
     key: bytes | None = field(default=None, repr=False, compare=False)
+    cache_key: bytes = field(default=b"", repr=False, compare=False)
 
 
 class Gate:
@@ -199,14 +201,22 @@ class Gate:
             account.limits = known[digest]
 
     def with_request_options(
-        self, admission: Admission, *, stream: bool = False, priority: int | None = None, cache_salt: str | None = None
+        self,
+        admission: Admission,
+        *,
+        stream: bool = False,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        prompt_cache_key: str | None = None,
     ) -> Admission:
-        """Returns the admission with the request's own `stream`, `priority` and `cache_salt` applied.
+        """Returns the admission with the request's own `stream`, `priority`, `cache_salt` and `prompt_cache_key` applied.
 
         Args:
             stream: the request's field `stream`.
             priority: the request's field `priority`, None when it has none.
             cache_salt: the request's field `cache_salt`, which narrows its scope; None when it has none.
+            prompt_cache_key: the request's field of this name, which counts inside of its scope only. It has no effect where
+                replicas are drawn.
 
         Raises:
             PolicyError: the profile refuses one of them; the message names the rule.
@@ -219,6 +229,8 @@ class Gate:
         )
         if cache_salt is not None:
             admission = replace(admission, scope=admission.scope.narrow(cache_salt))
+        if prompt_cache_key and self.policy.allows("load-routing"):
+            admission = replace(admission, cache_key=admission.scope.blind(prompt_cache_key))
         return admission if priority is None else replace(admission, priority=priority)
 
     def check_operator(self, admission: Admission) -> None:

@@ -9,7 +9,7 @@ load holds them; a running sequence that needs blocks gets them (`give_up_one`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
@@ -192,6 +192,11 @@ class KVLoads:
         for load in [load for load in self.loading.values() if load.deadline_s <= now]:
             if not (load.tier and load.is_complete):  # what a tier has brought is only waiting for steps, as computing would
                 self._cut(load, now)
+
+    def forget(self, roots: Collection[bytes], now: float) -> None:
+        """Ends the loads of chains that are dropped; their requests go on without what has not arrived."""
+        for load in [load for load in self.loading.values() if load.root in roots]:
+            self._cut(load, now)
 
     def give_up_one(self, now: float) -> bool:
         """Gives back blocks that no sequence runs on: of a lease or of a load. Returns False if there are none."""

@@ -55,6 +55,7 @@ class RequestTable:
         self.answers: list[NewSequence] = []
         self._policy = policy
         self._keys = keys
+        self._adapters: set[str | None] = {None}  # digests of those that were ever used: each has a chain in every scope
         self._deadlines: list[tuple[float, int, str]] = []
         self._next_seq = 0
         self._next_order = 0
@@ -103,10 +104,23 @@ class RequestTable:
 
     def _root_of(self, request: Request) -> tuple[bytes, bytes | None]:
         """Returns the root of a request's prefix-key chain, and the owner of its cached blocks."""
+        self._adapters.add(request.adapter)
         root = self._keys.root(request.scope, request.adapter) if self._keys is not None else b""
         # No later request can find the blocks of a scope with a single request: they have no owner, and are evicted first.
         scope = request.scope
         return root, None if scope.kind is ScopeKind.REQUEST else scope.owner or scope.seed
+
+    def roots_of(self, scope: Scope) -> set[bytes]:
+        """Returns the roots of all chains of a scope."""
+        return set() if self._keys is None else {self._keys.root(scope, adapter) for adapter in self._adapters}
+
+    def forget(self, roots: set[bytes]) -> None:
+        """Drops chains. Requests that are here keep the blocks that they use, and no further ones of them are cached."""
+        for state in self.request_states.values():
+            state.is_forgotten |= state.root in roots
+        for root in roots:
+            if self.prefix_cache is not None:
+                self.prefix_cache.forget(root)
 
     def chain_of(self, request: Request, token_ids: list[int]) -> tuple[list[bytes], bytes, bytes | None]:
         """Returns the keys whose blocks a request with these tokens could read, if it came, with their root and owner."""
@@ -197,6 +211,8 @@ class RequestTable:
         """Offers full blocks to the prefix cache."""
         if self.prefix_cache is None or self._keys is None or sequence.request_state.request.pooling is not None:
             return  # many texts for pooling would evict the prefixes of chats
+        if sequence.request_state.is_forgotten:
+            return
         num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
         if num_full > sequence.num_kept:
             state = sequence.request_state

@@ -11,7 +11,17 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from cloister.kv import NO_BLOCK, BlockPool, BlockTable, CacheQuotas, OutOfBlocksError, PrefixKeys
+from cloister.kv import (
+    DEVICE,
+    NO_BLOCK,
+    BlockPool,
+    BlockTable,
+    CacheQuotas,
+    KeptUsage,
+    OutOfBlocksError,
+    PrefixKeys,
+    StepTime,
+)
 from cloister.kv.tiers import KVTierIndex
 from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
@@ -28,6 +38,7 @@ from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, in
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.types.events import Event, Progressed, Resumption, Scheduled
 from cloister.types.request import FinishReason, Request
+from cloister.types.scope import Scope
 from cloister.types.step import EncodedImage, Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
 
 _UNBOUNDED = 2**62
@@ -132,6 +143,7 @@ class Scheduler:
         self._searches = BeamSearches(self._requests)
         self._encodings = ImageEncodings(config.num_images_at_once)
         self.prefix_cache = self._requests.prefix_cache
+        self._time = StepTime() if self.prefix_cache is None else self.prefix_cache.kept.time
         self.requests: Mapping[str, RequestState] = self._requests.request_states
         self.waiting_for_grammar: Mapping[str, RequestState] = self._requests.waiting_for_grammar
         self.answers = self._requests.answers
@@ -157,6 +169,7 @@ class Scheduler:
         """Has a tier keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
         assert self.prefix_cache is not None
         self.prefix_cache.tier = index
+        index.kept.time = self._time
         self.kv_restores = KVRestores(
             index, self.prefix_cache, self.kv_loads, self.cost, self.pool.block_size, self._most_shared
         )
@@ -275,6 +288,20 @@ class Scheduler:
         if state is not None:
             self._requests.hold(state, hold_s, now)
 
+    def report_kept(self, scope: Scope) -> list[tuple[str, KeptUsage]]:
+        """Returns what is kept of a scope on the device and in the tier, each by its name."""
+        if self.prefix_cache is None:
+            return []
+        roots, tier = self._requests.roots_of(scope), self.prefix_cache.tier
+        found = [(DEVICE, self.prefix_cache.kept.report(roots))]
+        return found if tier is None else [*found, (tier.name, tier.kept.report(roots))]
+
+    def forget(self, scope: Scope, now: float) -> None:
+        """Drops what is kept of a scope. What its requests and other engines use becomes free when they have ended."""
+        roots = self._requests.roots_of(scope)
+        self._requests.forget(roots)
+        self.kv_loads.forget(roots, now)
+
     def abort(self, request_id: str, now: float) -> None:
         """Aborts a request; does nothing if it has already ended."""
         state = self._requests.request_states.get(request_id)
@@ -305,6 +332,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Fills one step, or returns None if there is nothing to do (never while blocks wait to be wiped)."""
+        self._time.now_s = now
         self._requests.expire(now)
         if self.kv_loads.loading:
             self.kv_loads.expire(now)
@@ -332,6 +360,7 @@ class Scheduler:
         if step.plan.plan_id != result.plan_id:
             raise ValueError(f"plan {step.plan.plan_id} must be committed before plan {result.plan_id}")
         self._land(step)
+        self._time.now_s = now
         size = step.budget.size
         if self._draft_allocator is not None and step.choices:
             size = self._draft_allocator.release_rejected(step, result)

@@ -45,6 +45,7 @@ class RequestState:
         beams: the beam search that its sequences belong to; None if they are answers themselves.
         hold_kv_s: for how long its cached blocks are leased when it ends.
         prefill_only: it leaves after its first token.
+        is_forgotten: what its scope had cached was dropped while it was here; no further block of it is cached.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class RequestState:
         "first_token_s",
         "grammar_deadline_s",
         "hold_kv_s",
+        "is_forgotten",
         "kept_root",
         "num_cached_tokens",
         "num_open",
@@ -88,6 +90,7 @@ class RequestState:
         self.beams: Beams | None = None
         self.hold_kv_s = 0.0
         self.prefill_only = False
+        self.is_forgotten = False
 
     @property
     def num_unforked(self) -> int:

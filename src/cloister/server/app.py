@@ -42,6 +42,7 @@ from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.routes import (
+    cache,
     chat,
     completions,
     embeddings,
@@ -82,6 +83,7 @@ _ROUTERS: Final = (
     llamacpp.router,
     reference.router,
     replicas.router,
+    cache.router,
 )
 PLAIN_PATHS: Final = frozenset(
     route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route) and "{" not in route.path

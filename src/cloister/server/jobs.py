@@ -114,6 +114,7 @@ def make_job(
             pooling=way,
             adapter=adapter,
             images=images,
+            cache_key=admission.cache_key,
         )
         for i, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
     )

@@ -29,6 +29,7 @@ from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, 
 from cloister.server.parse import REFUSED, Refused
 from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
+from cloister.server.routes.cache import CacheContent
 from cloister.server.routes.embeddings import PooledList
 from cloister.server.routes.files import DeletedFile, FileList, FileObject, UploadForm
 from cloister.server.routes.health import Load, Version
@@ -268,6 +269,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/replicas/{index}/drain", _SERVER, "Drain a replica", answer=DrainedReplica),
     Operation("POST", "/v1/replicas/{index}/return", _SERVER, "Give a replica requests again", answer=ReturnedReplica),
     Operation("POST", "/v1/replicas/update", _SERVER, "Give every replica a new engine", answer=UpdateReport),
+    Operation("GET", "/v1/cache", _SERVER, "Show what is cached of one's own", answer=CacheContent, errors=(400, 503)),
+    Operation("DELETE", "/v1/cache", _SERVER, "Drop what is cached of one's own", answer=CacheContent, errors=(400, 503)),
     Operation("GET", "/v1/policy", _SERVER, "Show the active privacy profile", answer=PolicyReport, is_open=True),
     Operation("GET", "/version", _SERVER, "Tell the version", answer=Version),
     _health("GET", "/health", _SERVER),

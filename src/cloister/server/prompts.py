@@ -273,7 +273,11 @@ class PromptReader:
         if self.model.encoder is not None:
             raise invalid(NO_TEXT, "model", "no_generation")
         return self.gate.with_request_options(
-            admission, stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt
+            admission,
+            stream=bool(body.stream),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            prompt_cache_key=body.prompt_cache_key,
         )
 
     def find_adapter(self, name: str | None) -> str | None:

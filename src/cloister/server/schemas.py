@@ -120,6 +120,7 @@ class GenerationBody(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
     use_beam_search: bool | None = None
     best_of: int | None = Field(None, ge=1, json_schema_extra={"x-most": "max_n"})
@@ -138,7 +139,6 @@ class GenerationBody(Strict):
     user: str | None = None
     metadata: Annotated[dict[str, MetadataText], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
     @property

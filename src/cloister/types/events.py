@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from cloister.types.request import AdapterInfo, FinishReason, ModelInfo, Request, SequenceOutput
+from cloister.types.scope import Scope
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
@@ -102,17 +103,19 @@ class Drafting(msgspec.Struct, frozen=True):
 
 
 class KVStored(msgspec.Struct, frozen=True):
-    """What a tier has written since the last step.
+    """What a tier has written since it was last reported, and what it holds.
 
     Attributes:
         tier: its name.
         num_bytes: KV written.
         used_bytes: bytes of its slots in use.
+        oldest_s: age of its oldest block; None if it has none.
     """
 
     tier: str
     num_bytes: int
     used_bytes: int
+    oldest_s: float | None = None
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +139,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     spent_s: float = 0.0
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
     stored: KVStored | None = None
-    """What a tier has written, if anything."""
+    """What a tier has written and holds, if either has changed."""
 
 
 class KVLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -276,7 +279,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class AdapterReply(msgspec.Struct, frozen=True):
+class AdapterReply(msgspec.Struct, frozen=True, tag=True):
     """Engine to front, in `Outputs`: the result of an adapter call.
 
     Attributes:
@@ -288,6 +291,44 @@ class AdapterReply(msgspec.Struct, frozen=True):
     adapter: AdapterInfo | None = None
     error: str | None = None
     code: str = ""
+
+
+class InspectCache(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: report what is cached of one scope.
+
+    Attributes:
+        drop: drop it after it was counted. Requests that are in the engine keep what they use, and it is not cached again.
+    """
+
+    call_id: str
+    scope: Scope
+    drop: bool = False
+
+
+class CacheUsage(msgspec.Struct, frozen=True):
+    """What is cached of one scope in one place.
+
+    Attributes:
+        place: `device`, or the name of a tier.
+        num_blocks: blocks, of all groups of layers.
+        num_tokens: tokens of which some layers have their KV there.
+        oldest_s: age of the oldest block; None if there is none.
+        used_s: time since a block was last added or found; None if there is none.
+    """
+
+    place: str
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+    oldest_s: float | None
+    used_s: float | None
+
+
+class CacheReply(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front, in `Outputs`: what is cached, or was until it was dropped."""
+
+    call_id: str
+    places: list[CacheUsage]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -321,10 +362,10 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     outputs: list[SequenceOutput]
     events: list[Event]
-    replies: list[AdapterReply] = []
+    replies: list[AdapterReply | CacheReply] = []
 
 
-FrontMessage = Submit | Abort | HoldKV | PrefetchKV | LoadAdapter | UnloadAdapter | Shutdown
+FrontMessage = Submit | Abort | HoldKV | PrefetchKV | LoadAdapter | UnloadAdapter | InspectCache | Shutdown
 EngineMessage = Ready | Failed | Outputs
 
 ABORTED: Final = "the request was ended before its answer was complete: its client disconnected, or the server is shutting down"

@@ -158,6 +158,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         adapter: digest of a LoRA adapter (`AdapterInfo`), or None.
         pooling: return a vector for the prompt and sample no token (`max_tokens` 0); disables prefix hits.
         images: images in the prompt, in its order; their positions hold the placeholder token.
+        cache_key: stands for its `prompt_cache_key` (`Scope.blind`): a router may give requests with the same one to the same
+            replica. Empty for none.
     """
 
     request_id: str
@@ -170,6 +172,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     pooling: PoolingParams | None = None
     images: tuple[ImageTile, ...] = ()
+    cache_key: bytes = b""
 
     @property
     def pixels_bytes(self) -> int:

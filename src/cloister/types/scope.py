@@ -49,6 +49,10 @@ class Scope(msgspec.Struct, frozen=True):
         salt = hashlib.sha256(b"cloister/cache-salt/1\0" + self.seed + cache_salt.encode()).digest()
         return Scope(self.kind, salt, self.lifetime_s, self.owner or self.seed)
 
+    def blind(self, prompt_cache_key: str) -> bytes:
+        """Returns what stands for a `prompt_cache_key` of this scope: no other scope has it, and nobody reads the key in it."""
+        return hashlib.sha256(b"cloister/prompt-cache-key/1\0" + self.seed + prompt_cache_key.encode()).digest()
+
 
 SESSION_LIFETIME_S = 300.0
 """Lifetime of a session's state after its last request."""

@@ -3,13 +3,18 @@ arXiv:2407.00023, section 3.2: exploitation and exploration). Pure."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final
 
 from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, draw_least, leave_out_busy, load_of
 from cloister.cluster.routers.cached_prompts import CachedPrompts
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.request import Request
 from cloister.types.scope import ScopeKind
+
+MAX_CACHE_KEYS: Final = 65_536
+"""Values of `prompt_cache_key` that are remembered; beyond it, the least recently used one is forgotten."""
 
 
 @ROUTERS.register("prefix_aware", ROUTER_THREAT)
@@ -20,18 +25,27 @@ class PrefixAware(Router):
 
     It knows prompts by their prefix keys, which are seeded by the scope, and remembers as many as the replica has blocks. It
     does not know answers, nor what a replica evicted earlier, so a hit is a guess.
+
+    Where hits leave the choice open, a request goes to the replica that had the last one with its `prompt_cache_key`, if that
+    is not too busy: the client knows that they have a beginning in common, also while its first one is still computed.
     """
 
     def __init__(self, context: RouterContext) -> None:
         self._prompts = CachedPrompts(context.keys)
+        self._last_of: OrderedDict[bytes, int] = OrderedDict()  # by `Request.cache_key`, the least recently used first
         self._draw = context.draw
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
         if request.scope.kind is ScopeKind.REQUEST:
             return draw_least(replicas, load_of, self._draw).index  # nobody can ask for its blocks again
         hits = self._prompts.match(request, [replica.index for replica in replicas])
-        chosen = self._choose(len(request.token_ids), hits, replicas)
+        chosen = self._choose(request, hits, replicas)
         self._prompts.add(request, chosen)
+        if request.cache_key:
+            self._last_of[request.cache_key] = chosen.index
+            self._last_of.move_to_end(request.cache_key)
+            if len(self._last_of) > MAX_CACHE_KEYS:
+                self._last_of.popitem(last=False)
         return chosen.index
 
     def count_cached(self, request: Request, index: int) -> int:
@@ -39,12 +53,19 @@ class PrefixAware(Router):
 
     def forget(self, index: int) -> None:
         self._prompts.forget(index)
+        for key in [key for key, last in self._last_of.items() if last == index]:
+            del self._last_of[key]
 
-    def _choose(self, num_tokens: int, hits: dict[int, int], replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
-        free = leave_out_busy(replicas)
+    def _choose(self, request: Request, hits: dict[int, int], replicas: Sequence[ReplicaSnapshot]) -> ReplicaSnapshot:
+        num_tokens, free = len(request.token_ids), leave_out_busy(replicas)
         longest = max(hits[replica.index] for replica in free)
-        if 2 * longest > num_tokens:
-            return draw_least([replica for replica in free if hits[replica.index] == longest], load_of, self._draw)
+        is_hit = 2 * longest > num_tokens
+        candidates = [replica for replica in free if hits[replica.index] == longest] if is_hit else free
+        last = self._last_of.get(request.cache_key)
+        if (same := next((replica for replica in candidates if replica.index == last), None)) is not None:
+            return same
+        if is_hit:
+            return draw_least(candidates, load_of, self._draw)
 
         def cost(replica: ReplicaSnapshot) -> tuple[float, float]:
             num_to_compute = replica.num_pending_tokens + num_tokens - hits[replica.index]

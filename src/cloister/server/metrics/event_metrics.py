@@ -136,6 +136,7 @@ class KVTierTotals:
         self._load_s: dict[str, float] = {}
         self._stored: Counter[tuple[str, ...]] = Counter()
         self._used: dict[str, int] = {}
+        self._oldest_s: dict[str, float] = {}
 
     def note_load(self, event: KVLoaded) -> None:
         """Takes one load that has ended."""
@@ -145,9 +146,10 @@ class KVTierTotals:
         self._load_s[tier] = self._load_s.get(tier, 0.0) + event.elapsed_s
 
     def note_stored(self, stored: KVStored) -> None:
-        """Takes what a tier has written."""
+        """Takes what a tier has written and holds."""
         self._stored[stored.tier,] += stored.num_bytes
         self._used[stored.tier] = stored.used_bytes
+        self._oldest_s[stored.tier] = stored.oldest_s or 0.0
 
     def collect(self) -> Iterator[Metric]:
         """Yields the families, which are empty until something was stored or loaded."""
@@ -159,10 +161,14 @@ class KVTierTotals:
             seconds.add_metric((tier,), value)
         yield seconds
         yield _counters("kv_stored_bytes", "KV that a tier has written.", ("tier",), self._stored)
-        used = GaugeMetricFamily("cloister_kv_tier_used_bytes", "What a tier holds.", labels=("tier",))
-        for tier, value in sorted(self._used.items()):
-            used.add_metric((tier,), value)
-        yield used
+        used = GaugeMetricFamily(f"{TIER_PREFIX}used_bytes", "What a tier holds.", labels=("tier",))
+        oldest = GaugeMetricFamily(
+            f"{TIER_PREFIX}oldest_seconds", "Age of its oldest block at its last change.", labels=("tier",)
+        )
+        for family, values in ((used, self._used), (oldest, self._oldest_s)):
+            for tier, value in sorted(values.items()):
+                family.add_metric((tier,), value)
+            yield family
 
 
 _QUEUE_S: Final = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -174,6 +180,8 @@ _NUM_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8
 
 REPLICA_PREFIX: Final = "cloister_replica_"
 """Of the names of metrics of single replicas."""
+TIER_PREFIX: Final = "cloister_kv_tier_"
+"""Of those that say what tiers hold: it is all tenants' (a client sees its own with `GET /v1/cache`)."""
 _COUNTERS: Final = {
     "prompt_tokens": "Prompt tokens of requests that were scheduled.",
     "generation_tokens": "Output tokens.",
@@ -225,14 +233,15 @@ class LiveRequests:
 
 
 class _ForUsers:
-    """Metrics without those of single replicas, which show where requests run (as `GET /v1/replicas` does to operators)."""
+    """Metrics without those of single replicas, which show where requests run (as `GET /v1/replicas` does to operators), and
+    without what tiers hold, which shows what others did."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
         """Yields the families."""
-        return (family for family in self._metrics.collect() if not family.name.startswith(REPLICA_PREFIX))
+        return (family for family in self._metrics.collect() if not family.name.startswith((REPLICA_PREFIX, TIER_PREFIX)))
 
 
 class Metrics:

@@ -145,7 +145,8 @@ class Exposition(Protocol):
         ...
 
     def render(self, *, for_operator: bool = True) -> bytes:
-        """Returns the metrics in the Prometheus text format; those of single replicas for operators only."""
+        """Returns the metrics in the Prometheus text format; those of single replicas, and of what tiers hold, for operators
+        only."""
         ...
 
 

@@ -75,7 +75,7 @@ export const PLOTS = [
     top: 0.01,
     show: percent,
     read: (moment) => [moment.value("cloister_kv_cache_usage_perc")],
-    note: ({ samples }) => blocks(samples),
+    note: ({ samples }) => [blocks(samples), ...tiers(samples)].join("; "),
   },
   {
     title: "Prefix hits",
@@ -201,6 +201,14 @@ function allDrafts(moment) {
 function blocks(samples) {
   const parts = samples.get("cloister_kv_blocks") ?? [];
   return parts.length ? `${parts.map(({ labels, value }) => `${count(value)} ${labels.state}`).join(", ")} blocks` : "no step yet";
+}
+
+/** What tiers hold, which operators alone are told. */
+function tiers(samples) {
+  return (samples.get("cloister_kv_tier_used_bytes") ?? []).map(({ labels: { tier }, value }) => {
+    const figure = (name) => valueOf(samples, `cloister_kv_${name}`, (labels) => labels.tier === tier) ?? 0;
+    return `${tier}: ${bytes(value)}, ${count(figure("loads_total"))} loads, the oldest block of ${seconds(figure("tier_oldest_seconds"))}`;
+  });
 }
 
 function endings(samples) {

@@ -235,12 +235,12 @@ class ResponsesBody(Strict):
     previous_response_id: str | None = None
     store: bool | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
 
     # Known fields without effect here: type-checked and ignored.
     user: str | None = None
     metadata: Annotated[dict[str, MetadataText], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
     @property
@@ -260,6 +260,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
         "cache_salt": body.cache_salt,
+        "prompt_cache_key": body.prompt_cache_key,
     }
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}

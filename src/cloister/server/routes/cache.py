@@ -1,0 +1,73 @@
+"""`/v1/cache`: a client sees and drops what is cached of its own scope."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloister.policy import Use
+from cloister.server.errors import invalid
+from cloister.server.schemas import MAX_CACHE_SALT
+from cloister.server.state import admission_of, json_response, state_of
+from cloister.types.errors import EngineError
+from cloister.types.events import CacheUsage
+from cloister.types.scope import ScopeKind
+
+NO_ANSWER: Final = (
+    "no engine said in time what it has cached; ask again in a few seconds. What was to be dropped is dropped before the next "
+    "request is read, or has ended with its engine"
+)
+
+router = APIRouter()
+
+
+class CacheContent(msgspec.Struct, frozen=True):
+    """Reply of /v1/cache: what is kept of the requester's scope, or was until it was dropped.
+
+    Attributes:
+        scope: what the scope is bound to: a tenant, this machine, a session, or one request, of which nothing is kept.
+        data: for each place: the device, and the tier if there is one. Of all replicas together.
+        unanswered: replicas that did not answer in time; what they have is not counted.
+    """
+
+    scope: ScopeKind
+    data: list[CacheUsage]
+    unanswered: list[int]
+    object: Literal["cache", "cache.deleted"]
+
+
+@router.get("/v1/cache")
+async def show_cache(request: Request) -> Response:
+    """Returns what is cached of the requester's scope."""
+    return await _answer(request, drop=False)
+
+
+@router.delete("/v1/cache")
+async def drop_cache(request: Request) -> Response:
+    """Drops what is cached of the requester's scope, and returns how much that was."""
+    return await _answer(request, drop=True)
+
+
+async def _answer(request: Request, *, drop: bool) -> Response:
+    state, admission = state_of(request), admission_of(request)
+    gate = state.reader.gate
+    gate.policy.check({"cache-report": Use(True, "the request")})
+    scope = gate.with_request_options(admission, cache_salt=_read_salt(request)).scope
+    kind: Literal["cache", "cache.deleted"] = "cache.deleted" if drop else "cache"
+    if scope.kind is ScopeKind.REQUEST:  # nobody can name it again, so no engine has anything of it
+        return json_response(CacheContent(scope.kind, [], [], kind))
+    report = await state.engine.inspect_cache(scope, drop=drop)
+    if report.unanswered and not report.places:
+        raise EngineError(NO_ANSWER)
+    return json_response(CacheContent(scope.kind, report.places, report.unanswered, kind))
+
+
+def _read_salt(request: Request) -> str | None:
+    salt = request.query_params.get("cache_salt")
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT:
+        raise invalid(f"`cache_salt` has 1 to {MAX_CACHE_SALT} characters.", "cache_salt", "invalid_value")
+    return salt
