@@ -81,7 +81,7 @@ async def engines(*settings: str, fork_server: ForkServer | None = None, **chang
     async with contextlib.AsyncExitStack() as stack:
         for setting in settings:
             transport = ProcessTransport(ENGINE_ENTRY, kv_secret=SECRET, fork_server=fork_server)
-            stack.push_async_callback(transport.rest, is_final=True)
+            stack.push_async_callback(transport.discard_template, is_final=True)
             config = EngineConfig(num_threads=1, kv_memory_mb=64.0, prefix_cache=True, kv_transfer=setting, **changes)
             await transport.open(config)
             stack.push_async_callback(transport.close)

@@ -507,8 +507,11 @@ def _partial_bytes(spec: DecoderSpec, num_tokens: int, num_threads: int) -> int:
         return 4 * num_splits * int(max(each, default=0))
 
     shared = min(widest((spec.max_positions - 1) // 256, math.inf), _MOST_SHARED_BYTES)
-    cut = widest(-(-spec.max_positions // 256), 4 * num_threads * 256) if num_threads > 1 else 0
-    return min(shared + cut, _MOST_PARTIAL_BYTES)
+    if num_threads == 1:
+        return shared
+    num_splits = -(-spec.max_positions // 256)
+    cut = widest(num_splits, 4 * num_threads * 256)
+    return min(shared + cut, widest(num_splits, math.inf), _MOST_PARTIAL_BYTES)  # a row's split is shared or cut, not both
 
 
 def _rotation_bytes(spec: DecoderSpec) -> int:
