@@ -104,6 +104,16 @@ def test_a_disk_without_room_says_so_and_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_a_file_that_would_take_all_that_is_free_is_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(storage, "_fill", lambda *arguments: pytest.fail("something was written"))
+    status, _, err = run(capsys, str(tmp_path) if where == "disk" else "host", "--size-mb", "99999999")
+    assert status == 1
+    assert "no room for a file of 99999999 MiB" in " ".join(err.split())
+
+
 def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -92,6 +92,24 @@ def test_a_salt_names_a_scope_of_its_own_inside_the_tenants(team: RunningServer)
         assert error["param"] == "cache_salt"
 
 
+def test_a_prompt_cache_key_has_at_most_as_many_characters_as_a_salt(team: RunningServer) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_cache_key": "x" * 257}
+    reply = httpx.post(f"{team.url}/v1/completions", json=body, headers={"authorization": f"Bearer {ANN}"})
+    assert check_error(reply, 400)["param"] == "prompt_cache_key"
+
+
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [("salt=x", b""), ("cache_salt=x&Cache_Salt=x", b""), ("cache_salt=a&cache_salt=b", b""), ("", b'{"cache_salt": "x"}')],
+)
+def test_what_could_be_a_mistyped_salt_is_refused_and_nothing_is_dropped(team: RunningServer, query: str, body: bytes) -> None:
+    ann = Client(team)
+    ann.ask()
+    reply = httpx.request("DELETE", f"{team.url}{PATH}?{query}", content=body, headers={"authorization": f"Bearer {ANN}"})
+    assert "cache_salt" in str(check_error(reply, 400)["message"])
+    assert ann.device()["num_blocks"] > 0
+
+
 def test_a_reply_is_as_the_reference_states_it(team: RunningServer) -> None:
     document = httpx.get(f"{team.url}/openapi.json").json()
     for method, kind in (("GET", "cache"), ("DELETE", "cache.deleted")):

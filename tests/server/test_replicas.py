@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from cloister.cli import main
+from cloister.cli import cluster, main
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ThreadTransport
@@ -25,6 +27,7 @@ from cloister.types.request import ModelInfo
 from tests.engine.replica import BLOCK_SIZE, SpeakingRunner, make_config, make_replica
 from tests.server.running_server import RunningServer, make_gate, serving
 from tests.server.test_bad_input import check_error
+from tests.server.test_floods import wait_until
 
 PATH = "/v1/replicas"
 
@@ -147,6 +150,19 @@ def test_the_command_line_updates_all_replicas_and_says_how_that_ended(
         status, out, err = run(capsys, "update", server.url)
         assert status == 1
         assert "1 of 2 replicas have a new engine, the others keep theirs; replica 1: no other replica is left" in err
+
+
+def test_ctrl_c_ends_the_command_and_not_the_update(
+    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    with served_by_two(model_path) as server:
+        status, out, _ = run(capsys, "update", server.url)
+        assert (status, "the update goes on in the server" in out) == (130, True)
+        wait_until(lambda: httpx.get(server.url + PATH).json()["update"]["state"] == "done")
 
 
 def test_replicas_on_other_machines_and_a_single_engine_are_not_updated(

@@ -22,12 +22,15 @@ from cloister.engine.kv_tier_reads import (
     measure_reads,
     recommend,
 )
+from cloister.engine.machine import read_machine
 from cloister.types.errors import ConfigError
 
 BLOCKS: Final = (16 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)
 DEPTHS: Final = (1, 2, 4, 8)
 CACHED: Final = "pread, cached"
 """Name of reads of what is in the page cache."""
+LARGEST_SHARE: Final = 0.9
+"""No more of what is free is written."""
 CELL_S: Final = 0.25
 _SYNC_BYTES: Final = 8 * 2**20
 _WRITE_BYTES: Final = 2**20
@@ -71,7 +74,7 @@ def measure_storage(
     """
     deadline_s = time.monotonic() + timeout_s
     try:
-        with _open(directory) as fd:
+        with _open(directory, num_bytes) as fd:
             return _measure(fd, num_bytes, deadline_s, is_memory=directory is None, on_progress=on_progress)
     except TimeoutError:
         raise ConfigError(
@@ -128,16 +131,25 @@ def _cached_patterns() -> list[ReadPattern]:
 
 
 @contextlib.contextmanager
-def _open(directory: Path | None) -> Iterator[int]:
+def _open(directory: Path | None, num_bytes: int) -> Iterator[int]:
+    """Raises OSError (ENOSPC), before anything is written, if a file of this size would take nearly all that is free."""
     if directory is None:
         fd = os.memfd_create("cloister-bench")
         try:
+            _check_room(num_bytes, read_machine().available_bytes)
             yield fd
         finally:
             os.close(fd)
     else:
         with tempfile.TemporaryFile(prefix="cloister-bench-", dir=directory) as file:
+            space = os.fstatvfs(file.fileno())
+            _check_room(num_bytes, space.f_bavail * space.f_frsize)
             yield file.fileno()
+
+
+def _check_room(num_bytes: int, free_bytes: int) -> None:
+    if num_bytes > LARGEST_SHARE * free_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _fill(fd: int, num_bytes: int, until_s: float) -> int:
@@ -168,4 +180,6 @@ def _explain(directory: Path | None, num_bytes: int, error: OSError) -> str:
         where = "memory" if directory is None else directory
         return f"{where} has no room for a file of {size}; give a smaller --size-mb, or name another directory"
     reason = os.strerror(error.errno) if error.errno else type(error).__name__
+    if error.errno == errno.ENOENT and directory is not None and directory.is_dir():
+        reason = "no file can be made there"
     return f"cannot measure {directory}: {reason}; name a directory that this user may write to and read from"

@@ -92,6 +92,21 @@ def _print_update(update: dict[str, Any] | None) -> None:
 def update(url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
     """Give every replica a new engine, one after another, which starts from what is installed now. No request is lost."""
     found = _ask("POST", url, "/v1/replicas/update", api_key_file)
+    try:
+        found = _follow_update(found, url, api_key_file)
+    except KeyboardInterrupt:
+        print_line("the update goes on in the server; `cloister cluster status` shows how far it is")
+        raise
+    if found["state"] != "done":
+        why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
+        leave(
+            f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine, the others keep theirs; {why}",
+            BROKEN,
+        )
+
+
+def _follow_update(found: dict[str, Any], url: str, api_key_file: Path | None) -> dict[str, Any]:
+    """Names each replica that has a new engine; returns the update's last report."""
     give_up_s = time.monotonic() + found["num_replicas"] * UPDATE_TIMEOUT_S
     num_updated = 0
     while found["state"] == "running" and time.monotonic() < give_up_s:
@@ -100,9 +115,7 @@ def update(url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
         for index in range(num_updated, found["num_updated"]):
             print_line(f"replica {index} has a new engine")
         num_updated = found["num_updated"]
-    if found["state"] != "done":
-        why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
-        leave(f"{num_updated} of {found['num_replicas']} replicas have a new engine, the others keep theirs; {why}", BROKEN)
+    return found
 
 
 @app.command()

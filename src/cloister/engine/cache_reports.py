@@ -38,8 +38,8 @@ def describe_usage(place: str, kept: KeptUsage, sizes: Sequence[int], block_size
         num_blocks=sum(kept.num_blocks),
         num_tokens=max(kept.num_blocks) * block_size,
         num_bytes=sum(num * size for num, size in zip(kept.num_blocks, sizes, strict=True)),
-        oldest_s=None if kept.oldest_s is None else max(0.0, now - kept.oldest_s),
-        used_s=None if kept.used_s is None else max(0.0, now - kept.used_s),
+        oldest_s=None if kept.oldest_s is None else round(max(0.0, now - kept.oldest_s), 3),
+        used_s=None if kept.used_s is None else round(max(0.0, now - kept.used_s), 3),
     )
 
 

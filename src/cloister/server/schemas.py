@@ -64,6 +64,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 TokenId = Annotated[int, Field(ge=0, lt=INT32, json_schema_extra={"x-below": "vocab_size"})]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
+PromptCacheKey = Annotated[str, Field(max_length=MAX_CACHE_SALT)]
 MetadataText = Annotated[str, Field(max_length=512)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -120,7 +121,7 @@ class GenerationBody(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     priority: int | None = Field(None, ge=-INT32, lt=INT32)
     cache_salt: CacheSalt | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: PromptCacheKey | None = None
 
     use_beam_search: bool | None = None
     best_of: int | None = Field(None, ge=1, json_schema_extra={"x-most": "max_n"})

@@ -20,6 +20,7 @@ from cloister.server.schemas import (
     ChatBody,
     FunctionName,
     MetadataText,
+    PromptCacheKey,
     Strict,
 )
 
@@ -235,7 +236,7 @@ class ResponsesBody(Strict):
     previous_response_id: str | None = None
     store: bool | None = None
     cache_salt: CacheSalt | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: PromptCacheKey | None = None
 
     # Known fields without effect here: type-checked and ignored.
     user: str | None = None

@@ -56,6 +56,8 @@ async def _answer(request: Request, *, drop: bool) -> Response:
     state, admission = state_of(request), admission_of(request)
     gate = state.reader.gate
     gate.policy.check({"cache-report": Use(True, "the request")})
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        raise invalid("This route takes no body; give `cache_salt` in the query.", None, "invalid_value")
     scope = gate.with_request_options(admission, cache_salt=_read_salt(request)).scope
     kind: Literal["cache", "cache.deleted"] = "cache.deleted" if drop else "cache"
     if scope.kind is ScopeKind.REQUEST:  # nobody can name it again, so no engine has anything of it
@@ -67,7 +69,14 @@ async def _answer(request: Request, *, drop: bool) -> Response:
 
 
 def _read_salt(request: Request) -> str | None:
-    salt = request.query_params.get("cache_salt")
+    """Returns the salt of the query. Anything else there could be a mistyped salt, without which more would be dropped."""
+    if set(request.query_params) - {"cache_salt"}:
+        message = "This route has one query parameter, `cache_salt`; leave the others out."
+        raise invalid(message, "cache_salt", "unknown_parameter")
+    salts = request.query_params.getlist("cache_salt")
+    if len(salts) > 1:
+        raise invalid("Give `cache_salt` once.", "cache_salt", "invalid_value")
+    salt = salts[0] if salts else None
     if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT:
         raise invalid(f"`cache_salt` has 1 to {MAX_CACHE_SALT} characters.", "cache_salt", "invalid_value")
     return salt
