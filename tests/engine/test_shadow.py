@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from cloister.engine.in_flight import InFlightRequests
 from cloister.engine.shadow import Shadow, ShadowState
-from cloister.types.events import Ended, Event, Progressed
-from cloister.types.request import FinishReason, SequenceOutput
+from cloister.types.clock import VirtualClock
+from cloister.types.events import Arrived, Ended, Event, Outputs, Progressed
+from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
 
 
 def say(shadow: Shadow, token_ids: list[int], index: int = 0, end: FinishReason | None = None, *, last: bool = False) -> None:
@@ -74,3 +76,24 @@ def test_an_engine_that_ends_it_by_an_error_or_sooner_than_the_other_is_not_gone
     short = Shadow([[1]], {0})
     say(short, [2], end=FinishReason.STOP, last=True)
     assert short.compare([[1, 2]], {0}) is ShadowState.WRONG
+
+
+def test_an_end_that_is_taken_over_has_times_of_the_front_and_not_of_the_engine_that_said_it() -> None:
+    clock = VirtualClock(50.0)
+    source, target = (InFlightRequests(clock, max_waiting=4, max_num_seqs=4) for _ in range(2))
+    told: list[Event] = []
+    target.subscribe(told.append)
+    source.add(Request(request_id="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=2)), lambda output: None)
+    first = [SequenceOutput(request_id="r", index=0, token_ids=[4])]
+    source.deliver(Outputs(first, [Arrived("r", 50.0, 3), Progressed("r", 7, 0, 50.0, 1, first=True)]))
+    found = source.find("r")
+    assert found is not None
+    assert target.add_shadow(found) is not None
+    clock.advance(2.0)
+    ended = Ended("r", 9, 0, 1052.0, FinishReason.LENGTH, 3, 2, 0, 1050.0, 1050.0, last=True)
+    last = [SequenceOutput(request_id="r", index=0, token_ids=[5], finish_reason=FinishReason.LENGTH)]
+    target.deliver(Outputs(last, [Progressed("r", 9, 0, 1052.0, 1, first=False), ended]))
+    assert source.depart("r", is_running=True) is found
+    target.take_over("r")
+    (end,) = [event for event in told if isinstance(event, Ended)]
+    assert (end.arrival_s, end.first_token_s, end.now_s) == (50.0, 50.0, 52.0)

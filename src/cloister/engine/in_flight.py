@@ -487,7 +487,8 @@ class InFlightRequests:
                     self._happen(found, msgspec.structs.replace(item, now_s=now))
                 case Ended():
                     left.discard(item.index)
-                    self._happen(found, msgspec.structs.replace(item, now_s=now, last=not left))
+                    times = {"now_s": now, "arrival_s": found.arrived_s, "first_token_s": found.first_token_s}  # of this clock
+                    self._happen(found, msgspec.structs.replace(item, **times, last=not left))
                 case _:
                     self._happen(found, item)
 
