@@ -8,11 +8,11 @@ the one that they passed, they are preempted for it. A bounded number may pass o
 
 from __future__ import annotations
 
-from bisect import insort
 from itertools import islice
 
-from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, EngineView
-from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
+from cloister.scheduler.policies.base import POLICIES, EngineView
+from cloister.scheduler.policies.fcfs import order_of_arrival
+from cloister.scheduler.policies.overtaking import MAX_PASSES, WINDOW, OvertakingPolicy, WaitingRecord
 from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.types.threat import ThreatProfile
 
@@ -27,38 +27,30 @@ REORDER_THREAT = ThreatProfile(
     ),
 )
 
-MAX_PASSES = 64
-"""Number of later sequences that may start before one; then it is next."""
 NUM_TRIES = 8
 """Number of waiting sequences that one step tries: each costs a look-up of every block of its prompt."""
-WINDOW = 64
-"""Number of waiting sequences, oldest first, among which the next is found."""
 
 
-class _Place:
+class _Place(WaitingRecord):
     """Where a sequence stands.
 
     Attributes:
-        num_passes: later sequences that started before it.
         has_passed: it started while an earlier one waited.
     """
 
-    __slots__ = ("has_passed", "num_passes")
+    __slots__ = ("has_passed",)
 
     def __init__(self) -> None:
-        self.num_passes = 0
+        super().__init__()
         self.has_passed = False
 
 
 @POLICIES.register("reorder", REORDER_THREAT)
-class Reorder(FirstComeFirstServed):
+class Reorder(OvertakingPolicy):
     """Fills memory that the next request cannot use yet."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.push, self.peek, self.pop = self._push, self._peek, self._pop
-        self._waiting: list[SequenceRecord] = []
-        self._sweep_at = MIN_SWEEP
         self._tried: set[int] = set()
         self._freed: tuple[int, frozenset[int]] | None = None
 
@@ -73,12 +65,12 @@ class Reorder(FirstComeFirstServed):
     def pass_over(self, sequence: SequenceRecord) -> bool:
         self._tried.add(sequence.seq_id)
         has_slot = len(self._view.running) < self._view.max_num_seqs
-        return has_slot and len(self._tried) < NUM_TRIES and self._peek() is not None
+        return has_slot and len(self._tried) < NUM_TRIES and self.choose() is not None
 
     def level(self, sequence: SequenceRecord) -> int:
         """1 for those that have passed, or would pass, one that still waits."""
         first = self._first()
-        has_passed = sequence.status is Status.WAITING or _of(sequence).has_passed
+        has_passed = sequence.status is Status.WAITING or self._of(sequence).has_passed
         return int(has_passed and first is not None and order_of_arrival(sequence) > order_of_arrival(first))
 
     def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
@@ -90,18 +82,17 @@ class Reorder(FirstComeFirstServed):
             self._freed = candidate.seq_id, frozenset(s.seq_id for s in passed) if suffices else frozenset()
         return victim.seq_id in self._freed[1]
 
-    def join(self, sequence: SequenceRecord) -> None:
-        if sequence.scheduling is None:  # forked
-            sequence.scheduling = _Place()
+    def new_record(self) -> WaitingRecord:
+        return _Place()
 
     def _push(self, sequence: SequenceRecord) -> None:
-        if len(self._waiting) >= self._sweep_at:
-            self._sweep()
-            self._sweep_at = max(MIN_SWEEP, 2 * len(self._waiting))
-        if sequence.scheduling is None:
-            sequence.scheduling = _Place()
-        _of(sequence).has_passed = False
-        insort(self._waiting, sequence, key=order_of_arrival)
+        self._of(sequence).has_passed = False
+        super()._push(sequence)
+
+    def _pop(self) -> SequenceRecord:
+        first, chosen = self._first(), super()._pop()
+        self._of(chosen).has_passed = chosen is not first
+        return chosen
 
     def _first(self) -> SequenceRecord | None:
         """Returns the waiting sequence that arrived first."""
@@ -109,31 +100,16 @@ class Reorder(FirstComeFirstServed):
             del self._waiting[0]
         return self._waiting[0] if self._waiting else None
 
-    def _peek(self) -> SequenceRecord | None:
+    def choose(self) -> SequenceRecord | None:
         first = self._first()
         if first is None or first.seq_id not in self._tried:
             return first
-        if _of(first).num_passes >= MAX_PASSES:
+        if self.record_of(first).num_passes >= MAX_PASSES:
             return None
         others = islice(self._waiting, 1, WINDOW)
         return next((s for s in others if s.status is Status.WAITING and s.seq_id not in self._tried), None)
 
-    def _pop(self) -> SequenceRecord:
-        chosen = self._peek()
-        if chosen is None:
-            raise IndexError("nobody waits")
-        place = next(i for i, waiting in enumerate(self._waiting) if waiting is chosen)
-        for passed in self._waiting[:place]:
-            _of(passed).num_passes += 1
-        _of(chosen).has_passed = place > 0
-        del self._waiting[place]
-        return chosen
-
-    def _sweep(self) -> None:
-        self._waiting = [s for s in self._waiting if s.status is Status.WAITING]
-
-
-def _of(sequence: SequenceRecord) -> _Place:
-    place = sequence.scheduling
-    assert isinstance(place, _Place)
-    return place
+    def _of(self, sequence: SequenceRecord) -> _Place:
+        place = self.record_of(sequence)
+        assert isinstance(place, _Place)
+        return place

@@ -1,0 +1,75 @@
+"""Waiting sequences in order of arrival, of which a policy may choose a later one. Pure.
+
+Everybody who is overtaken counts it, so that a policy can bound how often that happens.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from cloister.scheduler.policies.base import MIN_SWEEP
+from cloister.scheduler.policies.fcfs import FirstComeFirstServed, order_of_arrival
+from cloister.scheduler.sequence import SequenceRecord, Status
+
+WINDOW = 64
+"""Number of waiting sequences, oldest first, among which the next is chosen."""
+MAX_PASSES = 64
+"""Number of later sequences that may overtake one; then it is next."""
+
+
+class WaitingRecord:
+    """What a policy notes about a sequence; policies add to it.
+
+    Attributes:
+        num_passes: later sequences that started before it.
+    """
+
+    __slots__ = ("num_passes",)
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+
+
+class OvertakingPolicy(FirstComeFirstServed):
+    """Subclasses define `choose`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.push, self.peek, self.pop = self._push, self.choose, self._pop
+        self._waiting: list[SequenceRecord] = []
+        self._sweep_at = MIN_SWEEP
+
+    def choose(self) -> SequenceRecord | None:
+        """Returns the sequence to admit next, or None."""
+        raise NotImplementedError
+
+    def new_record(self) -> WaitingRecord:
+        """Returns what is noted about a new sequence."""
+        return WaitingRecord()
+
+    def record_of(self, sequence: SequenceRecord) -> WaitingRecord:
+        """Returns what is noted about a sequence."""
+        if sequence.scheduling is None:
+            sequence.scheduling = self.new_record()
+        assert isinstance(sequence.scheduling, WaitingRecord)
+        return sequence.scheduling
+
+    def sweep(self) -> None:
+        """Removes those that no longer wait."""
+        self._waiting = [s for s in self._waiting if s.status is Status.WAITING]
+
+    def _push(self, sequence: SequenceRecord) -> None:
+        if len(self._waiting) >= self._sweep_at:
+            self.sweep()
+            self._sweep_at = max(MIN_SWEEP, 2 * len(self._waiting))
+        insort(self._waiting, sequence, key=order_of_arrival)
+
+    def _pop(self) -> SequenceRecord:
+        chosen = self.choose()
+        if chosen is None:
+            raise IndexError("nobody waits")
+        place = next(i for i, waiting in enumerate(self._waiting) if waiting is chosen)
+        for passed in self._waiting[:place]:
+            self.record_of(passed).num_passes += 1
+        del self._waiting[place]
+        return chosen
