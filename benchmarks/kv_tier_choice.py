@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import statistics
 import tempfile
 import threading
@@ -19,7 +18,7 @@ import time
 from dataclasses import replace
 from typing import Any, Final
 
-from benchmarks.kv_tiers import ANSWER_TOKENS, TURN_TOKENS, TimedEngine, describe
+from benchmarks.kv_tiers import ANSWER_TOKENS, TURN_TOKENS, TimedEngine, converse, describe
 from benchmarks.models import MODELS, find_model
 from cloister.engine import EngineCore, kv_tier_reads
 from cloister.engine.transports import ProcessTransport
@@ -60,25 +59,6 @@ def _slow_down(bytes_s: float) -> None:
     kv_tier_reads.os.preadv = read_slowly  # type: ignore[attr-defined]
 
 
-async def converse(engines: dict[str, TimedEngine], options: argparse.Namespace, vocab_size: int) -> dict[str, list[float]]:
-    """Returns times to the first tokens of later turns."""
-    draw = random.Random(1)
-    histories = [[draw.randrange(10, vocab_size) for _ in range(options.tokens)] for _ in range(options.conversations)]
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    for turn in range(options.turns):
-        for number, history in enumerate(histories):
-            name, shift = f"{number}.{turn}", (number + turn) % len(names)
-            for kind in names[shift:] + names[:shift]:
-                first_s, _ = await engines[kind].answer(name, history)
-                if turn:
-                    times[kind].append(first_s)
-            answers = {tuple(engine.tokens[name]) for engine in engines.values()}
-            assert len(answers) == 1, "a tier changed an answer"
-            history += [*answers.pop(), *(draw.randrange(10, vocab_size) for _ in range(TURN_TOKENS))]
-    return times
-
-
 async def measure(options: argparse.Namespace, model: str, speed_mb: float) -> None:
     """Prints one row."""
     os.environ[SPEED] = str(speed_mb * 1e6)
@@ -104,7 +84,7 @@ async def measure(options: argparse.Namespace, model: str, speed_mb: float) -> N
         tasks = [asyncio.create_task(engine.transport.run(engine.deliver)) for engine in engines.values()]
         ready = engines["compute"].transport.ready
         assert ready is not None
-        times = await converse(engines, options, ready.model.vocab_size)
+        times, _ = await converse(engines, options, ready.model.vocab_size)
         for task in tasks:
             task.cancel()
         for engine in engines.values():

@@ -72,26 +72,32 @@ class TimedEngine:
         return self.first_s[name] - sent_s, time.perf_counter() - sent_s
 
 
-async def converse(engines: dict[str, TimedEngine], options: argparse.Namespace, vocab_size: int) -> None:
-    """Measures later turns."""
+async def converse(
+    engines: dict[str, TimedEngine], options: argparse.Namespace, vocab_size: int
+) -> tuple[dict[str, list[float]], int]:
+    """Returns the times to the first tokens of later turns, by engine, and the tokens of a whole conversation."""
     draw = random.Random(1)
-    num_conversations, num_turns = options.conversations, options.turns
-    histories = [[draw.randrange(10, vocab_size) for _ in range(options.tokens)] for _ in range(num_conversations)]
+    histories = [[draw.randrange(10, vocab_size) for _ in range(options.tokens)] for _ in range(options.conversations)]
     times: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(num_turns):
+    names = list(engines)
+    for turn in range(options.turns):
         for number, history in enumerate(histories):
-            name = f"{number}.{turn}"
-            names = list(engines)
-            for kind in names[number % len(names) :] + names[: number % len(names)]:
+            name, shift = f"{number}.{turn}", (number + turn) % len(names)
+            for kind in names[shift:] + names[:shift]:
                 first_s, _ = await engines[kind].answer(name, history)
                 if turn:
                     times[kind].append(first_s)
             answers = {tuple(engine.tokens[name]) for engine in engines.values()}
             assert len(answers) == 1, "a tier changed an answer"
             history += [*answers.pop(), *(draw.randrange(10, vocab_size) for _ in range(TURN_TOKENS))]
-    print(
-        f"  turns 2 to {num_turns} of {num_conversations} conversations, up to {len(histories[0])} tokens, all the same answers"
-    )
+    return times, len(histories[0])
+
+
+async def measure_turns(engines: dict[str, TimedEngine], options: argparse.Namespace, vocab_size: int) -> None:
+    """Prints what later turns take."""
+    times, num_tokens = await converse(engines, options, vocab_size)
+    what = f"turns 2 to {options.turns} of {options.conversations} conversations, up to {num_tokens} tokens"
+    print(f"  {what}, all the same answers")
     for kind, engine in engines.items():
         later = sorted(times[kind])
         cached = sum(num for name, num in engine.cached.items() if not name.endswith(".0"))
@@ -160,7 +166,7 @@ async def measure(options: argparse.Namespace) -> None:
         tasks = [asyncio.create_task(engine.transport.run(engine.deliver)) for engine in engines.values()]
         print(f"{options.model} {options.quant}: {token_bytes / 1024:.1f} KiB of KV a token,"
               f" {needed_mb:.0f} MiB in all, {needed_mb / 10:.0f} MiB on the device")  # fmt: skip
-        await converse(engines, options, vocab_size)
+        await measure_turns(engines, options, vocab_size)
         del engines["all"]
         await waste(engines, options.once, options.tokens, vocab_size)
         for task in tasks:
