@@ -297,6 +297,15 @@ _FEATURES: Final = (
         instead="choose another setting `scheduler`",
     ),
     _feature(
+        "documents",
+        row="prefix-cache",
+        setting="request field `documents`",
+        title="Documents encoded separately",
+        does="computes each document of a request on its own, so that later requests find it in any company and order",
+        endangers="a quicker answer reveals that a single document was sent before, not only a whole prompt",
+        instead="put the documents into the prompt",
+    ),
+    _feature(
         "load-routing",
         row="router",
         setting="router",

@@ -252,6 +252,9 @@ class Scheduler:
             num_kv_tokens,
             self.pool.block_size,
             self.config.budget.max_tokens,
+            takes_documents=len(self.pool.groups) == 1
+            and self.pool.groups[0].window is None
+            and not self.pool.groups[0].is_state,
         )
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and state.beams is not None:
@@ -481,6 +484,8 @@ class Scheduler:
 
     def _extend_chunk(self, step: PlannedStep, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
+        if sequence.request_state.request.documents is not None:
+            self._skip_known_documents(sequence)
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
         has_images = bool(sequence.request_state.request.images)
         if has_images and not (num_most := self._encodings.fit(sequence, num_most)):
@@ -490,6 +495,15 @@ class Scheduler:
             num_tokens = step.keep_images_whole(sequence, num_tokens, strict=strict)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
+
+    def _skip_known_documents(self, sequence: SequenceRecord) -> None:
+        """Takes what is cached of the documents that a running sequence comes to, behind one that was not."""
+        while known := self._requests.find_known_document(sequence):
+            self.pool.share(known)
+            table_of(sequence).blocks.extend(known)
+            sequence.num_planned += len(known) * self.pool.block_size
+            if sequence.request_state.first_token_s is None:
+                sequence.request_state.num_cached_tokens += len(known) * self.pool.block_size
 
     def _admit(self, step: PlannedStep, before: int | None) -> None:
         """Admits waiting sequences while there is capacity for them.
@@ -507,7 +521,9 @@ class Scheduler:
                     continue
                 return
             keys = self._requests.match_keys(sequence)
-            read = None if self.kv_restores is None else self.kv_restores.find(sequence, keys)
+            read = None
+            if self.kv_restores is not None and sequence.request_state.request.documents is None:
+                read = self.kv_restores.find(sequence, keys)
             hits = self.prefix_cache.match(keys) if self.prefix_cache is not None else []
             num_hit = len(hits) // self.pool.num_groups * self.pool.block_size
             if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
