@@ -214,7 +214,7 @@ class PrefixCache:
         # Ancestors may belong to another sequence, or be missing: its equal blocks were kept in place of the caller's, then
         # evicted.
         while full is not None and start:
-            before = self._entry_before(start, documents)
+            before = start - 1 if documents is None else self._entry_before(start, documents)
             if self._keeps(keys[before], blocks[before * num_groups + full]):
                 break
             start -= 1
@@ -222,8 +222,11 @@ class PrefixCache:
             entry = blocks[i * num_groups : (i + 1) * num_groups]
             node = self._nodes.get(keys[i])
             if node is None:
-                parent = self._nodes[keys[self._entry_before(i, documents)]] if i and full is not None else None
-                number = i if documents is None else i - documents.shift(i * self._pool.block_size) // self._pool.block_size
+                before, number = i - 1, i
+                if documents is not None:
+                    before = self._entry_before(i, documents)
+                    number -= documents.shift(i * self._pool.block_size) // self._pool.block_size
+                parent = self._nodes[keys[before]] if i and full is not None else None
                 node = self._add(keys[i], number, entry, parent, root, owner, expires)
                 if node is None:
                     if full is not None:
@@ -235,10 +238,8 @@ class PrefixCache:
             if full is not None and node.blocks[full] != entry[full]:
                 return
 
-    def _entry_before(self, entry: int, documents: Documents | None) -> int:
+    def _entry_before(self, entry: int, documents: Documents) -> int:
         """Returns the entry before one in its chain: the prefix's last entry, for the first one of a document."""
-        if documents is None:
-            return entry - 1
         size = self._pool.block_size
         return (documents.starts[0] if entry * size in documents.starts else entry * size) // size - 1
 

@@ -502,8 +502,9 @@ class Scheduler:
             self.pool.share(known)
             table_of(sequence).blocks.extend(known)
             sequence.num_planned += len(known) * self.pool.block_size
-            if sequence.request_state.first_token_s is None:
-                sequence.request_state.num_cached_tokens += len(known) * self.pool.block_size
+            state, num_tokens = sequence.request_state, len(known) * self.pool.block_size
+            if state.first_token_s is None:  # a prompt that was preempted may find the same again
+                state.num_cached_tokens = min(state.num_prompt_tokens - 1, state.num_cached_tokens + num_tokens)
 
     def _admit(self, step: PlannedStep, before: int | None) -> None:
         """Admits waiting sequences while there is capacity for them.
