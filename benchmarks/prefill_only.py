@@ -1,9 +1,11 @@
 """B8, PrefillOnly: requests that end with their prompt, on a load of recommendations.
 
-Every user has a long profile; a request asks for one token about one item, whose text follows the profile. Users take turns, and
-the cache holds the profiles of a few of them. In virtual time (the server's scheduler and cache, steps as long as measured on the
-embedded model) `prefill_only` stands beside `fcfs` and `lpm` at rates up to what none can hold: hits, mean and P99 completion,
-the highest rate at which P99 keeps a bound, and what the weight of waiting does. `--real` repeats one rate on the engine itself.
+Every user has a long profile; a request asks for one token about one item, whose text follows the profile. Users take turns,
+and the cache holds the profiles of a few of them. In virtual time (the server's scheduler and cache, steps as long as measured
+on the embedded model) `prefill_only` stands beside `fcfs` and `lpm` at rates up to what none can hold: hits, mean and P99
+completion, the highest rate at which P99 keeps a bound, and what the weight of waiting does. `--real` repeats one rate on the
+engine itself. Then the longest prompts that fit into the same KV memory in all layers, and layer by layer: really run, with the
+same bits as in ample memory, and what the tokens of a stream beside them wait.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import msgspec
 
@@ -23,8 +25,12 @@ from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import Timed, drive, make_requests
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.workloads import WorkItem, make_tokens
+from cloister.engine import EngineCore
 from cloister.scheduler import BudgetConfig, SchedulerConfig
 from cloister.scheduler.policies import prefill_only
+from cloister.types.clock import WallClock
+from cloister.types.events import Submit
+from cloister.types.request import Request, SamplingParams
 
 POLICIES = ("fcfs", "lpm", "prefill_only")
 BLOCK_SIZE = 16
@@ -35,9 +41,9 @@ MAX_MODEL_LEN = 2048
 MAX_STEP_TOKENS = 512
 CACHED_PROFILES = 4
 """Profiles of mean length for which there are blocks beside one longest request."""
-LOADS = (0.5, 0.7, 0.9, 1.1, 1.5, 2.0, 3.0, 4.0, 5.0)
+LOADS = (0.5, 0.7, 0.9, 1.1, 1.2, 1.3, 1.4, 1.5, 2.0, 3.0, 4.0)
 """Rates, over what can be computed if nothing is ever hit."""
-WEIGHTS = (0.0, 0.01, 0.05, 0.2, 1.0)
+WEIGHTS = (0.0, 0.002, 0.01, 0.05, 0.2, 1.0)
 P99_BOUND = 30.0
 """P99 of completion that a rate may have, in times of one request alone, without hits."""
 
@@ -123,9 +129,7 @@ def count_blocks() -> int:
 
 def run(policy: str, requests: Sequence[Timed], costs: StepCosts) -> Figures:
     """Runs requests in virtual time."""
-    config = SchedulerConfig(
-        max_model_len=MAX_MODEL_LEN, max_num_seqs=64, policy=policy, budget=BudgetConfig(MAX_STEP_TOKENS)
-    )
+    config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=64, policy=policy, budget=BudgetConfig(MAX_STEP_TOKENS))
     return Figures.of(replay(make_scheduler(config, count_blocks(), BLOCK_SIZE), requests, costs).recorder.records)
 
 
@@ -151,7 +155,9 @@ def compare(bench: Bench, load: Load, costs: StepCosts) -> None:
     ]
     bench.print_rows(f"virtual time, {len(load.items)} requests, {count_blocks()} blocks", ("policy, load", *HEADERS), rows)
     kept = {
-        policy: max((factor for factor, f in zip(LOADS, found[policy], strict=True) if f.p99_s <= P99_BOUND * alone_s), default=0.0)
+        policy: max(
+            (factor for factor, f in zip(LOADS, found[policy], strict=True) if f.p99_s <= P99_BOUND * alone_s), default=0.0
+        )
         for policy in POLICIES
     }
     title = f"highest load whose P99 is at most {P99_BOUND:g} requests long"
@@ -192,11 +198,127 @@ def run_for_real(bench: Bench, options: argparse.Namespace, load: Load, costs: S
     bench.check("on the engine, hits, prefill_only over fcfs", float(str(rows[-1][1])) / float(str(rows[0][1])), low=1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """KV memory for a model in which prompts shall fit.
+
+    Attributes:
+        kv_dtype: of KV; None: the model's default.
+        num_plain: tokens whose KV of all layers fits.
+    """
+
+    model: str
+    kv_dtype: str | None
+    num_plain: int
+
+    def open(self, options: argparse.Namespace, *, longest: int = 0, ample: int = 0) -> EngineCore:
+        """Returns an engine.
+
+        Args:
+            longest: prompts that are computed layer by layer; 0: none.
+            ample: memory for so many tokens in place of `num_plain`.
+        """
+        length = ample or self.num_plain
+        settings = {"model": self.model, "kv_dtype": self.kv_dtype, "max_model_len": length, "max_num_seqs": 4}
+        probe = open_engine(options, **settings)
+        assert probe._kv_blocks is not None
+        kv_memory_mb = probe._kv_blocks.form.sizes[0] * -(-length // BLOCK_SIZE) / 2**20
+        return open_engine(
+            options, **settings, kv_memory_mb=kv_memory_mb, max_prefill_only_len=longest or None, speculate="none"
+        )
+
+
+MEMORIES = (
+    Memory("smollm2-135m", None, 512),
+    Memory("smollm2-135m", "bfloat16", 512),
+    Memory("cloister-5m", "bfloat16", 2048),
+    Memory("cloister-5m", "float32", 2048),
+)
+
+
+def score(engine: EngineCore, tokens: list[int]) -> tuple[float, str, object]:
+    """Returns (seconds, how it ended, one token with its log-probabilities)."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, ignore_eos=True)
+    found: list[object] = []
+    engine.input_queue.put(Submit(Request(request_id="long", token_ids=tokens, sampling=sampling, timeout_s=1e6)))
+    clock = WallClock()
+    start_s = clock.now()
+    while True:
+        outputs = engine.step()
+        for output in [] if outputs is None else outputs.outputs:
+            found += [output.token_ids, output.logprobs]
+            if output.finish_reason is not None:
+                return clock.now() - start_s, str(output.finish_reason), found
+
+
+def compare_lengths(bench: Bench, options: argparse.Namespace) -> None:
+    """Runs the longest prompt of each memory both ways."""
+    rows = []
+    for memory in MEMORIES:
+        cells = memory.open(options)._runner._program.cells
+        assert cells is not None
+        longest = min(8000, cells.count_most_entries(cells.num_blocks) * BLOCK_SIZE)
+        vocab = 4096 if memory.model == "cloister-5m" else 40000
+        tokens = make_tokens((3, 1), longest, vocab)
+        plain, layerwise = memory.open(options), memory.open(options, longest=longest)
+        ample = memory.open(options, ample=longest + 16)
+        _, ended, _ = score(plain, tokens[: memory.num_plain - 1])
+        _, refused, _ = score(plain, tokens[: memory.num_plain + 1])
+        layerwise_s, layerwise_ended, answer = score(layerwise, tokens)
+        ample_s, _, expected = score(ample, tokens)
+        name = f"{memory.model}, {memory.kv_dtype or 'default'} KV"
+        rows.append((name, memory.num_plain, longest, longest / memory.num_plain, ample_s, layerwise_s, layerwise_s / ample_s))
+        bench.check_true(
+            f"{name}: both ran, one token more is refused",
+            (ended, refused, layerwise_ended) == ("length", "rejected", "length"),
+        )
+        bench.check_true(f"{name}: the bits of ample memory", answer == expected)
+        if memory.model != "cloister-5m":
+            bench.check(f"{name}: longest prompt over plain", longest / memory.num_plain, low=4.0)
+    headers = (
+        "model",
+        "tokens in all layers",
+        "layer by layer",
+        "ratio",
+        "s in ample memory",
+        "s layer by layer",
+        "ratio of times",
+    )
+    bench.print_rows("longest prompt in the same KV memory", headers, rows)
+
+
+def watch_streams(bench: Bench, options: argparse.Namespace) -> None:
+    """Measures gaps of a stream while a long prompt is computed, both ways."""
+    rows = []
+    memory = Memory("smollm2-135m", None, 1024)
+    tokens = make_tokens((3, 2), 4000, 40000)
+    stream = WorkItem(0.0, make_tokens((3, 3), 64, 40000), 64, options.stream_tokens)
+    long = WorkItem(3.0, tokens, len(tokens), 1)
+    for name, engine in (
+        ("alone", memory.open(options)),
+        ("beside 4,000 tokens in ample memory", memory.open(options, ample=5200)),
+        ("beside 4,000 tokens layer by layer", memory.open(options, longest=4000)),
+    ):
+        drive(engine, make_requests([WorkItem(0.0, tokens[:200], 200, 8)], "warm-up"))
+        items = [stream] if name == "alone" else [stream, long]
+        records = drive(engine, make_requests(items)).recorder.records
+        first = records[0]
+        end_s = records[-1].end_s if len(records) > 1 else first.end_s
+        times = [at_s for at_s, _ in first.deliveries]
+        gaps = sorted(b - a for a, b in pairwise(times) if 3.0 <= b <= max(end_s, 4.0))
+        prompt_s = records[-1].e2e_s if len(records) > 1 else 0.0
+        rows.append((name, statistics.median(gaps), gaps[int(0.99 * len(gaps))], gaps[-1], prompt_s))
+    bench.print_rows("gaps of a stream, smollm2-135m", ("stream", "median s", "P99 s", "longest s", "prompt s"), rows)
+    bench.check("P99 gap, layer by layer over ample memory", float(str(rows[2][2])) / float(str(rows[1][2])), high=1.5)
+
+
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-users", type=int, default=40, help="users in virtual time")
     parser.add_argument("--num-items", type=int, default=30, help="requests of each user")
     parser.add_argument("--real", type=int, default=12, help="users on the engine itself; 0: none")
+    parser.add_argument("--stream-tokens", type=int, default=300, help="tokens of the stream beside a long prompt")
+    parser.add_argument("--part", choices=("load", "memory", "all"), default="all", help="what is measured")
     parser.add_argument("--block-kib", type=float, default=0.0, help="KiB of a KV block; 0: asked of the engine")
     options = parser.parse_args()
     bench = Bench(
@@ -205,6 +327,16 @@ def main() -> int:
         "requests of one user run together while their profile is cached: more hits than in order of arrival, and up to four "
         "times the rate at equal P99 (the paper, on GPUs)",
     )
+    if options.part != "load":
+        compare_lengths(bench, options)
+        watch_streams(bench, options)
+    if options.part != "memory":
+        run_load(bench, options)
+    return bench.finish(options)
+
+
+def run_load(bench: Bench, options: argparse.Namespace) -> None:
+    """Runs the load of recommendations in virtual time, and on the engine."""
     costs = measure_costs(options)
     bench.figures["measured costs"] = asdict(costs)
     load = draw_load(options.num_users, options.num_items, options.seed)
@@ -216,7 +348,6 @@ def main() -> int:
             assert engine._kv_blocks is not None
             options.block_kib = engine._kv_blocks.form.sizes[0] / 1024
         run_for_real(bench, options, draw_load(options.real, options.num_items, options.seed), costs)
-    return bench.finish(options)
 
 
 if __name__ == "__main__":

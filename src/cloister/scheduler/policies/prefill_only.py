@@ -31,7 +31,7 @@ PREFILL_ONLY_THREAT = ThreatProfile(
     ),
 )
 
-FAIRNESS = 0.05
+FAIRNESS = 0.01
 """Seconds of prefill that a second of waiting outweighs (lambda in the paper)."""
 
 
