@@ -255,9 +255,7 @@ def compare_lengths(bench: Bench, options: argparse.Namespace) -> None:
     """Runs the longest prompt of each memory both ways."""
     rows = []
     for memory in MEMORIES:
-        cells = memory.open(options)._runner._program.cells
-        assert cells is not None
-        longest = min(8000, cells.count_most_entries(cells.num_blocks) * BLOCK_SIZE)
+        longest = min(8000, memory.open(options, longest=memory.num_plain + 1)._scheduler.max_layerwise_positions)
         vocab = 4096 if memory.model == "cloister-5m" else 40000
         tokens = make_tokens((3, 1), longest, vocab)
         plain, layerwise = memory.open(options), memory.open(options, longest=longest)

@@ -11,6 +11,8 @@ from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies import prefill_only
+from cloister.types.events import Stepped
+from cloister.types.layerwise import CellLayout
 from cloister.types.request import Request, SamplingParams
 from tests.checked_runner import CheckedRunner
 
@@ -182,3 +184,42 @@ def test_scores_follow_the_measured_cost():
     scheduler = _make("prefill_only")
     replay(scheduler, _warm(random.Random(0)), _step_s)
     assert scheduler.cost.predict(StepSize().plus(0, 200)) == pytest.approx(_prefill_s(200), rel=0.1)
+
+
+# Layer by layer (bits: tests/executor/test_layerwise.py)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "prefill_only", "fair", "mlfq"])
+def test_prompts_longer_than_memory_end_among_others_in_memory_of_their_own(policy):
+    draw = random.Random(8)
+    config = SchedulerConfig(
+        max_model_len=300, max_num_seqs=4, policy=policy, budget=BudgetConfig(max_tokens=64), max_prefill_only_len=1600
+    )
+    cells = CellLayout(num_layers=12, num_blocks=30, num_residual=1, hidden_size=8)
+    scheduler, runner = Scheduler(config, BlockPool(30, 16), PrefixKeys("model", 16), cells=cells), CheckedRunner(30, 16)
+    shared = _prompt(draw, 100)
+    lengths = [(1500, 1) if i % 9 == 4 else (draw.randrange(8, 150), draw.randrange(1, 100)) for i in range(40)]
+    requests = [
+        Timed(0.05 * i, _request(f"r{i}", (shared + _prompt(draw, n))[:n], output)) for i, (n, output) in enumerate(lengths)
+    ]
+    run = replay(scheduler, requests, _step_s, runner=runner)
+    assert [r.num_output_tokens for r in run.recorder.records] == [output for _, output in lengths]
+    assert runner.num_layerwise > 3000
+    long_hits = [r.num_cached_tokens for r in run.recorder.records if r.num_input_tokens == 1500]
+    assert max(long_hits) >= 96, "none of them found the prefix that all share"
+    assert scheduler.pool.num_used == 0
+    scheduler.pool.check()
+
+
+def test_a_prompt_of_many_times_the_memory_needs_a_bounded_time_beside_decodes():
+    draw = random.Random(9)
+    config = SchedulerConfig(max_model_len=300, max_num_seqs=4, budget=BudgetConfig(256), max_prefill_only_len=1600)
+    cells = CellLayout(num_layers=12, num_blocks=60, num_residual=1, hidden_size=8)
+    scheduler = Scheduler(config, BlockPool(60, 16), PrefixKeys("model", 16), cells=cells)
+    stream = Timed(10.0, _request("stream", _prompt(draw, 16), 280))
+    records = replay(
+        scheduler, [*_warm(draw), stream, Timed(10.6, _request("long", _prompt(draw, 1500)))], _step_s
+    ).recorder.records
+    decode_s = _step_s(Stepped(0.0, 0.0, 1, 1, 1, 0, 0, 0, 0, num_attended=100.0))
+    assert max(records[-2].gaps_s) < 3 * decode_s + _prefill_s(8), "its chunks stretched a step by more than any prefill may"
+    assert records[-1].num_output_tokens == 1
