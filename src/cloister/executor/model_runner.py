@@ -140,7 +140,10 @@ class ModelRunner:
         if self._drafts:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
-        layerwise = [part for part in live if part.plan.layerwise is not None]
+        layerwise = []
+        for part in live:  # a comprehension would be another call in every step
+            if part.plan.layerwise is not None:
+                layerwise.append(part)
         if layerwise:
             live = [part for part in live if part.plan.layerwise is None]
         if self._batch.num_with_images:

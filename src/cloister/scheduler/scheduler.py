@@ -704,7 +704,7 @@ class Scheduler:
             step.choices[sequence.seq_id] = choice._replace(num_drafts=num_drafts)
             sequence.num_drafts = num_drafts
         step.parts.append((sequence, end, 0 if is_decode else num_tokens))
-        step.budget.spend(sequence.cost_start, num_tokens + num_drafts)
+        step.budget.spend(start if sequence.layerwise is None else sequence.cost_start, num_tokens + num_drafts)
         sequence.num_planned = end
         sequence.num_in_flight += 1
         if samples:
