@@ -22,7 +22,7 @@ from benchmarks.kv_tiers import ANSWER_TOKENS, TURN_TOKENS, TimedEngine, convers
 from benchmarks.models import MODELS, find_model
 from cloister.engine import EngineCore, kv_tier_reads
 from cloister.engine.transports import ProcessTransport
-from cloister.kv.tiers import KVTierIndex
+from cloister.kv.tiers import KVTiers
 from cloister.launch import build_engine
 from cloister.scheduler import kv_restores
 from cloister.types.config import EngineConfig
@@ -42,7 +42,7 @@ def build_choosing(config: EngineConfig) -> EngineCore:
 
 def build_loading(config: EngineConfig) -> EngineCore:
     """Makes one that always loads, however long that takes."""
-    KVTierIndex.is_worth = lambda *_: True  # type: ignore[method-assign]
+    KVTiers.predict_s = lambda *_: 0.0  # type: ignore[method-assign]
     kv_restores.MIN_READ_S = PATIENCE_S  # type: ignore[misc]
     return build_choosing(config)
 

@@ -55,8 +55,8 @@ class TimedEngine:
                     self.ended.add(name)
                 case KVLoaded():
                     self.loads.append(event)
-                case Stepped(stored=stored) if stored is not None:
-                    self.stored_bytes += stored.num_bytes
+                case Stepped(stored=stored):
+                    self.stored_bytes += sum(tier.num_bytes for tier in stored)
         for output in message.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
 

@@ -1,9 +1,10 @@
-"""Which blocks a tier below the device holds, and whether loading them is worth it. Pure: no I/O, no clock, no arrays.
+"""Which blocks the tiers below the device hold, and how long loading them takes. Pure: no I/O, no clock, no arrays.
 
-What the prefix cache evicts goes into a slot of the tier (`engine.kv_tier_worker` writes it). Each group of layers has slots of
-its own, in proportion to its part of the device's memory, and lets its least recently used block go. A block can be found once
-it is written; what cannot be read back is forgotten. With shares each owner lets only its own blocks go, as in the prefix cache
-(`kv.cache_quotas`): a tenant whose blocks went for others' would notice that others are active.
+What the prefix cache evicts goes into a slot of the first tier (`engine.kv_tier_worker` writes it), and what that one lets go
+moves to the next one. Each group of layers has slots of its own, in proportion to its part of the device's memory, and lets its
+least recently used block go. A block can be found once it is written; what cannot be read back is forgotten. With shares each
+owner lets only its own blocks go, as in the prefix cache (`kv.cache_quotas`): a tenant whose blocks went for others' would
+notice that others are active.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
 from typing import Final
 
-from cloister.kv.kept_blocks import KeptBlocks
+from cloister.kv.kept_blocks import KeptBlocks, StepTime
 from cloister.kv.pool import BlockGroup
 from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
 
 MAX_UNWRITTEN_BYTES: Final = 64 * 2**20
-"""KV that waits to be written, in all shares; while there is more, what is evicted is not stored. A slow disk delays no
-step."""
+"""KV that waits to be written to a tier, in all shares; while there is more, what is evicted is not stored. A slow disk delays
+no step."""
 TRY_EVERY: Final = 16
 """Of loads that seem slower than computing, every so many-th one is made in part while its request is computed: the tier may
 have become faster."""
@@ -65,7 +66,8 @@ class TierBlock:
         entry: number of its entry in a block table.
         group: group of layers.
         slot: where it lies, among the slots of its group.
-        number: of this write; no other one in the life of an engine has it.
+        number: of the sealing; no other one in the life of an engine has it. A block that moves keeps it.
+        tier: number of its tier; 0 is the first one.
     """
 
     root: bytes
@@ -75,10 +77,11 @@ class TierBlock:
     group: int
     slot: int
     number: int
+    tier: int = 0
 
     def __repr__(self) -> str:
         """Shows no key: where a scope has no secret, a key tells whether somebody's text is known."""
-        return f"TierBlock(entry={self.entry}, group={self.group}, slot={self.slot})"
+        return f"TierBlock(tier={self.tier}, entry={self.entry}, group={self.group}, slot={self.slot})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,20 +206,24 @@ class KVTierIndex:
         name: its name for metrics.
         layout: its slots.
         num_shares: owners that may have blocks at once; 1: all take from one share.
+        number: of this tier, among those of its engine.
 
     Attributes:
-        stores: (block of the device, block of the tier) to be copied before the device's is written again.
+        below: gets the blocks that this one lets go; None: they are gone.
+        copies: (source, block of a tier) to be made in this order, before the source is written again: from a block of the
+            device to this tier, or from a block of this tier to the one below.
         kept: the blocks of each chain.
-        ended_roots: chains of which nothing is left, whose keys shall be forgotten.
+        ended_roots: chains of which nothing is left here.
         is_stopped: nothing more is stored; what is there can be loaded.
         is_stuck: a load was given up and the tier has not noticed; until it does, nothing is loaded.
         num_stored_blocks, num_stored_bytes: written so far.
     """
 
-    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1) -> None:
+    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1, number: int = 0) -> None:
         self.name, self.layout = name, layout
-        self._num_shares = num_shares
-        self.stores: list[tuple[int, TierBlock]] = []
+        self._num_shares, self._number = num_shares, number
+        self.below: KVTierIndex | None = None
+        self.copies: list[tuple[int | TierBlock, TierBlock]] = []
         self.ended_roots: list[bytes] = []
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
@@ -262,25 +269,53 @@ class KVTierIndex:
         """Stores a block that the device evicts, unless the tier has it, is behind with writing, has paused or stopped, or all
         shares are others'."""
         slots = self._slots[group]
+        payer = owner if self._num_shares > 1 and owner is not None else b""
         if key in slots.blocks:
             slots.touch(key)
-            return
-        size = self.layout.block_bytes[group]
-        payer = owner if self._num_shares > 1 and owner is not None else b""
-        if not root or self.is_stopped or not slots.has_share(payer):
-            return
-        account = self._accounts.get(payer) or _Account()
-        if account.is_paused or account.unwritten_bytes + size > MAX_UNWRITTEN_BYTES / self._num_shares:
-            return
-        oldest = slots.oldest(payer)
-        slot = slots.take() if oldest is None else self._remove(oldest)
-        stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers))
-        slots.add(stored)
-        self.kept.add(root, group, key)
+        elif root and (account := self._find_account(payer, group)) is not None:
+            slot = self._take_slot(payer, group)
+            stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers), self._number)
+            self._add(stored, account)
+            self.copies.append((block, stored))
+
+    def receive(self, block: TierBlock) -> TierBlock | None:
+        """Returns where a block that the tier above lets go shall be copied to; None where `offer` would not store it."""
+        slots = self._slots[block.group]
+        if block.key in slots.blocks:
+            slots.touch(block.key)
+            return None
+        account = self._find_account(block.owner, block.group)
+        if account is None:
+            return None
+        moved = replace(block, slot=self._take_slot(block.owner, block.group), tier=self._number)
+        self._add(moved, account)
+        return moved
+
+    def _find_account(self, owner: bytes, group: int) -> _Account | None:
+        """Returns the account of an owner that has a share, and time and room in the queue to write a block; else None."""
+        if self.is_stopped or not self._slots[group].has_share(owner):
+            return None
+        account = self._accounts.get(owner) or _Account()
+        num_bytes = account.unwritten_bytes + self.layout.block_bytes[group]
+        return None if account.is_paused or num_bytes > MAX_UNWRITTEN_BYTES / self._num_shares else account
+
+    def _take_slot(self, owner: bytes, group: int) -> int:
+        """Returns a slot for a block of an owner, which lets its least recently used one go if its share is full."""
+        slots = self._slots[group]
+        oldest = slots.oldest(owner)
+        if oldest is None:
+            return slots.take()
+        if self.below is not None and (moved := self.below.receive(oldest)) is not None:
+            self.copies.append((oldest, moved))
+        return self._remove(oldest)
+
+    def _add(self, stored: TierBlock, account: _Account) -> None:
+        """Enters a block that will be written."""
+        self._slots[stored.group].add(stored)
+        self.kept.add(stored.root, stored.group, stored.key)
         self._unwritten[stored.number] = stored
-        self._accounts[payer] = account
-        account.unwritten_bytes += size
-        self.stores.append((block, stored))
+        self._accounts[stored.owner] = account
+        account.unwritten_bytes += self.layout.block_bytes[stored.group]
 
     def confirm(self, stored: TierBlock, *, is_written: bool) -> None:
         """Notes that a block was written, or could not be."""
@@ -326,21 +361,12 @@ class KVTierIndex:
         found = self._slots[group].blocks.get(key)
         return None if found is None or found.number in self._unwritten else found
 
-    def holds(self, key: bytes) -> list[bool]:
-        """Returns for each group whether its block of this key can be loaded."""
-        return [self.find(key, group) is not None for group in range(len(self._slots))]
-
-    def touch(self, blocks: Iterable[TierBlock]) -> None:
-        """Marks blocks as most recently used, the last one most."""
-        for found in blocks:
-            slots = self._slots[found.group]
-            if found.key in slots.blocks:
-                slots.touch(found.key)
-                self.kept.note_use(found.root)
-
-    def is_worth(self, num_bytes: int, compute_s: float) -> bool:
-        """Whether loading takes less time than computing."""
-        return self.predict_s(num_bytes) < compute_s
+    def touch(self, found: TierBlock) -> None:
+        """Marks a block as its owner's most recently used one."""
+        slots = self._slots[found.group]
+        if found.key in slots.blocks:
+            slots.touch(found.key)
+            self.kept.note_use(found.root)
 
     def decline(self) -> bool:
         """Notes that a load was not worth it. Returns whether the tier shall be tried, without anybody waiting for it."""
@@ -371,3 +397,96 @@ class KVTierIndex:
         unwritten_bytes = sum(account.unwritten_bytes for account in self._accounts.values())
         assert sum(sizes) == unwritten_bytes, "the count of unwritten bytes is off"
         assert all(owner in self._accounts for slots in self._slots for owner in slots.owned), "an owner has no account"
+
+
+class KVTiers:
+    """All tiers of one engine.
+
+    Args:
+        indexes: what each holds, the fastest first: what one lets go moves to the next one.
+    """
+
+    def __init__(self, indexes: Sequence[KVTierIndex]) -> None:
+        self.indexes = tuple(indexes)
+        for above, below in pairwise(self.indexes):
+            above.below = below
+        self._forgotten: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Blocks that they hold, or that are being written."""
+        return sum(map(len, self.indexes))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.indexes[0].layout.block_bytes)
+
+    def use_time(self, time: StepTime) -> None:
+        """Has all of them note this time with what they keep."""
+        for index in self.indexes:
+            index.kept.time = time
+
+    def check(self) -> None:
+        """Raises AssertionError unless each agrees with itself."""
+        for index in self.indexes:
+            index.check()
+
+    # Storing
+
+    def earn(self, seconds: float, owner: bytes | None = None) -> None:
+        """Lets storing take more time, in each tier the same (`KVTierIndex.earn`)."""
+        for index in self.indexes:
+            index.earn(seconds / len(self.indexes), owner)
+
+    def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
+        """Stores a block that the device evicts (`KVTierIndex.offer`). One that only a slower tier has comes to the first one
+        again: it was used just now."""
+        self.indexes[0].offer(root, key, entry, group, block, owner)
+
+    def lose(self, stored: TierBlock) -> None:
+        """Forgets a block that cannot be read."""
+        self.indexes[stored.tier].lose(stored)
+
+    def forget(self, root: bytes) -> None:
+        """Forgets all of a scope: its lifetime is over, or it was dropped."""
+        for index in self.indexes:
+            index.forget(root)
+        self._forgotten.append(root)
+
+    def take_ended_roots(self) -> list[bytes]:
+        """Removes and returns the chains whose keys shall be forgotten: they were dropped, or no tier has anything left."""
+        ended = dict.fromkeys(self._forgotten)
+        for index in self.indexes:
+            ended |= dict.fromkeys(root for root in index.ended_roots if not any(root in other.kept for other in self.indexes))
+            index.ended_roots.clear()
+        self._forgotten.clear()
+        return list(ended)
+
+    # Loading
+
+    def find(self, key: bytes, group: int) -> TierBlock | None:
+        """Returns the block that can be loaded fastest; None if there is none. A tier that is stuck has none."""
+        for index in self.indexes:
+            if not index.is_stuck and (found := index.find(key, group)) is not None:
+                return found
+        return None
+
+    def holds(self, key: bytes, num_tiers: int | None = None) -> list[bool]:
+        """Returns for each group whether its block of this key can be loaded, from the first so many tiers."""
+        indexes = [index for index in self.indexes[:num_tiers] if not index.is_stuck]
+        return [any(index.find(key, group) is not None for index in indexes) for group in range(self.num_groups)]
+
+    def touch(self, blocks: Iterable[TierBlock]) -> None:
+        """Marks blocks as most recently used, the last one most."""
+        for found in blocks:
+            self.indexes[found.tier].touch(found)
+
+    def count_bytes(self, blocks: Iterable[TierBlock]) -> list[int]:
+        """Returns the bytes of blocks by tier."""
+        counts = [0] * len(self.indexes)
+        for block in blocks:
+            counts[block.tier] += self.indexes[block.tier].layout.block_bytes[block.group]
+        return counts
+
+    def predict_s(self, num_bytes: Sequence[int]) -> float:
+        """Returns how long a load of so many bytes of each tier takes, as far as loads were measured."""
+        return sum(index.predict_s(num) for index, num in zip(self.indexes, num_bytes, strict=True))
