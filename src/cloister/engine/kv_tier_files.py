@@ -94,27 +94,27 @@ class TierFile:
         """
         return os.pread(self.fd, self.count_sealed(block), self.place(block))
 
-    def read_run(self, run: Sequence[TierBlock]) -> list[memoryview]:
-        """Returns neighbouring blocks as they were written, with one read; they are good until this thread's next one.
+    def list_runs(self, blocks: Sequence[TierBlock]) -> list[list[tuple[int, TierBlock]]]:
+        """Groups blocks whose slots are neighbours, each with where it begins."""
+        runs: list[list[tuple[int, TierBlock]]] = []
+        end, firsts, sizes = -1, self._firsts, self._slot_bytes
+        placed = [(firsts[block.group] + block.slot * sizes[block.group], block) for block in blocks]
+        placed.sort(key=itemgetter(0))
+        for place, block in placed:
+            if place != end:
+                runs.append([])
+            runs[-1].append((place, block))
+            end = place + sizes[block.group]
+        return runs
+
+    def read_run(self, run: Sequence[tuple[int, TierBlock]]) -> memoryview:
+        """Returns the slots of neighbours, with one read; they are good until this thread's next one.
 
         Raises:
             OSError: they cannot be read.
         """
-        first = self.place(run[0])
-        sealed = self._reader.read(first, self.place(run[-1]) + self._slot_bytes[run[-1].group] - first)
-        places = [self.place(block) - first for block in run]
-        return [sealed[place : place + self.count_sealed(block)] for place, block in zip(places, run, strict=True)]
-
-    def list_runs(self, blocks: Sequence[TierBlock]) -> list[list[TierBlock]]:
-        """Groups blocks whose slots are neighbours."""
-        runs: list[list[TierBlock]] = []
-        end = -1
-        for place, block in sorted(((self.place(block), block) for block in blocks), key=itemgetter(0)):
-            if place != end:
-                runs.append([])
-            runs[-1].append(block)
-            end = place + self._slot_bytes[block.group]
-        return runs
+        (first, _), (last, block) = run[0], run[-1]
+        return self._reader.read(first, last + self._slot_bytes[block.group] - first)
 
     def extend(self) -> None:
         """Gives a file in memory its whole length, which a map of it needs; memory is taken when it is written."""

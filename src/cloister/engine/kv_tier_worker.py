@@ -23,10 +23,11 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from cloister.engine.buffer_pool import BufferPool
 from cloister.engine.kv_tier_files import PROBE_BLOCKS, TierFile
 from cloister.kv import KVFormat, KVObject
 from cloister.kv.objects import KVHeader
-from cloister.kv.tiers import MAX_TRIAL_BYTES, TierBlock
+from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.logs import describe
 
@@ -37,6 +38,10 @@ _PROBE_BYTES: Final = 8 * 2**20
 _PROBE_FILL_S: Final = 0.5
 _LEAST_DEPTH: Final = 2
 """One thread opens what another one reads."""
+_MOST_FREE_BYTES: Final = 16 * 2**20
+"""Memory that is kept for blocks that will be opened: about what waits for steps at most."""
+
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 _logger = logging.getLogger(__name__)
 
@@ -120,6 +125,7 @@ class TierWorker:
 
     def __init__(self, files: Sequence[TierFile], form: KVFormat) -> None:
         self.files, self._format = list(files), form.digest
+        self._slot_bytes = self.files[0].layout.slot_bytes  # the same in all of them
         self._keys: dict[bytes, AESGCM] = {}  # by root
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
@@ -131,6 +137,7 @@ class TierWorker:
         self._writers = [ThreadPoolExecutor(1, f"cloister-kv-write-{file.name}") for file in files]
         self._readers = [ThreadPoolExecutor(NUM_READERS, f"cloister-kv-read-{file.name}") for file in files]
         self._openers = ThreadPoolExecutor(_LEAST_DEPTH, "cloister-kv-open")
+        self._buffers = BufferPool(_MOST_FREE_BYTES)
 
     def probe(self) -> list[tuple[int, float]]:
         """Measures reads of each file, chooses how to read it, and reads some blocks; returns (bytes, seconds that this took).
@@ -224,6 +231,7 @@ class TierWorker:
             file.is_full = True
             unwritten.clear()
         self._keys.clear()
+        self._buffers.close()
         for threads in (*self._writers, *self._readers, self._openers):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -245,9 +253,9 @@ class TierWorker:
 
     def _seal(self, block: TierBlock, cipher: AESGCM, content: bytes) -> None:
         started_s = time.thread_time()
-        is_written = not self.files[block.tier].is_full and self._write(
-            block, cipher.encrypt(_nonce(block), content, self._describe(block))
-        )
+        sealed = self._buffers.take(self.files[block.tier].count_sealed(block))
+        cipher.encrypt_into(_nonce(block), content, self._describe(block), sealed)
+        is_written = self._write(block, sealed)
         self._note_written(block, time.thread_time() - started_s, is_written=is_written)
 
     def _fetch(self, block: TierBlock, moved: TierBlock) -> None:
@@ -264,7 +272,7 @@ class TierWorker:
         is_written = len(sealed) == self.files[moved.tier].count_sealed(moved) and self._write(moved, sealed)
         self._note_written(moved, busy_s + time.thread_time() - started_s, is_written=is_written)
 
-    def _write(self, block: TierBlock, sealed: bytes) -> bool:
+    def _write(self, block: TierBlock, sealed: bytes | memoryview) -> bool:
         return self.files[block.tier].write(block, sealed)
 
     def _note_written(self, block: TierBlock, busy_s: float, *, is_written: bool) -> None:
@@ -290,7 +298,7 @@ class TierWorker:
         """Reads parts in their order, some at a time: one is read while another one is opened."""
         last_s = time.perf_counter()
         parts = deque(self._divide(job.read.entries))
-        opening: deque[tuple[list[TierEntry], int, Future[dict[int, bytes]]]] = deque()
+        opening: deque[tuple[list[TierEntry], int, Future[dict[int, memoryview]]]] = deque()
         while parts or opening:
             while parts and len(opening) < max(_LEAST_DEPTH, self.files[parts[0][1]].pattern.depth):
                 part, tier = parts.popleft()
@@ -314,25 +322,28 @@ class TierWorker:
         part: list[TierEntry] = []
         num_bytes = tier = 0
         for entry in entries:
-            blocks = [block for block in entry.blocks if block is not None]
-            slowest = max(block.tier for block in blocks)
+            slowest = entry_bytes = 0
+            for block in entry.blocks:
+                if block is not None:
+                    slowest = max(slowest, block.tier)
+                    entry_bytes += self._slot_bytes[block.group]
             if part and slowest != tier:
                 yield part, tier
                 part, num_bytes = [], 0
             tier = slowest
             part.append(entry)
-            num_bytes += self.files[tier].count_slots(blocks)
+            num_bytes += entry_bytes
             if num_bytes >= self.files[tier].pattern.block_bytes:
                 yield part, tier
                 part, num_bytes = [], 0
         if part:
             yield part, tier
 
-    def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, bytes]) -> list[KVObject]:
+    def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, memoryview]) -> list[KVObject]:
         """Returns the entries of a part as far as all of their blocks were opened, and notes the one that could not be."""
         objects: list[KVObject] = []
         for entry in part:
-            contents = []
+            contents: list[bytes | memoryview] = []
             for block in entry.blocks:
                 content = b"" if block is None else opened.get(block.number)
                 if content is None:
@@ -343,26 +354,40 @@ class TierWorker:
             objects.append(KVObject(header, tuple(contents), b""))
         return objects
 
-    def _open(self, job: _Read, part: Sequence[TierEntry]) -> dict[int, bytes]:
+    def _open(self, job: _Read, part: Sequence[TierEntry]) -> dict[int, memoryview]:
         """Reads the blocks of a part, neighbours at once, and returns the contents of those that open, by number."""
-        opened: dict[int, bytes] = {}
+        opened: dict[int, memoryview] = {}
         cipher = job.cipher
         if cipher is None:
             return opened
         blocks = [block for entry in part for block in entry.blocks if block is not None]
+        sizes = self.files[0].layout.block_bytes
+        room, num_filled = self._buffers.take(sum([sizes[block.group] for block in blocks])), 0
         for tier, file in enumerate(self.files):
             for run in file.list_runs([block for block in blocks if block.tier == tier]):
                 if job.is_over:
                     return opened
-                with contextlib.suppress(OSError):
-                    for block, sealed in zip(run, file.read_run(run), strict=True):
-                        with contextlib.suppress(InvalidTag, ValueError):
-                            opened[block.number] = cipher.decrypt(_nonce(block), sealed, self._describe(block))
+                try:
+                    sealed = file.read_run(run)
+                except OSError:
+                    continue
+                first = run[0][0]
+                for place, block in run:  # this loop has what a small block costs besides cryptography
+                    begin, size = place - first, sizes[block.group]
+                    content = room[num_filled : num_filled + size]
+                    num_filled += size
+                    try:
+                        cipher.decrypt_into(
+                            _nonce(block), sealed[begin : begin + size + TAG_BYTES], self._describe(block), content
+                        )
+                    except (InvalidTag, ValueError):
+                        continue
+                    opened[block.number] = content
         return opened
 
     def _describe(self, block: TierBlock) -> bytes:
         """Returns what is authenticated together with the contents of a block."""
-        return msgspec.msgpack.encode((b"cloister/kv-tier/1", self._format, block.root, block.key, block.entry, block.group))
+        return _encode((b"cloister/kv-tier/1", self._format, block.root, block.key, block.entry, block.group))
 
     # When it starts
 

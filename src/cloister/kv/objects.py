@@ -42,7 +42,7 @@ class KVObject(msgspec.Struct, frozen=True, array_like=True):
     """
 
     header: KVHeader
-    contents: tuple[bytes, ...]
+    contents: tuple[bytes | memoryview, ...]
     mac: bytes
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class KVSealer:
             return False
         return hmac.compare_digest(found.mac, self._authenticate(header, found.contents))
 
-    def _authenticate(self, header: KVHeader, contents: tuple[bytes, ...]) -> bytes:
+    def _authenticate(self, header: KVHeader, contents: tuple[bytes | memoryview, ...]) -> bytes:
         mac = hmac.new(self._key, msgspec.msgpack.encode(header), "sha256")
         for content in contents:  # the header says where each ends
             mac.update(content)
