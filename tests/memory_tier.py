@@ -21,6 +21,7 @@ class MemoryTier:
     Attributes:
         index: of the first tier.
         reads: those that have not ended.
+        transfer_s: what a read is said to have taken.
         contents: (group, slot) -> (number of its write, contents), in the first tier.
         below: the same in the second one.
     """
@@ -40,6 +41,7 @@ class MemoryTier:
         self.reads: list[TierRead] = []
         self.cancelled: set[str] = set()
         self.num_loaded = 0
+        self.transfer_s: float | None = None
         scheduler.use_tiers(self.tiers)
 
     def dispatch(self) -> None:
@@ -90,7 +92,7 @@ class MemoryTier:
 
     def _end(self, read: TierRead, now: float, *, is_complete: bool) -> None:
         self.reads.remove(read)
-        self.scheduler.kv_loads.finish(read.request_id, now, is_complete=is_complete)
+        self.scheduler.kv_loads.finish(read.request_id, now, is_complete=is_complete, transfer_s=self.transfer_s)
 
     def _find(self, block: TierBlock) -> tuple[int, bytes]:
         contents = self.below if block.tier else self.contents

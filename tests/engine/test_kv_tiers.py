@@ -154,6 +154,8 @@ def test_what_was_evicted_is_loaded_and_the_answer_is_the_same(make: Callable[..
     (loaded,) = engine.find(KVLoaded, "again")
     assert (loaded.tier, loaded.complete, loaded.num_tokens) == (setting[:4], True, NUM_HIT)
     assert loaded.num_bytes == NUM_HIT * 16
+    engine.run_until(lambda: not engine.index._unwritten)
+    engine.answer("a step that reports", [1, 2, 3])
     stored = [stored for event in engine.events if isinstance(event, Stepped) for stored in event.stored]
     assert sum(part.num_bytes for part in stored) == len(engine.index) * 8 * 16
     assert engine.engine.scheduler.pool.num_used == 0
@@ -382,6 +384,34 @@ def test_a_slow_disk_delays_no_start_for_long(tmp_path: Path, monkeypatch: pytes
         ((num_bytes, elapsed_s),) = worker.probe()
     assert sum(num_read) <= 10 * 2**20
     assert num_bytes / elapsed_s < 20e6
+
+
+def test_a_load_that_turns_out_slow_is_cut_short_and_what_arrived_is_used(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    monkeypatch.setattr(engine.file, "pattern", kv_tier_reads.ReadPattern("pread", 4096, 1))
+    preadv, num_reads, may_go_on = os.preadv, list[int](), threading.Event()
+
+    def slow_down(*arguments: Any) -> int:
+        num_reads.append(1)
+        if len(num_reads) > 3:
+            may_go_on.wait(60.0)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", slow_down)
+    predict = engine.engine.scheduler.kv_restores._predict_s  # type: ignore[union-attr]
+    monkeypatch.setattr(
+        engine.engine.scheduler.kv_restores, "_predict_s", lambda start, end: 0.0 if start > 1 else predict(start, end)
+    )
+    assert engine.answer("again") == expected
+    may_go_on.set()
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert not loaded.complete
+    assert 0 < engine.num_cached("again") < NUM_HIT
+    engine.run_until(lambda: not engine.tier.worker.is_stuck(0))
 
 
 def test_two_engines_use_one_directory(make: Callable[..., Engine], tmp_path: Path) -> None:

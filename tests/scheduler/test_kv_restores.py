@@ -8,7 +8,7 @@ from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.kv.tiers import MOST_CREDIT_S, TRY_EVERY, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
-from cloister.scheduler.kv_restores import TRIAL
+from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.events import Ended, Event, KVLoaded, Preempted, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
@@ -510,3 +510,53 @@ def test_a_session_ends_in_both_tiers():
     engine.scheduler.plan(engine.now)
     assert tiers.take_ended_roots() == [root]
     assert not any(root in index.kept for index in tiers.indexes)
+
+
+def begin_load(engine: Engine) -> TierRead:
+    """Begins a load of nine entries, which computing is predicted to take 9 s."""
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    engine.scheduler.kv_restores._predict_s = lambda start, end: float(end - start)
+    engine.can_read = False
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.step()
+    (read,) = engine.tier.reads
+    return read
+
+
+@pytest.mark.parametrize(
+    ("num_arrived", "elapsed_s", "is_overtaken"),
+    [(0, 100.0, False), (1, 0.9, False), (1, 1.1, True), (8, 7.9, False), (8, 8.1, True)],
+)
+def test_a_load_is_overtaken_when_computing_what_is_left_takes_less_time(num_arrived, elapsed_s, is_overtaken):
+    engine = Engine()
+    read = begin_load(engine)
+    assert len(read.entries) == 9
+    measured = [(1000 * num_arrived, elapsed_s)]
+    assert engine.scheduler.kv_restores.is_overtaken(read, num_arrived, measured) == is_overtaken
+
+
+def test_a_load_of_layers_with_windows_is_not_cut_short_since_a_hit_could_not_end_there():
+    engine = Engine((None, 6))
+    read = begin_load(engine)
+    assert not engine.scheduler.kv_restores.is_overtaken(read, 1, [(1000, 100.0)])
+
+
+def test_what_loads_take_besides_reading_counts_in_the_choice():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    restores, loads = engine.scheduler.kv_restores, engine.scheduler.kv_loads
+    restores._predict_s = lambda start, end: float(end - start)
+    engine.tier.index._byte_s = 1e-6  # 9 ms for all, which computing takes 9 s
+    engine.can_read = False
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.step()
+    engine.can_read, engine.now = True, 4.0
+    engine.tier.transfer_s = 1.0
+    engine.run()
+    assert loads.overhead_s == pytest.approx(3.0 / 4)
+    loads.overhead_s = 9.0
+    crowd_out(engine, 10, 16)
+    engine.serve("and again", prompt(0))
+    assert not engine.find(KVLoaded, "and again")

@@ -27,7 +27,8 @@ from cloister.types.logs import describe
 
 FIRST_PATTERN: Final = ReadPattern("pread", 2**18, 2)
 """How a file is read that was not probed."""
-PROBE_BLOCKS: Final = (2**20, 2**21)
+PROBE_BLOCKS: Final = (2**18, 2**20, 2**21)
+"""Small reads are enough for a slow disk, and what they bring is used, or given up, earlier."""
 _PROBE_DEPTHS: Final = (1, 2, 4)
 _PROBE_READS_S: Final = 1.0
 _PROBE_CELL_S: Final = 0.03

@@ -70,6 +70,7 @@ class _Read:
         self.is_cancelled = False
         self.objects: list[KVObject] = []
         self.measure = ReadMeasure(len(read.tier_bytes))
+        self.num_arrived = 0
         self.unreadable: TierBlock | None = None
         self.is_complete: bool | None = None
 
@@ -81,9 +82,9 @@ class _Read:
     def tell(self) -> TierArrival:
         arrived = sum(self.measure.num_bytes) / max(1, self.read.num_bytes)
         return TierArrival(
-            self.read.request_id,
-            self.read.owner,
+            self.read,
             self.objects,
+            self.num_arrived,
             list(zip(self.measure.num_bytes, self.measure.elapsed_s, strict=True)),
             arrived * self.read.compute_s - sum(self.measure.elapsed_s),
             self.unreadable,
@@ -95,16 +96,16 @@ class TierArrival(msgspec.Struct, frozen=True):
     """What has come of a read since the last time.
 
     Attributes:
-        owner: whose blocks are read.
+        num_arrived: entries of the whole read so far.
         measured: (bytes, seconds) of each tier, of the whole read so far.
         saved_s: by how much it was faster than computing is predicted to be.
         unreadable: a block that could not be opened.
         is_complete: whether all came; None while more may come.
     """
 
-    request_id: str
-    owner: bytes
+    read: TierRead
     objects: list[KVObject]
+    num_arrived: int
     measured: list[tuple[int, float]]
     saved_s: float
     unreadable: TierBlock | None
@@ -309,6 +310,7 @@ class TierWorker:
             with self._lock:
                 job.measure.add(tier, sum(one.num_bytes for one in found), now_s - last_s)
                 job.objects += found
+                job.num_arrived += len(found)
             last_s = now_s
             if len(found) < len(part):
                 for _, _, other in opening:
@@ -422,7 +424,7 @@ class TierWorker:
             os.pwrite(file.fd, cipher.encrypt(_nonce(block), content, self._describe(block)), file.place(block))
             blocks.append(block)
             num_unsynced_bytes += slot_bytes
-            if num_unsynced_bytes >= PROBE_BLOCKS[0]:
+            if num_unsynced_bytes >= PROBE_BLOCKS[-1]:
                 os.fdatasync(file.fd)
                 num_unsynced_bytes = 0
             if time.monotonic() > end_s:

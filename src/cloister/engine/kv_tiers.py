@@ -104,21 +104,25 @@ class EngineTiers:
         if self._loads.num_waiting_bytes >= 2 * MAX_STEP_BYTES:
             return
         for arrival in self.worker.take_read():
-            self._loads.arrive(arrival.request_id, arrival.objects)
+            self._loads.arrive(arrival.read.request_id, arrival.objects)
             if arrival.unreadable is not None:
                 self.tiers.lose(arrival.unreadable)
             if arrival.is_complete is not None:
                 self._finish(arrival, now, is_complete=arrival.is_complete)
+            elif self._restores.is_overtaken(arrival.read, arrival.num_arrived, arrival.measured):
+                self.worker.cancel(arrival.read.request_id)
+                self._finish(arrival, now, is_complete=False)
 
     def _finish(self, arrival: TierArrival, now: float, *, is_complete: bool) -> None:
         for index, (num_bytes, elapsed_s) in zip(self.tiers.indexes, arrival.measured, strict=True):
             if num_bytes:
                 index.learn(num_bytes, elapsed_s)
-        if arrival.request_id == TRIAL:
+        if arrival.read.request_id == TRIAL:
             self._restores.is_trying = False
         elif arrival.num_bytes:
-            self.tiers.earn(max(0.0, arrival.saved_s), arrival.owner)
-        self._loads.finish(arrival.request_id, now, is_complete=is_complete)
+            self.tiers.earn(max(0.0, arrival.saved_s), arrival.read.owner)
+        read_s = sum(elapsed_s for _, elapsed_s in arrival.measured)
+        self._loads.finish(arrival.read.request_id, now, is_complete=is_complete, transfer_s=read_s)
 
     def dispatch(self) -> None:
         """Copies what was evicted, and begins reads. Call it between planning a step and running it, which wipes what was

@@ -25,6 +25,8 @@ KV_LOAD_TIMEOUT_S: Final = 5.0
 """A load ends after this time, whatever has arrived."""
 PREFETCH_HOLD_S: Final = 10.0
 """What was loaded for a request that may come stays cached for so long."""
+OVERHEAD_WEIGHT: Final = 0.25
+"""Weight of the last load in the mean of what loads take besides their transfer."""
 MAX_STEP_BYTES: Final = 8 * 2**20
 """KV that one step takes; at least one entry."""
 
@@ -42,6 +44,7 @@ class KVLoad:
         num_in_flight: entries in plans that were not committed.
         is_complete: whether the source has sent all it had; None while it sends.
         is_open: no end was reported yet.
+        transfer_s: what its transfer took; None if that was not measured.
         tier: name of the tier that it comes from; empty for another engine.
         num_promised: blocks of each group that it still needs, if it comes from a tier.
     """
@@ -64,6 +67,7 @@ class KVLoad:
         "state",
         "table",
         "tier",
+        "transfer_s",
     )
 
     def __init__(
@@ -77,6 +81,7 @@ class KVLoad:
         self.started_s, self.deadline_s = now, now + KV_LOAD_TIMEOUT_S
         self.is_complete: bool | None = None
         self.is_open = True
+        self.transfer_s: float | None = None
         self.tier = ""
         self.num_promised: list[int] = []
 
@@ -89,12 +94,14 @@ class KVLoads:
 
     Attributes:
         queries: what the engine must ask for, since it last took them.
+        overhead_s: what a load from a tier takes besides reading, as far as loads were measured: it waits for steps.
         cancelled, cancelled_reads: ids of loads that have ended here, whose transfer from another engine or whose read from a
             tier the engine must end.
     """
 
     def __init__(self, requests: RequestTable) -> None:
         self.queries: list[KVQuery] = []
+        self.overhead_s = 0.0
         self.cancelled: list[str] = []
         self.cancelled_reads: list[str] = []
         self._requests = requests
@@ -172,11 +179,15 @@ class KVLoads:
             load.num_bytes += found.num_bytes
             load.arrived.append(found)
 
-    def finish(self, request_id: str, now: float, *, is_complete: bool) -> None:
-        """The source has sent what it had, or the transfer broke. The load ends when the steps have taken what arrived."""
+    def finish(self, request_id: str, now: float, *, is_complete: bool, transfer_s: float | None = None) -> None:
+        """The source has sent what it had, or the transfer broke. The load ends when the steps have taken what arrived.
+
+        Args:
+            transfer_s: what that took, if it was measured.
+        """
         load = self.loading.get(request_id)
         if load is not None and load.is_complete is None:
-            load.is_complete = is_complete
+            load.is_complete, load.transfer_s = is_complete, transfer_s
             self._end_if_done(load, now)
 
     def settle(self, request_id: str) -> None:
@@ -334,6 +345,8 @@ class KVLoads:
         name, table = load.request.request_id, self._requests
         del self.loading[name]
         load.is_open = False
+        if load.tier and load.is_complete and load.transfer_s is not None:
+            self.overhead_s += OVERHEAD_WEIGHT * (max(0.0, now - load.started_s - load.transfer_s) - self.overhead_s)
         num_entries = 0 if table.prefix_cache is None else table.prefix_cache.match_length(load.keys)
         table.events.append(
             KVLoaded(

@@ -115,7 +115,10 @@ class KVRestores:
         if not reads:
             return None
         num_entries = len(reads[-1].keys)
-        taken_s = [self.tiers.predict_s(read.tier_bytes) + self._predict_s(len(read.keys), num_entries) for read in reads]
+        taken_s = [
+            self._loads.overhead_s + self.tiers.predict_s(read.tier_bytes) + self._predict_s(len(read.keys), num_entries)
+            for read in reads
+        ]
         best_s = min(taken_s)
         best = reads[taken_s.index(best_s)] if best_s < reads[-1].compute_s else None
         if best is not reads[-1]:
@@ -152,6 +155,22 @@ class KVRestores:
         num_promised = [sum(block.group == group for block in found) for group in range(self.tiers.num_groups)]
         self._loads.restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
         self.reads.append(read)
+
+    def is_overtaken(self, read: TierRead, num_arrived: int, measured: Sequence[tuple[int, float]]) -> bool:
+        """Whether computing what has not arrived would now take less time than waiting for it.
+
+        Only where all layers see all positions: else a prefix hit cannot end at any entry.
+
+        Args:
+            num_arrived: its leading entries that have arrived.
+            measured: (bytes, seconds) of each tier so far.
+        """
+        if self.tiers.num_groups > 1 or not self._cache.is_tree or read.request_id == TRIAL or not num_arrived:
+            return False
+        left_s = 0.0
+        for index, num_bytes, (arrived, elapsed_s) in zip(self.tiers.indexes, read.tier_bytes, measured, strict=True):
+            left_s += (num_bytes - arrived) * elapsed_s / arrived if arrived else index.predict_s(num_bytes)
+        return left_s > self._predict_s(read.entries[num_arrived].entry, len(read.keys))
 
     def _name(self, read: TierRead) -> str:
         """Returns the names of the tiers that a read needs."""
