@@ -346,7 +346,7 @@ def test_a_tier_measures_how_to_read_it_when_it_starts(tmp_path: Path) -> None:
             assert num_bytes > 0
             assert elapsed_s > 0
             assert worker.files[0].pattern.engine in engines
-            assert worker.files[0].pattern.block_bytes >= 2**20
+            assert worker.files[0].pattern.block_bytes >= kv_tier_files.FIRST_PATTERN.block_bytes
 
 
 def test_a_tier_that_has_become_faster_is_noticed_while_requests_are_computed(
@@ -384,6 +384,7 @@ def test_a_slow_disk_delays_no_start_for_long(tmp_path: Path, monkeypatch: pytes
         ((num_bytes, elapsed_s),) = worker.probe()
     assert sum(num_read) <= 10 * 2**20
     assert num_bytes / elapsed_s < 20e6
+    assert worker.files[0].pattern.block_bytes == 2**18, "what a slow disk brings would come late"
 
 
 def test_a_load_that_turns_out_slow_is_cut_short_and_what_arrived_is_used(

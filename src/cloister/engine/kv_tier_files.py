@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Final
 
@@ -27,8 +28,9 @@ from cloister.types.logs import describe
 
 FIRST_PATTERN: Final = ReadPattern("pread", 2**18, 2)
 """How a file is read that was not probed."""
-PROBE_BLOCKS: Final = (2**18, 2**20, 2**21)
-"""Small reads are enough for a slow disk, and what they bring is used, or given up, earlier."""
+PROBE_BLOCKS: Final = (2**20, 2**21)
+_SLOW_READ_S: Final = 0.005
+"""A read that takes longer is made smaller: what it brings is then used, or given up, earlier."""
 _PROBE_DEPTHS: Final = (1, 2, 4)
 _PROBE_READS_S: Final = 1.0
 _PROBE_CELL_S: Final = 0.03
@@ -140,4 +142,12 @@ class TierFile:
         with contextlib.suppress(TimeoutError):
             rates += [rate for rate in measured if rate is not None]
         if rates:
-            self._use(recommend(rates))
+            self._use(_shorten(recommend(rates), max(rate.bytes_s for rate in rates)))
+
+
+def _shorten(pattern: ReadPattern, bytes_s: float) -> ReadPattern:
+    """Returns the pattern with smaller reads if those of a slow disk would take long."""
+    block_bytes = pattern.block_bytes
+    while block_bytes > FIRST_PATTERN.block_bytes and block_bytes / bytes_s > _SLOW_READ_S:
+        block_bytes //= 2
+    return replace(pattern, block_bytes=block_bytes)

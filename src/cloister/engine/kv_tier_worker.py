@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.engine.buffer_pool import BufferPool
 from cloister.engine.kv_tier_files import PROBE_BLOCKS, TierFile
-from cloister.kv import KVFormat, KVObject
-from cloister.kv.objects import KVHeader
+from cloister.kv import KVFormat
+from cloister.kv.objects import KVEntry, KVHeader
 from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.logs import describe
@@ -68,7 +68,7 @@ class _Read:
         self.read, self.cipher = read, cipher
         self.deadline_s = time.monotonic() + read.timeout_s
         self.is_cancelled = False
-        self.objects: list[KVObject] = []
+        self.objects: list[KVEntry] = []
         self.measure = ReadMeasure(len(read.tier_bytes))
         self.num_arrived = 0
         self.unreadable: TierBlock | None = None
@@ -104,7 +104,7 @@ class TierArrival(msgspec.Struct, frozen=True):
     """
 
     read: TierRead
-    objects: list[KVObject]
+    objects: list[KVEntry]
     num_arrived: int
     measured: list[tuple[int, float]]
     saved_s: float
@@ -139,6 +139,7 @@ class TierWorker:
         self._readers = [ThreadPoolExecutor(NUM_READERS, f"cloister-kv-read-{file.name}") for file in files]
         self._openers = ThreadPoolExecutor(_LEAST_DEPTH, "cloister-kv-open")
         self._buffers = BufferPool(_MOST_FREE_BYTES)
+        self._sealing = memoryview(bytearray(max(self._slot_bytes)))  # of the first tier's writer, which alone seals
 
     def probe(self) -> list[tuple[int, float]]:
         """Measures reads of each file, chooses how to read it, and reads some blocks; returns (bytes, seconds that this took).
@@ -239,10 +240,12 @@ class TierWorker:
     # In threads that write
 
     def _enqueue(self, tier: int, job: Callable[[], None]) -> None:
-        """Has the writer of a tier do a job after those before."""
-        self._unwritten[tier].append(job)
-        with contextlib.suppress(RuntimeError):  # it was closed
-            self._writers[tier].submit(self._write_all, tier)
+        """Has the writer of a tier do a job after those before. One thread gives jobs to a tier."""
+        unwritten = self._unwritten[tier]
+        unwritten.append(job)
+        if len(unwritten) == 1:  # else its thread will come to it
+            with contextlib.suppress(RuntimeError):  # it was closed
+                self._writers[tier].submit(self._write_all, tier)
 
     def _write_all(self, tier: int) -> None:
         while True:
@@ -254,7 +257,7 @@ class TierWorker:
 
     def _seal(self, block: TierBlock, cipher: AESGCM, content: bytes) -> None:
         started_s = time.thread_time()
-        sealed = self._buffers.take(self.files[block.tier].count_sealed(block))
+        sealed = self._sealing[: self.files[block.tier].count_sealed(block)]
         cipher.encrypt_into(_nonce(block), content, self._describe(block), sealed)
         is_written = self._write(block, sealed)
         self._note_written(block, time.thread_time() - started_s, is_written=is_written)
@@ -341,9 +344,9 @@ class TierWorker:
         if part:
             yield part, tier
 
-    def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, memoryview]) -> list[KVObject]:
+    def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, memoryview]) -> list[KVEntry]:
         """Returns the entries of a part as far as all of their blocks were opened, and notes the one that could not be."""
-        objects: list[KVObject] = []
+        objects: list[KVEntry] = []
         for entry in part:
             contents: list[bytes | memoryview] = []
             for block in entry.blocks:
@@ -353,7 +356,7 @@ class TierWorker:
                     return objects
                 contents.append(content)
             header = KVHeader(self._format, job.read.root, entry.key, entry.entry, tuple(map(len, contents)))
-            objects.append(KVObject(header, tuple(contents), b""))
+            objects.append(KVEntry(header, tuple(contents)))
         return objects
 
     def _open(self, job: _Read, part: Sequence[TierEntry]) -> dict[int, memoryview]:

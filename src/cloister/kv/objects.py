@@ -42,12 +42,32 @@ class KVObject(msgspec.Struct, frozen=True, array_like=True):
     """
 
     header: KVHeader
-    contents: tuple[bytes | memoryview, ...]
+    contents: tuple[bytes, ...]
     mac: bytes
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""
         return f"KVObject(entry={self.header.entry}, sizes={self.header.sizes})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its contents."""
+        return sum(self.header.sizes)
+
+
+class KVEntry(msgspec.Struct, frozen=True):
+    """One entry of a block table, from a tier of this engine, which has checked it.
+
+    Attributes:
+        contents: as in `KVObject`; in memory that is used again when nothing refers to it.
+    """
+
+    header: KVHeader
+    contents: tuple[bytes | memoryview, ...]
+
+    def __repr__(self) -> str:
+        """Shows no content."""
+        return f"KVEntry(entry={self.header.entry}, sizes={self.header.sizes})"
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +135,7 @@ class KVSealer:
             return False
         return hmac.compare_digest(found.mac, self._authenticate(header, found.contents))
 
-    def _authenticate(self, header: KVHeader, contents: tuple[bytes | memoryview, ...]) -> bytes:
+    def _authenticate(self, header: KVHeader, contents: tuple[bytes, ...]) -> bytes:
         mac = hmac.new(self._key, msgspec.msgpack.encode(header), "sha256")
         for content in contents:  # the header says where each ends
             mac.update(content)
