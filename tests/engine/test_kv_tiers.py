@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -23,7 +24,8 @@ from cloister.engine import kv_tier_files, kv_tier_reads, kv_tier_worker
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting, parse_tiers
 from cloister.kv import BlockGroup, KVFormat
-from cloister.kv.tiers import TRY_EVERY, TierBlock, TierLayout
+from cloister.kv.tiers import TRY_EVERY, KVTierIndex, KVTiers, TierBlock, TierLayout
+from cloister.scheduler.kv_restores import TierEntry, TierRead
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
 from cloister.types.errors import ConfigError
@@ -467,6 +469,90 @@ def test_a_damaged_block_of_either_tier_is_a_miss(make: Callable[..., Engine], t
     assert engine.answer("again") == expected
     assert engine.num_cached("again") == 8 * number
     assert engine.tier.tiers.find(keys[number], 0) is not block
+
+
+class UnreliableWrites:
+    """Takes the place of `os.pwrite`: writes may be torn, lost, or come after later ones, and are said to have gone well."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.pwrite, self.late = random.Random(seed), os.pwrite, list[tuple[int, bytes, int]]()
+
+    def __call__(self, fd: int, content: Any, place: int) -> int:
+        match self.draw.randrange(8):
+            case 0:
+                self.pwrite(fd, content[: self.draw.randrange(len(content))], place)
+            case 1:
+                pass
+            case 2:
+                self.late.append((fd, bytes(content), place))
+            case _:
+                self.pwrite(fd, content, place)
+        while self.late and self.draw.random() < 0.3:
+            self.pwrite(*self.late.pop(self.draw.randrange(len(self.late))))
+        return len(content)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_to_writes_a_block_has_its_own_bytes_or_none(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, form = (1000, 5000), KVFormat("model", 8, "two", (1000, 5000))
+    layouts = [TierLayout(sizes, (num, num)) for num in (6, 20)]
+    tiers = KVTiers([KVTierIndex(name, layout, number=n) for n, (name, layout) in enumerate(zip("ab", layouts, strict=True))])
+    settings = [TierSetting.parse(given) for given in ("host:1M", f"disk:{tmp_path},1M")]
+    files = [TierFile(s.name, s.storage.open(s), layout) for s, layout in zip(settings, layouts, strict=True)]
+    draw, contents = random.Random(seed), dict[tuple[bytes, int], bytes]()
+    num_right = 0
+    with contextlib.closing(kv_tier_worker.TierWorker(files, form)) as worker:
+        monkeypatch.setattr(kv_tier_files.os, "pwrite", UnreliableWrites(seed))
+        for _ in range(25):
+            for _ in range(draw.randrange(1, 6)):
+                key, group = draw.randrange(20).to_bytes(32, "big"), draw.randrange(2)
+                tiers.offer(b"root", key, 0, group, 0)
+                contents[key, group] = bytes(list(key[-1:])) * sizes[group]
+            for index in reversed(tiers.indexes):
+                copies, index.copies = index.copies, []
+                for source, block in copies:
+                    if isinstance(source, int):
+                        worker.write(block, contents[block.key, block.group])
+                    else:
+                        worker.move(source, block)
+            settle(tiers, worker)
+            for key, group in contents:
+                if (block := tiers.find(key, group)) is not None and draw.random() < 0.3:
+                    found = read_one(worker, block)
+                    assert found in (None, contents[key, group])
+                    num_right += found is not None
+                    if found is None:
+                        tiers.lose(block)
+            tiers.check()
+    assert num_right > 20
+
+
+def settle(tiers: KVTiers, worker: kv_tier_worker.TierWorker) -> None:
+    """Waits until everything is written."""
+    deadline_s = time.monotonic() + 60.0
+    while any(index._unwritten for index in tiers.indexes):
+        assert time.monotonic() < deadline_s
+        for tier, index in enumerate(tiers.indexes):
+            for block, is_written in worker.take_written(tier)[0]:
+                index.confirm(block, is_written=is_written)
+        time.sleep(0.0005)
+
+
+def read_one(worker: kv_tier_worker.TierWorker, block: TierBlock) -> bytes | None:
+    """Reads one block as a load does; None if it does not open."""
+    tier_bytes = [0, 0]
+    tier_bytes[block.tier] = 1
+    blocks = (block, None) if block.group == 0 else (None, block)
+    worker.read(TierRead("request", [], b"root", [TierEntry(0, block.key, blocks)], tier_bytes, 60.0))
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        assert time.monotonic() < deadline_s
+        for arrival in worker.take_read():
+            if arrival.is_complete is not None:
+                return bytes(arrival.objects[0].contents[block.group]) if arrival.is_complete else None
+        time.sleep(0.0005)
 
 
 def test_a_full_disk_below_leaves_the_tier_in_memory_as_it_was(
