@@ -556,7 +556,28 @@ def test_what_loads_take_besides_reading_counts_in_the_choice():
     engine.tier.transfer_s = 1.0
     engine.run()
     assert loads.overhead_s == pytest.approx(3.0 / 4)
-    loads.overhead_s = 9.0
-    crowd_out(engine, 10, 16)
-    engine.serve("and again", prompt(0))
-    assert not engine.find(KVLoaded, "and again")
+    loads.overhead_s = 12.0
+    engine.tier.transfer_s = None
+    for number in range(10):
+        crowd_out(engine, 10 * (number + 1), 10 * (number + 1) + 6)
+        engine.serve(f"and again {number}", prompt(0))
+        if engine.find(KVLoaded, f"and again {number}"):
+            assert number
+            assert loads.overhead_s < 9.0
+            return
+    raise AssertionError("a wrong figure forbids loads for ever")
+
+
+def test_while_others_run_a_load_is_chosen_by_its_reading_alone():
+    engine = Engine(num_blocks=40)
+    engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 9)
+    engine.scheduler.kv_loads.overhead_s = 1e6
+    engine.scheduler.kv_restores._predict_s = lambda start, end: float(end - start)
+    engine.scheduler.add(make_request("runs", prompt(20, 12), max_tokens=60), engine.now)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.run()
+    assert engine.find(KVLoaded, "again")[0].complete
+    assert engine.scheduler.kv_loads.overhead_s == 1e6, "a load beside others was measured"

@@ -28,6 +28,8 @@ PREFETCH_HOLD_S: Final = 10.0
 """What was loaded for a request that may come stays cached for so long."""
 OVERHEAD_WEIGHT: Final = 0.25
 """Weight of the last load in the mean of what loads take besides their transfer."""
+OVERHEAD_DECAY: Final = 0.95
+"""What is left of that mean after a load that was not made: a wrong one must not forbid loads for ever."""
 MAX_STEP_BYTES: Final = 8 * 2**20
 """KV that one step takes; at least one entry."""
 
@@ -45,6 +47,7 @@ class KVLoad:
         num_in_flight: entries in plans that were not committed.
         is_complete: whether the source has sent all it had; None while it sends.
         is_open: no end was reported yet.
+        is_alone: it is from a tier, and no sequence ran when it began.
         transfer_s: what its transfer took; None if that was not measured.
         tier: name of the tier that it comes from; empty for another engine.
         num_promised: blocks of each group that it still needs, if it comes from a tier.
@@ -53,6 +56,7 @@ class KVLoad:
     __slots__ = (
         "arrived",
         "deadline_s",
+        "is_alone",
         "is_complete",
         "is_open",
         "keys",
@@ -81,7 +85,7 @@ class KVLoad:
         self.arrived: deque[KVObject | KVEntry] = deque()
         self.started_s, self.deadline_s = now, now + KV_LOAD_TIMEOUT_S
         self.is_complete: bool | None = None
-        self.is_open = True
+        self.is_open, self.is_alone = True, False
         self.transfer_s: float | None = None
         self.tier = ""
         self.num_promised: list[int] = []
@@ -95,7 +99,8 @@ class KVLoads:
 
     Attributes:
         queries: what the engine must ask for, since it last took them.
-        overhead_s: what a load from a tier takes besides reading, as far as loads were measured: it waits for steps.
+        overhead_s: what a load from a tier takes besides reading while no sequence runs, as far as loads were measured: steps
+            of its own. `forgo` lowers it.
         cancelled, cancelled_reads: ids of loads that have ended here, whose transfer from another engine or whose read from a
             tier the engine must end.
     """
@@ -155,8 +160,18 @@ class KVLoads:
         state = sequence.request_state
         sequence.status = Status.LOADING
         load = KVLoad(state.request, state, keys, state.root, state.owner, now)
+        load.is_alone = not self._requests.running
         load.tier, load.num_promised, load.deadline_s = tier, num_promised, now + min(timeout_s, KV_LOAD_TIMEOUT_S)
         self._begin(load, now)
+
+    def predict_overhead_s(self) -> float:
+        """Returns what a load from a tier is predicted to take besides reading. Where others run it is not counted: the load
+        waits for their steps, but so would computing, which also delays them."""
+        return 0.0 if self._requests.running else self.overhead_s
+
+    def forgo(self) -> None:
+        """Notes that a load was not worth it."""
+        self.overhead_s *= OVERHEAD_DECAY
 
     def prefetch(self, request: Request, token_ids: list[int], now: float) -> None:
         """Begins a load for a request that may come later."""
@@ -346,7 +361,7 @@ class KVLoads:
         name, table = load.request.request_id, self._requests
         del self.loading[name]
         load.is_open = False
-        if load.tier and load.is_complete and load.transfer_s is not None:
+        if load.is_alone and load.is_complete and load.transfer_s is not None and not table.running:
             self.overhead_s += OVERHEAD_WEIGHT * (max(0.0, now - load.started_s - load.transfer_s) - self.overhead_s)
         num_entries = 0 if table.prefix_cache is None else table.prefix_cache.match_length(load.keys)
         table.events.append(

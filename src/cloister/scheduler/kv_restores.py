@@ -115,9 +115,9 @@ class KVRestores:
         if not reads:
             return None
         num_entries = len(reads[-1].keys)
+        overhead_s = self._loads.predict_overhead_s()
         taken_s = [
-            self._loads.overhead_s + self.tiers.predict_s(read.tier_bytes) + self._predict_s(len(read.keys), num_entries)
-            for read in reads
+            overhead_s + self.tiers.predict_s(read.tier_bytes) + self._predict_s(len(read.keys), num_entries) for read in reads
         ]
         best_s = min(taken_s)
         best = reads[taken_s.index(best_s)] if best_s < reads[-1].compute_s else None
@@ -125,6 +125,7 @@ class KVRestores:
             self._decline(reads[-1])
         if best is None:
             sequence.may_restore = False
+            self._loads.forgo()
         return best
 
     def _list_reads(self, state: RequestState, keys: Sequence[bytes], num_here: int) -> list[TierRead]:
