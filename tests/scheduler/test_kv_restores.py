@@ -480,20 +480,33 @@ def test_a_second_tier_that_is_stuck_keeps_nobody_from_the_first():
     assert 0 < engine.num_cached("again") < 36
 
 
-def test_what_is_used_again_comes_back_to_the_first_tier():
-    engine = Engine(num_slots=26, num_below=500)
+def test_what_is_used_again_soon_comes_back_to_the_first_tier():
+    engine = Engine(num_slots=40, num_below=500)
     engine.serve("first", prompt(0))
     crowd_out(engine, 1, 8)
     upper, lower = engine.tier.tiers.indexes
     key = engine.keys_of(prompt(0))[0]
-    assert (upper.find(key, 0), lower.find(key, 0) is None) == (None, False)
-    engine.serve("again", prompt(0))
-    crowd_out(engine, 20, 23)
+    for turn in range(2):
+        below = lower.find(key, 0)
+        assert (upper.find(key, 0), below is None) == (None, False), "it came back though its last use was long ago"
+        engine.serve(f"again {turn}", prompt(0))
+        crowd_out(engine, 20 + 10 * turn, 23 + 10 * turn)
     assert upper.find(key, 0) is not None
-    below = lower.find(key, 0)
-    crowd_out(engine, 30, 38)
+    assert lower.find(key, 0) is below
+    crowd_out(engine, 40, 48)
     assert upper.find(key, 0) is None
     assert lower.find(key, 0) is below, "what it had already was copied again"
+
+
+def test_prompts_in_turns_that_only_the_second_tier_can_hold_are_not_copied_to_and_fro():
+    engine = Engine(num_slots=26, num_below=500)
+    for turn in range(4):
+        for number in range(8):
+            engine.serve(f"{turn} {number}", prompt(number))
+        if turn == 1:
+            num_stored = engine.tier.index.num_stored_blocks
+    assert engine.tier.index.num_stored_blocks <= num_stored + 44, "176 if each comes back each time"
+    assert all(engine.num_cached(f"3 {number}") == 36 for number in range(8))
 
 
 def test_a_session_ends_in_both_tiers():

@@ -133,14 +133,17 @@ class TierLayout:
 
 
 class _Slots:
-    """The slots of one group: its blocks by key, and those of each owner, least recently used first."""
+    """The slots of one group: its blocks by key, and those of each owner, least recently used first; when each was last used,
+    as a count of uses in all tiers, and which of them belong in the first tier."""
 
-    __slots__ = ("blocks", "free", "num_shares", "num_slots", "owned")
+    __slots__ = ("blocks", "free", "num_shares", "num_slots", "owned", "rising", "used")
 
     def __init__(self, num_slots: int, num_shares: int) -> None:
         self.blocks: dict[bytes, TierBlock] = {}
         self.owned: dict[bytes, OrderedDict[bytes, TierBlock]] = {}
         self.free: list[int] = []
+        self.used: dict[bytes, int] = {}
+        self.rising: set[bytes] = set()
         self.num_slots, self.num_shares = num_slots, num_shares
 
     def has_share(self, owner: bytes) -> bool:
@@ -156,19 +159,22 @@ class _Slots:
         """Returns an empty slot; there is one while some share is not full."""
         return self.free.pop() if self.free else len(self.blocks)
 
-    def add(self, stored: TierBlock) -> None:
+    def add(self, stored: TierBlock, used: int) -> None:
         self.blocks[stored.key] = stored
+        self.used[stored.key] = used
         self.owned.setdefault(stored.owner, OrderedDict())[stored.key] = stored
 
     def remove(self, stored: TierBlock) -> None:
-        del self.blocks[stored.key]
+        del self.blocks[stored.key], self.used[stored.key]
+        self.rising.discard(stored.key)
         owned = self.owned[stored.owner]
         del owned[stored.key]
         if not owned:
             del self.owned[stored.owner]
 
-    def touch(self, key: bytes) -> None:
+    def touch(self, key: bytes, used: int) -> None:
         """Marks a block as its owner's most recently used one."""
+        self.used[key] = used
         self.owned[self.blocks[key].owner].move_to_end(key)
 
 
@@ -232,6 +238,7 @@ class KVTierIndex:
         self.kept = KeptBlocks(len(layout.num_slots))
         self._unwritten: dict[int, TierBlock] = {}  # by number
         self._numbers = count()
+        self.uses = count()
         self._byte_s = 0.0
         self._num_declined = 0
 
@@ -271,24 +278,28 @@ class KVTierIndex:
         slots = self._slots[group]
         payer = owner if self._num_shares > 1 and owner is not None else b""
         if key in slots.blocks:
-            slots.touch(key)
+            slots.touch(key, next(self.uses))
         elif root and (account := self._find_account(payer, group)) is not None:
             slot = self._take_slot(payer, group)
             stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers), self._number)
-            self._add(stored, account)
+            self._add(stored, account, next(self.uses))
             self.copies.append((block, stored))
 
-    def receive(self, block: TierBlock) -> TierBlock | None:
-        """Returns where a block that the tier above lets go shall be copied to; None where `offer` would not store it."""
+    def receive(self, block: TierBlock, used: int) -> TierBlock | None:
+        """Returns where a block that the tier above lets go shall be copied to; None where `offer` would not store it.
+
+        Args:
+            used: its last use.
+        """
         slots = self._slots[block.group]
         if block.key in slots.blocks:
-            slots.touch(block.key)
+            slots.touch(block.key, used)
             return None
         account = self._find_account(block.owner, block.group)
         if account is None:
             return None
         moved = replace(block, slot=self._take_slot(block.owner, block.group), tier=self._number)
-        self._add(moved, account)
+        self._add(moved, account, used)
         return moved
 
     def _find_account(self, owner: bytes, group: int) -> _Account | None:
@@ -305,13 +316,13 @@ class KVTierIndex:
         oldest = slots.oldest(owner)
         if oldest is None:
             return slots.take()
-        if self.below is not None and (moved := self.below.receive(oldest)) is not None:
+        if self.below is not None and (moved := self.below.receive(oldest, slots.used[oldest.key])) is not None:
             self.copies.append((oldest, moved))
         return self._remove(oldest)
 
-    def _add(self, stored: TierBlock, account: _Account) -> None:
+    def _add(self, stored: TierBlock, account: _Account, used: int) -> None:
         """Enters a block that will be written."""
-        self._slots[stored.group].add(stored)
+        self._slots[stored.group].add(stored, used)
         self.kept.add(stored.root, stored.group, stored.key)
         self._unwritten[stored.number] = stored
         self._accounts[stored.owner] = account
@@ -361,12 +372,39 @@ class KVTierIndex:
         found = self._slots[group].blocks.get(key)
         return None if found is None or found.number in self._unwritten else found
 
-    def touch(self, found: TierBlock) -> None:
-        """Marks a block as its owner's most recently used one."""
+    def touch(self, found: TierBlock, first: KVTierIndex | None = None) -> None:
+        """Marks a block as its owner's most recently used one, and notes whether it would still be in the first tier if it had
+        been there since its last use."""
         slots = self._slots[found.group]
         if found.key in slots.blocks:
-            slots.touch(found.key)
+            if (
+                first is not None
+                and first is not self
+                and slots.used[found.key] > first.find_oldest_use(found.owner, found.group)
+            ):
+                slots.rising.add(found.key)
+            slots.touch(found.key, next(self.uses))
             self.kept.note_use(found.root)
+
+    def find_oldest_use(self, owner: bytes, group: int) -> int:
+        """Returns when the block that an owner's next one would replace was last used; -1 if there is room."""
+        slots = self._slots[group]
+        oldest = slots.oldest(owner)
+        return -1 if oldest is None else slots.used[oldest.key]
+
+    def has(self, key: bytes, group: int) -> bool:
+        """Whether a block is here, or is being written."""
+        return key in self._slots[group].blocks
+
+    def leave(self, key: bytes, group: int) -> bool:
+        """Whether a block that the device evicts shall stay here, as the most recently used one, and not come to the first tier
+        too."""
+        slots = self._slots[group]
+        if key not in slots.blocks or key in slots.rising:
+            slots.rising.discard(key)
+            return False
+        slots.touch(key, next(self.uses))
+        return True
 
     def decline(self) -> bool:
         """Notes that a load was not worth it. Returns whether the tier shall be tried, without anybody waiting for it."""
@@ -392,6 +430,7 @@ class KVTierIndex:
             share = slots.num_slots // slots.num_shares
             assert all(0 < len(owned) <= share for owned in slots.owned.values()), "a share is overdrawn"
             assert all(self.kept.has(stored.root, group, key) for key, stored in slots.blocks.items()), "a root is lost"
+        assert all(slots.used.keys() == slots.blocks.keys() >= slots.rising for slots in self._slots), "a use is lost"
         assert len(self.kept) == len(self), "a root has a block that is gone"
         sizes = [self.layout.block_bytes[stored.group] for stored in self._unwritten.values()]
         unwritten_bytes = sum(account.unwritten_bytes for account in self._accounts.values())
@@ -410,6 +449,7 @@ class KVTiers:
         self.indexes = tuple(indexes)
         for above, below in pairwise(self.indexes):
             above.below = below
+            below.uses = above.uses
         self._forgotten: list[bytes] = []
 
     def __len__(self) -> int:
@@ -439,8 +479,10 @@ class KVTiers:
 
     def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
         """Stores a block that the device evicts (`KVTierIndex.offer`). One that only a slower tier has comes to the first one
-        again: it was used just now."""
-        self.indexes[0].offer(root, key, entry, group, block, owner)
+        if it would have stayed there since it was last used; others would take the place of what is used more often."""
+        first, *others = self.indexes
+        if first.has(key, group) or not any(other.leave(key, group) for other in others):
+            first.offer(root, key, entry, group, block, owner)
 
     def lose(self, stored: TierBlock) -> None:
         """Forgets a block that cannot be read."""
@@ -478,7 +520,7 @@ class KVTiers:
     def touch(self, blocks: Iterable[TierBlock]) -> None:
         """Marks blocks as most recently used, the last one most."""
         for found in blocks:
-            self.indexes[found.tier].touch(found)
+            self.indexes[found.tier].touch(found, self.indexes[0])
 
     def count_bytes(self, blocks: Iterable[TierBlock]) -> list[int]:
         """Returns the bytes of blocks by tier."""
