@@ -71,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts=st.sampled_from([0, 1, 7]),
         num_slots=st.sampled_from([0, 0, 2, 30]),
         num_layers=st.sampled_from([0, 3, 12]),
+        num_below=st.sampled_from([0, 4, 20]),
         windows=st.sampled_from(
             [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
         ),
@@ -88,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts,
         num_slots,
         num_layers,
+        num_below,
         windows,
     ):
         self.pool = BlockPool([_group(num_blocks, window, block_size, max_tokens) for window in windows], block_size)
@@ -107,7 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.windows = windows
         self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
         self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
-        self.tier = MemoryTier(self.scheduler, self.runner, num_slots) if num_slots and prefix_cache else None
+        self.tier = MemoryTier(self.scheduler, self.runner, num_slots, num_below) if num_slots and prefix_cache else None
         self.now = 0.0
         self.flights = []
         self.count = 0
@@ -279,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.scheduler.prefix_cache is not None:
                 self.scheduler.prefix_cache.check()
             if self.tier is not None:
-                self.tier.index.check()
+                self.tier.tiers.check()
 
     @rule(num_blocks=st.integers(1, 9), is_written=st.sampled_from([True, True, True, False]))
     def tier_writes(self, num_blocks, is_written):

@@ -380,7 +380,7 @@ class Program(ABC):
         """
         raise self._lacks(Capability.KV_TRANSFER)
 
-    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites each block with the contents of another one of its group (KV_TRANSFER).
 
         Raises:
@@ -496,7 +496,7 @@ def plan_cells(spec: DecoderSpec, kv: KVLayout, layer_bytes: Sequence[int]) -> C
     return CellLayout(len(spec.layers), kv.num_blocks, -(-residual_bytes // layer_bytes[0]), spec.hidden_size)
 
 
-def check_contents(block_ids: Sequence[int], sizes: Sequence[int], contents: Sequence[bytes]) -> None:
+def check_contents(block_ids: Sequence[int], sizes: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
     """Raises ValueError unless there are contents for each block, as many bytes as it has."""
     if len(contents) != len(block_ids) or any(len(each) != size for each, size in zip(contents, sizes, strict=False)):
         raise ValueError(f"blocks of {list(sizes)} bytes cannot hold contents of {[len(each) for each in contents]}")

@@ -178,13 +178,12 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
 
 
 def _host_tier_bytes(config: EngineConfig) -> int:
-    """Returns the bytes of a KV tier in memory."""
+    """Returns the bytes of KV tiers in memory."""
     if config.kv_tier is None:
         return 0
-    from cloister.engine.kv_tier_storage import TierSetting
+    from cloister.engine.kv_tier_storage import parse_tiers
 
-    where = TierSetting.parse(config.kv_tier)
-    return where.limit_bytes if where.storage.is_memory else 0
+    return sum(where.limit_bytes for where in parse_tiers(config.kv_tier) if where.storage.is_memory)
 
 
 def _kv_blocks(info: ModelInfo, groups: Sequence[KVGroup], block_size: int, program: Program) -> KVBlocks | None:

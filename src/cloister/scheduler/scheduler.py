@@ -22,7 +22,7 @@ from cloister.kv import (
     PrefixKeys,
     StepTime,
 )
-from cloister.kv.tiers import KVTierIndex
+from cloister.kv.tiers import KVTiers
 from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
@@ -95,7 +95,7 @@ class Scheduler:
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
         leases: cached blocks that stay for other engines; None without a prefix cache.
         kv_loads, kv_exports: KV on its way here, and from here, with what the engine must tell them.
-        kv_restores: KV that comes back from a tier; None without one (`use_tier`).
+        kv_restores: KV that comes back from tiers; None without them (`use_tiers`).
         answers: finished answers of beam searches that were not collected yet, each as a new sequence with prompt and whole
             output.
     """
@@ -177,13 +177,13 @@ class Scheduler:
         """Positions of the longest prompt that there is memory for if it is computed layer by layer; 0 if none can be."""
         return 0 if self._layerwise is None else self._layerwise.max_positions
 
-    def use_tier(self, index: KVTierIndex) -> None:
-        """Has a tier keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
+    def use_tiers(self, tiers: KVTiers) -> None:
+        """Has tiers keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
         assert self.prefix_cache is not None
-        self.prefix_cache.tier = index
-        index.kept.time = self._time
+        self.prefix_cache.tiers = tiers
+        tiers.use_time(self._time)
         self.kv_restores = KVRestores(
-            index, self.prefix_cache, self.kv_loads, self.cost, self.pool.block_size, self._most_shared
+            tiers, self.prefix_cache, self.kv_loads, self.cost, self.pool.block_size, self._most_shared
         )
 
     # State
@@ -321,12 +321,12 @@ class Scheduler:
             self._requests.hold(state, hold_s, now)
 
     def report_kept(self, scope: Scope) -> list[tuple[str, KeptUsage]]:
-        """Returns what is kept of a scope on the device and in the tier, each by its name."""
+        """Returns what is kept of a scope on the device and in the tiers, each by its name."""
         if self.prefix_cache is None:
             return []
-        roots, tier = self._requests.roots_of(scope), self.prefix_cache.tier
-        found = [(DEVICE, self.prefix_cache.kept.report(roots))]
-        return found if tier is None else [*found, (tier.name, tier.kept.report(roots))]
+        roots, tiers = self._requests.roots_of(scope), self.prefix_cache.tiers
+        below = () if tiers is None else tiers.indexes
+        return [(DEVICE, self.prefix_cache.kept.report(roots)), *((tier.name, tier.kept.report(roots)) for tier in below)]
 
     def forget(self, scope: Scope, now: float) -> None:
         """Drops what is kept of a scope. What its requests and other engines use becomes free when they have ended."""

@@ -123,8 +123,8 @@ class EngineConfig:
     )
     kv_tier: str | None = setting(
         None,
-        "Where evicted KV of the prefix cache is kept, encrypted: disk:PATH[,SIZE] or host:SIZE (with K, M, G or T); unset,"
-        " nowhere.",
+        "Where evicted KV of the prefix cache is kept, encrypted: host:SIZE (with K, M, G or T), disk:PATH[,SIZE], or"
+        " host:SIZE+disk:PATH[,SIZE], where the disk gets what memory lets go; unset, nowhere.",
     )
     profile: str | None = setting(
         None,

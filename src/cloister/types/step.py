@@ -87,7 +87,7 @@ class BlockLoad(msgspec.Struct, frozen=True):
     """A block takes contents that another engine computed (`Program.import_blocks`)."""
 
     block: int
-    content: bytes
+    content: bytes | memoryview
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""

@@ -171,7 +171,7 @@ def export_rows(rows: Sequence[Tensor]) -> bytes:
     return b"".join([row.view(torch.uint8).cpu().numpy().data for row in rows])
 
 
-def import_rows(rows: Sequence[Tensor], content: bytes) -> None:
+def import_rows(rows: Sequence[Tensor], content: bytes | memoryview) -> None:
     """Overwrites tensors with bytes that `export_rows` returned."""
     numbers, first = torch.from_numpy(np.frombuffer(content, np.uint8).copy()), 0
     for row in rows:

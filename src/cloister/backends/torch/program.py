@@ -197,7 +197,7 @@ class TorchProgram(Program):
         """Returns the contents of each block, layer after layer; states after KV."""
         return [export_rows(self._rows(block)) for block in block_ids]
 
-    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites blocks with contents that `export_blocks` returned."""
         rows_of = [self._rows(block) for block in block_ids]
         check_contents(block_ids, [sum(row.nbytes for row in rows) for rows in rows_of], contents)
