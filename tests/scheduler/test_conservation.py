@@ -13,6 +13,7 @@ from cloister.kv.table import first_seen
 from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import PREFETCH_HOLD_S
 from cloister.types.events import Arrived, Ended, KVLoaded
+from cloister.types.layerwise import CellLayout
 from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
@@ -70,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts=st.sampled_from([0, 1, 7]),
         num_slots=st.sampled_from([0, 0, 2, 30]),
         num_below=st.sampled_from([0, 4, 20]),
+        num_layers=st.sampled_from([0, 3, 12]),
         windows=st.sampled_from(
             [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
         ),
@@ -87,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts,
         num_slots,
         num_below,
+        num_layers,
         windows,
     ):
         self.pool = BlockPool([_group(num_blocks, window, block_size, max_tokens) for window in windows], block_size)
@@ -97,10 +100,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=BudgetConfig(max_tokens=max_tokens),
             prefix_cache=prefix_cache,
             cache_scopes=cache_scopes,
+            max_prefill_only_len=60,
         )
+        cells = CellLayout(num_layers, num_blocks, 1, 8) if num_layers and windows == (None,) else None
         keys = PrefixKeys("model", block_size, public)
         self.num_public = len(keys.public) if prefix_cache else 0
-        self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None)
+        self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None, cells)
         self.windows = windows
         self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
         self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)

@@ -79,6 +79,12 @@ class EngineConfig:
     )
     num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
     max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
+    max_prefill_only_len: int | None = setting(
+        None,
+        "Longest prompt of a request that ends with it (score, vector, one token), in tokens. One above max_model_len is "
+        "computed layer by layer, with KV of one layer at a time.",
+        low=1,
+    )
     default_max_tokens: int = setting(
         2048,
         "Longest answer if a request sets no limit, in tokens; 0: as long as the context window permits.",
