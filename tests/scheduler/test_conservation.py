@@ -70,8 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_scopes=st.integers(0, 3),
         most_drafts=st.sampled_from([0, 1, 7]),
         num_slots=st.sampled_from([0, 0, 2, 30]),
-        num_layers=st.sampled_from([0, 3, 12]),
         num_below=st.sampled_from([0, 4, 20]),
+        num_layers=st.sampled_from([0, 3, 12]),
         windows=st.sampled_from(
             [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
         ),
@@ -88,8 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_scopes,
         most_drafts,
         num_slots,
-        num_layers,
         num_below,
+        num_layers,
         windows,
     ):
         self.pool = BlockPool([_group(num_blocks, window, block_size, max_tokens) for window in windows], block_size)
