@@ -13,7 +13,7 @@ from cloister.types.request import Embedding, FinishReason, ModelInfo, SequenceO
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
 
-class AnswerStream:
+class OutputStream:
     """The growing answer of one sequence, as text.
 
     Args:
@@ -124,7 +124,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = model.max_model_len
-        self._streams: dict[int, AnswerStream] = {}
+        self._streams: dict[int, OutputStream] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Prepares the answers of a plan's new sequences, before the plan's result is checked."""
@@ -185,8 +185,8 @@ class OutputProcessor:
                     pass
         return [self._go_on(event, requests[event.request_id].num_cached_tokens) for event in progressed.values()] + outputs
 
-    def _open(self, new: NewSequence, index: int) -> AnswerStream:
-        return AnswerStream(new, index, self.tokenizer, self._max_model_len)
+    def _open(self, new: NewSequence, index: int) -> OutputStream:
+        return OutputStream(new, index, self.tokenizer, self._max_model_len)
 
     def _keep_prompt(self, seq_id: int, start: int, entries: list[TokenLogprobs]) -> None:
         """Stores log-probabilities by position: a preempted prompt is computed again from its start."""
@@ -225,7 +225,7 @@ class OutputProcessor:
             embedding=stream.embedding,
         )
 
-    def _take_logprobs(self, stream: AnswerStream) -> list[TokenLogprobs] | None:
+    def _take_logprobs(self, stream: OutputStream) -> list[TokenLogprobs] | None:
         entries = stream.logprobs
         return None if entries is None else [self._spell(entry) for entry in entries]
 
@@ -237,7 +237,7 @@ class OutputProcessor:
         )
 
 
-def _take_prompt(stream: AnswerStream) -> list[TokenLogprobs | None] | None:
+def _take_prompt(stream: OutputStream) -> list[TokenLogprobs | None] | None:
     """Returns the log-probabilities of the prompt, once."""
     entries, stream.prompt_logprobs = stream.prompt_logprobs, None
     return entries

@@ -10,7 +10,7 @@ from cloister.backends.base import SAMPLING_METADATA
 from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE, EngineShape
 from cloister.cluster.virtual.history_program import prefix_logits
-from cloister.engine.output_processor import AnswerStream
+from cloister.engine.output_processor import OutputStream
 from cloister.executor.sampling import Sampler
 from cloister.scheduler.admission import EngineLimits, find_refusal
 from cloister.text import Tokenizer
@@ -79,7 +79,7 @@ def _read(answer: JobAnswer, index: int, shape: EngineShape, tokenizer: Tokenize
         index=index,
         stop_token_ids=stop_token_ids,
     )
-    stream = AnswerStream(new, index, tokenizer, shape.max_model_len)
+    stream = OutputStream(new, index, tokenizer, shape.max_model_len)
     stop = stream.take(Sample(new.seq_id, answer.token_ids[index]))
     num_read, is_full = stream.num_tokens, stream.num_tokens == stream.max_output
     if stop is None and not is_full:
