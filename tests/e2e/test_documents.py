@@ -89,19 +89,23 @@ def test_a_document_sees_the_prefix_and_itself_and_the_answer_sees_all(path: Pat
     assert abs(separate.logprobs[0].logprob - plain.logprobs[0].logprob) > 1e-3, "encoding separately changes nothing"
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "settings"), [("native", {}), ("native", {"dtype": "bfloat16", "kv_dtype": "int8"}), ("torch", {})]
+)
+def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(
+    path: Path, backend: str, settings: dict[str, str]
+) -> None:
     request = make_request("asked", C, A, B)
-    alone = said(open_core(path, backend), request)["asked"]
-    core = open_core(path, backend)
+    alone = said(open_core(path, backend, **settings), request)["asked"]
+    core = open_core(path, backend, **settings)
     said(core, *PLAIN, make_request("other order", B, A))
     report = ask(core, [request])
     assert report.num_hits
     behind_hits = report.answers["asked", 0]
     again = said(core, msgspec.structs.replace(request, request_id="again"))["again"]
-    in_chunks = said(open_core(path, backend, max_batched_tokens=13, prefix_cache=False), request)["asked"]
+    in_chunks = said(open_core(path, backend, max_batched_tokens=13, prefix_cache=False, **settings), request)["asked"]
     others = [make_request(str(n), *texts, temperature=1.0, seed=n, n=2) for n, texts in enumerate([(B, C), (A, B, C), (A,)])]
-    in_company = said(open_core(path, backend, max_batched_tokens=64), *PLAIN, *others, request)["asked"]
+    in_company = said(open_core(path, backend, max_batched_tokens=64, **settings), *PLAIN, *others, request)["asked"]
     for found in (behind_hits, again, in_chunks, in_company):
         assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
 

@@ -239,6 +239,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -257,6 +259,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -275,6 +279,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -293,6 +299,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -312,6 +320,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -346,6 +356,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...
