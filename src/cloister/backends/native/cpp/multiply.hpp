@@ -196,7 +196,7 @@ template <Zeros zeros> struct Group {
     INLINE Outputs add(Outputs c, i32x16 first, i32x16 second, int32_t total, float scale) const {
         f32x16 a = to_f32(first), b = to_f32(second);
         if constexpr (zeros != Zeros::none) {
-            f32x16 sum_of = set(float(total));
+            f32x16 sum_of = to_f32(set(total));
             a = fma(-low_zero, sum_of, a);
             b = fma(-high_zero, sum_of, b);
             if (wide) {
@@ -231,7 +231,7 @@ constexpr uint8_t e2m1_zero = 12;
 alignas(16) constexpr uint8_t e2m1_bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Integer tiles of a chunk as bytes; `group` is that of the first half. Rows 0-7 are the chunk's first 32 inputs. `middle` is
-// taken off the codes of int4: with 8 they are signed.
+// taken off the codes of int4 and int8: with half of their range they are signed.
 INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* packed, int group, int next_group, uint8_t middle, uint8_t* tile) {
 #if defined(__AVX512BW__)
     __m512i mask = _mm512_set1_epi8(15);
@@ -340,7 +340,12 @@ INLINE void unpack_tile(const Matrix& w, int panel, int half, const uint8_t* pac
 // The tiles of one chunk of a panel, unpacked where they must be.
 INLINE const uint8_t* integer_tiles(const Matrix& w, int panel, const uint8_t* codes, int chunk, uint8_t* scratch, uint8_t middle = 0) {
     const uint8_t* packed = codes + size_t(chunk) * 2 * tile_bytes(w.kind);
-    if (w.kind == Kind::int8) return packed;
+    if (w.kind == Kind::int8 && !middle) return packed;
+    if (w.kind == Kind::int8) {
+        typedef uint8_t u8x64 __attribute__((vector_size(64), may_alias));
+        for (int at = 0; at < 2048; at += 64) store(scratch + at, load<u8x64>(packed + at) - middle);
+        return scratch;
+    }
     int group = 0, next = 0;
     if (w.kind == Kind::qoq) {
         group = chunk * 64 / w.group;
@@ -583,7 +588,7 @@ static void multiply_vectors(const Matrix& w, const Rows& x, int begin, int end,
 }
 
 #if defined(__AMX_TILE__) || !defined(__AVX2__)
-// A panel of 4 bits as int8 or bfloat16, for many rows.
+// A panel as int8 or bfloat16, for many rows.
 static void unpack_panel(const Matrix& w, int panel, uint8_t middle, uint8_t* scratch) {
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     for (int chunk = 0; chunk < w.chunks; chunk++) {
@@ -602,7 +607,7 @@ namespace cloister::CLOISTER_ISA {
 
 static size_t multiply_scratch([[maybe_unused]] const Matrix& w) {
 #if defined(__AMX_TILE__)
-    size_t panel = tile_bytes(w.kind) < 1024 ? size_t(w.chunks) * 2048 : 0;
+    size_t panel = tile_bytes(w.kind) < 1024 || signed_middle(w) ? size_t(w.chunks) * 2048 : 0;
     return panel > BlockScratch::bytes ? panel : BlockScratch::bytes;
 #elif defined(__AVX2__)
     return BlockScratch::bytes;
@@ -624,12 +629,12 @@ static void multiply(const Matrix& matrix, const Rows& x, int begin, int end, in
         return multiply_blocked(w, x, begin * 16, begin * 16 + num_rows, panel, sink, scratch);
 #endif
 #if defined(__AMX_TILE__) || !defined(__AVX2__)
-    if (tile_bytes(w.kind) < 1024 && end - begin > 1) {
 #if defined(__AMX_TILE__)
-        uint8_t middle = int4_middle(w);  // what int4 tiles take signed is signed already
+    uint8_t middle = signed_middle(w);  // what tiles take signed is signed already
 #else
-        uint8_t middle = 0;
+    uint8_t middle = 0;
 #endif
+    if ((tile_bytes(w.kind) < 1024 || middle) && end - begin > 1) {
         unpack_panel(w, panel, middle, scratch);
         w.codes = scratch - size_t(panel) * w.chunks * 2048;  // so that this panel begins at scratch
         w.kind = w.kind == Kind::w4a16 ? Kind::bf16 : Kind::int8;

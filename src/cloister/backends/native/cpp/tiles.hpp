@@ -27,8 +27,12 @@ static void configure_tiles(int top, int bottom, int depth) {
 
 INLINE void clear_tiles() { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
 
-// Int4 with one zero point for all is multiplied signed, this much taken off as it is unpacked: then nothing else need come off.
-INLINE uint8_t int4_middle(const Matrix& w) { return w.kind != Kind::int4 || !is_plain(w) ? 0 : w.e2m1 ? e2m1_zero : 8; }
+// Groups with one zero point for all are multiplied signed, this much taken off their codes beforehand: then nothing else need come off.
+INLINE uint8_t signed_middle(const Matrix& w) {
+    if (w.channel_scales || !is_plain(w)) return 0;
+    if (w.kind == Kind::int8) return w.zero_point == 128 ? 128 : 0;
+    return w.kind != Kind::int4 ? 0 : w.e2m1 ? e2m1_zero : 8;
+}
 
 // What the weights of a tile are; inputs in int8 are signed.
 enum class Tiles { floats, bytes, signed_bytes };
@@ -159,6 +163,23 @@ static void multiply_packed_tiles(const Matrix& w, const Rows& x, int begin, int
     });
 }
 
+// Adds a group's integers to the float32 sums of some rows; this loop takes longer than the tiles do, so nothing in it branches.
+template <Zeros zeros>
+INLINE void fold_group(const Matrix& w, const Rows& x, int panel, int group, int halves, int row, int count, const int32_t (*sums)[32], float (*c)[32]) {
+    static const float one = 1;
+    Group<zeros> scales(w, panel, group);
+    const float* scale = x.form.group ? x.scales + size_t(row) * x.num_groups + group : &one;
+    size_t next_scale = x.form.group ? x.num_groups : 0;
+    const int32_t* inputs = x.sums_of(row) + size_t(group) * halves;
+    for (int r = 0; r < count; r++, scale += next_scale, inputs += x.chunks * 2) {
+        int32_t total = 0;
+        if constexpr (zeros != Zeros::none) for (int i = 0; i < halves; i++) total += inputs[i];
+        Outputs y = scales.add({load<f32x16>(c[r]), load<f32x16>(c[r] + 16)}, load<i32x16>(sums[r]), load<i32x16>(sums[r] + 16), total, *scale);
+        store(c[r], y.low);
+        store(c[r] + 16, y.high);
+    }
+}
+
 // Groups with scales of their own: each group's integers are folded into float32 sums while the tiles take the next group.
 template <Zeros zeros>
 static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
@@ -167,7 +188,7 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
     alignas(64) float c[32][32];
     const uint8_t* codes = w.codes + size_t(panel) * w.panel_bytes();
     constexpr Tiles kind = zeros == Zeros::none ? Tiles::signed_bytes : Tiles::bytes;
-    uint8_t middle = zeros == Zeros::none ? int4_middle(w) : 0;
+    uint8_t middle = zeros == Zeros::none ? signed_middle(w) : 0;
     bool by_half = w.group % 64 != 0;
     int step = 2 * tile_bytes(w.kind), halves = w.group / 32;
     for (int block = begin; block < end; block += 2) {
@@ -191,14 +212,8 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
         multiply_group(0);
         for (int group = 0; group < w.groups; group++) {
             if (group + 1 < w.groups) multiply_group(group + 1);
-            Group<zeros> scales(w, panel, group);
-            for (int r = 0; r < rows.num_rows(); r++) {
-                int32_t total = zeros == Zeros::none ? 0 : sum_inputs(x, block * 16 + r, group * halves, halves);
-                const int32_t* products = sums[group % 2][r];
-                Outputs y = scales.add({load<f32x16>(c[r]), load<f32x16>(c[r] + 16)}, load<i32x16>(products), load<i32x16>(products + 16), total, group_input_scale(x, block * 16 + r, group));
-                store(c[r], y.low);
-                store(c[r] + 16, y.high);
-            }
+            if (halves == 1) fold_group<zeros>(w, x, panel, group, 1, block * 16, rows.num_rows(), sums[group % 2], c);
+            else fold_group<zeros>(w, x, panel, group, halves, block * 16, rows.num_rows(), sums[group % 2], c);
         }
         finish_rows(w, x, panel, sink, block * 16, rows.num_rows(), [&](int r) INLINE_LAMBDA {
             return Outputs{load<f32x16>(c[r]), load<f32x16>(c[r] + 16)};
@@ -207,7 +222,7 @@ static void multiply_group_tiles(const Matrix& w, const Rows& x, int begin, int 
 }
 
 static void multiply_integer_tiles(const Matrix& w, const Rows& x, int begin, int end, int panel, const Sink& sink) {
-    if (!w.channel_scales && is_plain(w) && (int4_middle(w) || w.zero_point == 0)) return multiply_group_tiles<Zeros::none>(w, x, begin, end, panel, sink);
+    if (!w.channel_scales && is_plain(w) && (signed_middle(w) || w.zero_point == 0)) return multiply_group_tiles<Zeros::none>(w, x, begin, end, panel, sink);
     if (!w.channel_scales && is_plain(w)) return multiply_group_tiles<Zeros::one>(w, x, begin, end, panel, sink);
     if (!w.channel_scales) return multiply_group_tiles<Zeros::each>(w, x, begin, end, panel, sink);
     if (w.kind == Kind::int8) return multiply_channel_tiles(w, x, begin, end, panel, sink);
