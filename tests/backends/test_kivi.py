@@ -88,11 +88,13 @@ def halves(content: bytes) -> tuple[npt.NDArray[np.uint8], ...]:
 
 def round_by_channel(keys: FloatArray) -> FloatArray:
     """Rounds keys [heads, 32, head_dim]."""
-    return round_groups(keys.swapaxes(1, 2)).swapaxes(1, 2)
+    return round_groups(keys.swapaxes(1, 2), keys=True).swapaxes(1, 2)
 
 
 def round_by_token(values: FloatArray) -> FloatArray:
-    return np.concatenate([round_groups(part) for part in np.split(values, range(GROUP, values.shape[-1], GROUP), axis=-1)], -1)
+    return np.concatenate(
+        [round_groups(part, keys=False) for part in np.split(values, range(GROUP, values.shape[-1], GROUP), axis=-1)], -1
+    )
 
 
 def unpack_recent(content: npt.NDArray[np.uint8], backend: str) -> tuple[FloatArray, FloatArray]:
@@ -203,7 +205,7 @@ def test_a_path_that_fills_a_block_is_packed_when_it_is_moved(settings: dict[str
 def test_numbers_that_are_none_do_not_disappear() -> None:
     numbers = np.ones((2, GROUP), np.float32)
     numbers[0, 5] = np.inf
-    assert np.isnan(round_groups(numbers)).all(1).tolist() == [True, False]
+    assert np.isnan(round_groups(numbers, keys=True)).all(1).tolist() == [True, False]
 
 
 def test_a_token_takes_three_bits_a_number() -> None:

@@ -2,8 +2,8 @@
 
 A channel of 32 consecutive keys, or 32 channels of one value, are codes of 2 bits with a scale and a zero point in bfloat16: a
 number is code * scale + zero, 3 bits in all. Outliers of keys stay in few channels, so those get scales of their own. The four
-numbers are the middles of four equal parts of the range. The paper's reach from the least to the greatest number of a group,
-which leaves 1.5 times the squared error on two public models (docs/quantization.md).
+numbers of keys reach from the least to the greatest, those of values are the middles of four equal parts of that range: in the
+paper both reach to the ends, which leaves 1.5 times the squared error of values (docs/quantization.md says what both cost).
 
 A group of keys can be packed only when all of it is known, so the newest keys and values are kept as they are, in a group of
 blocks with a window (`KVGroup.is_recent`, decisions/0034). A query at position p reads positions from `first_recent(p)` on
@@ -42,12 +42,16 @@ def check_block_size(block_size: int) -> None:
         )
 
 
-def round_groups(numbers: FloatArray) -> FloatArray:
-    """Returns what groups [..., 32] of numbers are after they were packed; NaN if one of them is not finite."""
+def round_groups(numbers: FloatArray, *, keys: bool) -> FloatArray:
+    """Returns what groups [..., 32] of numbers are after they were packed; NaN if one of them is not finite.
+
+    Args:
+        keys: of a channel of keys, not of a value.
+    """
     lowest, highest = numbers.min(-1, keepdims=True), numbers.max(-1, keepdims=True)
-    scale = round_to_bfloat16((highest - lowest) / np.float32(4))
-    middle = lowest + (highest - lowest) / np.float32(8)
-    zero = round_to_bfloat16(np.where(np.isfinite(numbers).all(-1, keepdims=True), middle, np.float32(np.nan)))
+    scale = round_to_bfloat16((highest - lowest) / np.float32(3 if keys else 4))
+    first = lowest if keys else lowest + (highest - lowest) / np.float32(8)
+    zero = round_to_bfloat16(np.where(np.isfinite(numbers).all(-1, keepdims=True), first, np.float32(np.nan)))
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     rounded: FloatArray = np.rint(np.clip((numbers - zero) * inverse, 0, 3)) * scale + zero
     return rounded

@@ -40,8 +40,8 @@ class PackedBlocks:
             numbers: [len(blocks), block_size, 2 * channels] keys and values of every position, of any type.
         """
         keys, values = numbers.float().chunk(2, dim=-1)
-        key_codes, key_scales = _encode(_group(keys, 1, GROUP), 2)
-        value_codes, value_scales = _encode(self._grouped(values), -1)
+        key_codes, key_scales = _encode(_group(keys, 1, GROUP), 2, keys=True)
+        value_codes, value_scales = _encode(self._grouped(values), -1, keys=False)
         parts = (
             _join_codes(key_codes.flatten(1, 2), 1),
             _join_codes(value_codes.flatten(2), 2),
@@ -84,11 +84,11 @@ def _group(numbers: Tensor, dim: int, size: int) -> Tensor:
     return numbers.reshape(*numbers.shape[:dim], -1, size, *numbers.shape[dim + 1 :])
 
 
-def _encode(groups: Tensor, dim: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _encode(groups: Tensor, dim: int, *, keys: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Returns codes, and scales and zero points in bfloat16 without that dimension (`kivi.round_groups`)."""
     lowest, highest = groups.amin(dim), groups.amax(dim)
-    scale = ((highest - lowest) / 4).bfloat16()
-    zero = (lowest + (highest - lowest) / 8).masked_fill(~groups.isfinite().all(dim), torch.nan).bfloat16()
+    scale = ((highest - lowest) / (3 if keys else 4)).bfloat16()
+    zero = (lowest if keys else lowest + (highest - lowest) / 8).masked_fill(~groups.isfinite().all(dim), torch.nan).bfloat16()
     inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
     codes = ((groups - zero.float().unsqueeze(dim)) * inverse.unsqueeze(dim)).clamp(0, 3).nan_to_num(0).round()
     return codes.to(torch.uint8), (scale, zero)

@@ -105,13 +105,13 @@ INLINE void put_few_bits(const float* keys, const float* values, const Attention
     }
 }
 
-// How 32 numbers become codes of 2 bits: code * scale + zero, the middles of four equal parts of their range, both rounded to bfloat16
-// before the codes are chosen (backends/kivi.py).
+// How 32 numbers become codes of 2 bits: code * scale + zero, both rounded to bfloat16 before the codes are chosen. Those of keys reach
+// from the least to the greatest; those of values are the middles of four equal parts of that range (backends/kivi.py).
 struct KiviScale {
     float scale, zero, inverse;
 
     // `seen` of them are the head's, the others padding.
-    KiviScale(const float* x, int seen) {
+    KiviScale(const float* x, int seen, bool keys) {
         float low = x[0], high = x[0];
         bool finite = true;
         for (int i = 0; i < seen; i++) {
@@ -119,8 +119,9 @@ struct KiviScale {
             high = x[i] > high ? x[i] : high;
             finite = finite && std::isfinite(x[i]);
         }
-        scale = from_bf16(to_bf16((high - low) * 0.25f));
-        zero = from_bf16(to_bf16(finite ? low + (high - low) * 0.125f : NAN));
+        float range = high - low;
+        scale = from_bf16(to_bf16(keys ? range / 3.0f : range * 0.25f));
+        zero = from_bf16(to_bf16(!finite ? NAN : keys ? low : low + range * 0.125f));
         inverse = scale > 0 ? 1.0f / scale : 0.0f;
     }
     uint32_t packed() const { return uint32_t(to_bf16(scale)) | uint32_t(to_bf16(zero)) << 16; }
@@ -148,7 +149,7 @@ static void pack_block(const AttentionShape& shape, const Cache& cache, int from
             for (int d = 0; d < dim; d++, keys += 2) {
                 const uint16_t* numbers = (const uint16_t*)source.keys + (size_t(d / 2) * size + key) * 2 + d % 2;
                 for (int i = 0; i < kivi_group; i++) x[i] = from_bf16(numbers[2 * i]);
-                KiviScale scale(x, kivi_group);
+                KiviScale scale(x, kivi_group, true);
                 *key_scales++ = scale.packed();
                 keys[0] = scale.codes(x);
                 keys[1] = scale.codes(x + 16);
@@ -158,7 +159,7 @@ static void pack_block(const AttentionShape& shape, const Cache& cache, int from
             const uint16_t* numbers = (const uint16_t*)source.values + size_t(key / 2) * dim * 2 + key % 2;
             for (int d = 0; d < dim; d += kivi_group, values += 2) {
                 for (int i = 0; i < kivi_group; i++) x[i] = from_bf16(numbers[2 * (d + i)]);
-                KiviScale scale(x, std::min(kivi_group, shape.head_dim - d));
+                KiviScale scale(x, std::min(kivi_group, shape.head_dim - d), false);
                 *value_scales++ = scale.packed();
                 values[0] = scale.codes(x);
                 values[1] = scale.codes(x + 16);
