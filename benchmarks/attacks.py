@@ -49,6 +49,7 @@ Times = tuple[list[float], list[float]]
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-pairs", type=int, default=1000, help="hits and misses of each timing attack")
+    parser.add_argument("--num-tier-pairs", type=int, default=600, help="hits and misses of each attack on a KV tier")
     parser.add_argument("--num-floods", type=int, default=150, help="rounds of each eviction probe")
     parser.add_argument("--num-orders", type=int, default=300, help="batches of guesses")
     options = parser.parse_args()
@@ -61,6 +62,7 @@ def main() -> int:
     bench.figures["length"] = LENGTH
     bench.print_rows("What others report", ("attack", "source", "reported"), LITERATURE)
     time_prefixes(bench, options.num_pairs, options.seed)
+    time_tiers(bench, options.num_tier_pairs, options.seed)
     probe_evictions(bench, options.num_floods, options.seed)
     order_answers(bench, options.num_orders, options.seed)
     spend_twice(bench)
@@ -114,6 +116,81 @@ def _time_pairs(
                 wall[which].append(answer.wall_s)
                 found += answer.num_cached
     return cpu, wall, found
+
+
+TIERS = {
+    "none": None,
+    "host": "host:64M",
+    "disk": "disk:{},64M",
+    "both": "host:8M+disk:{},64M",
+}
+"""KV tiers; the device has room for two batches of secrets."""
+PROBERS = (("own", "ann", None, 4), ("another key", "bob", None, 1), ("another salt", "ann", "salt", 1))
+"""Name, who asks, with which `cache_salt`, and the part of the samples."""
+NUM_SECRETS = 20
+"""Prompts that ann sends before somebody probes."""
+
+
+def time_tiers(bench: Bench, num_pairs: int, seed: int) -> None:
+    """Ann sends prompts, and her own next ones push them into the tiers. Then somebody sends them, and as many that nobody
+    sent: bob with his key, ann with another `cache_salt`, and ann as before, which shows what the probe can see."""
+    rows: list[tuple[object, ...]] = []
+    for tier, setting in TIERS.items():
+        for name, prober, salt, part in (
+            ("own", "ann", None, 4),
+            ("another key", "bob", None, 1),
+            ("another salt", "ann", "s", 1),
+        ):
+            with TemporaryDirectory() as directory:
+                tiers = None if setting is None else setting.format(directory)
+                lab = Lab("team", kv_memory_mb=8, cache_scopes=2, max_model_len=1024, tiers=tiers)
+                try:
+                    cpu, wall, cached, num_loads = _probe_tiers(f"{tier}, {name}", lab, prober, salt, num_pairs // part, seed)
+                finally:
+                    lab.close()
+            value, low, high = auc_between(*cpu)
+            wall_value, wall_low, wall_high = auc_between(*wall)
+            told = _auc(np.negative(cached[0]), np.negative(cached[1]))
+            interval, wall_interval = f"{low:.3f} to {high:.3f}", f"{wall_low:.3f} to {wall_high:.3f}"
+            rows.append((tier, name, len(cpu[0]), sum(cached[0]), num_loads, told, value, interval, wall_value, wall_interval))
+            if name == "own":
+                if tier != "none":
+                    bench.check(f"tier {tier}, one's own prompts, AUC of cached_tokens", told, low=0.95)
+                continue
+            bench.check(f"tier {tier}, {name}: AUC of cached_tokens, either way", max(told, 1 - told), high=BOUND)
+            bench.check(f"tier {tier}, {name}: loads", num_loads, low=0, high=0)
+            bench.check(f"tier {tier}, {name}: AUC of processor time, either way", max(value, 1 - value), high=BOUND)
+            bench.check(f"tier {tier}, {name}: AUC of clock time, either way", max(wall_value, 1 - wall_value), high=BOUND)
+    headers = ("tier", "prober", "pairs", "found", "loads", "AUC, cached", "AUC, CPU", "95%, CPU", "AUC, clock", "95%, clock")
+    bench.print_rows("Whether somebody sent a prompt, through KV tiers", headers, rows)
+
+
+def _probe_tiers(
+    name: str, lab: Lab, prober: str, salt: str | None, num_pairs: int, seed: int
+) -> tuple[Times, Times, tuple[list[int], list[int]], int]:
+    """Returns processor times, clock times and cached tokens of prompts that ann sent and of others, and all loads."""
+    order = random.Random(seed)
+    cpu: Times = ([], [])
+    wall: Times = ([], [])
+    cached: tuple[list[int], list[int]] = ([], [])
+    num_loads = 0
+    with make_progress() as progress:
+        for _ in progress.track(range(num_pairs // NUM_SECRETS), description=name):
+            probes = [(0, lab.prompt(LENGTH)) for _ in range(NUM_SECRETS)]
+            for _, secret in probes:
+                lab.ask("ann", secret)
+            lab.flood("ann", lab.num_kv_tokens)
+            if lab.tiers is not None:
+                lab.wait_for_tiers()
+            probes += [(1, lab.prompt(LENGTH)) for _ in range(NUM_SECRETS)]
+            order.shuffle(probes)
+            for which, prompt in probes:
+                answer = lab.answer(lab.request(prober, prompt, salt=salt))
+                cpu[which].append(answer.cpu_s)
+                wall[which].append(answer.wall_s)
+                cached[which].append(answer.num_cached)
+                num_loads += answer.num_loads
+    return cpu, wall, cached, num_loads
 
 
 def probe_evictions(bench: Bench, num_rounds: int, seed: int) -> None:

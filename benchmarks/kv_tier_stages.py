@@ -20,6 +20,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.bench.profile import program_of
+from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_reads import list_patterns, measure_reads
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierWorker
@@ -67,14 +68,16 @@ def store(worker: TierWorker, index: KVTierIndex, contents: list[bytes]) -> list
         index.offer(b"root", number.to_bytes(32, "big"), number, 0, number)
         if number % STORED_AT_ONCE and number:
             continue
-        stores, index.stores = index.stores, []
-        worker.write([stored for _, stored in stores], [contents[block] for block, _ in stores])
+        copies, index.copies = index.copies, []
+        for source, stored in copies:
+            assert isinstance(source, int)
+            worker.write(stored, contents[source])
         while index._unwritten:
             time.sleep(0.0002)
-            for block, is_written in worker.take_written()[0]:
+            for block, is_written in worker.take_written(0)[0]:
                 assert is_written
                 index.confirm(block, is_written=True)
-    os.fdatasync(worker._fd)
+    os.fdatasync(worker.files[0].fd)
     found = [index.find(number.to_bytes(32, "big"), 0) for number in range(len(contents))]
     return [stored for stored in found if stored is not None]
 
@@ -82,7 +85,7 @@ def store(worker: TierWorker, index: KVTierIndex, contents: list[bytes]) -> list
 def load(worker: TierWorker, blocks: list[TierBlock], num_bytes: int) -> None:
     """Reads all blocks as one request would."""
     entries = [TierEntry(block.entry, block.key, (block,)) for block in blocks]
-    worker.read(TierRead("request", [], b"root", entries, num_bytes, TIMEOUT_S))
+    worker.read(TierRead("request", [], b"root", entries, [num_bytes], TIMEOUT_S))
     end_s, num_arrived = time.monotonic() + TIMEOUT_S, 0
     while True:
         for arrival in worker.take_read():
@@ -100,9 +103,8 @@ def measure(setting: TierSetting, block_bytes: int, num_mb: int, num_repeats: in
     num_blocks = num_mb * 2**20 // block_bytes
     layout = TierLayout.plan(2 * num_mb * 2**20, (block_bytes,), [BlockGroup(8)])
     is_memory = setting.storage.is_memory
-    worker = TierWorker(
-        setting.storage.open(setting), layout, KVFormat("model", 16, "one", (block_bytes,)), is_memory=is_memory
-    )
+    file = TierFile(setting.name, setting.storage.open(setting), layout, is_memory=is_memory)
+    worker = TierWorker([file], KVFormat("model", 16, "one", (block_bytes,)))
     index = KVTierIndex(setting.name, layout)
     worker.probe()
     contents = [os.urandom(block_bytes) for _ in range(num_blocks)]
@@ -112,11 +114,11 @@ def measure(setting: TierSetting, block_bytes: int, num_mb: int, num_repeats: in
     blocks = store(worker, index, contents)
     write_s = time.perf_counter() - started_s
     assert len(blocks) == num_blocks
-    pattern = worker.pattern
+    pattern = file.pattern
 
     def drop() -> None:
         if not is_memory:
-            os.posix_fadvise(worker._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     sealed = [cipher.encrypt(number.to_bytes(12, "big"), content, b"") for number, content in enumerate(contents)]
     seal = repeat(num_repeats, num_bytes, lambda: [cipher.encrypt(bytes(12), content, b"") for content in contents])
@@ -130,7 +132,7 @@ def measure(setting: TierSetting, block_bytes: int, num_mb: int, num_repeats: in
 
     def read() -> None:
         end_s = time.monotonic() + TIMEOUT_S
-        for rate in measure_reads(worker._fd, num_bytes, one, cell_s=TIMEOUT_S, deadline_s=end_s, is_cached=is_memory):
+        for rate in measure_reads(file.fd, num_bytes, one, cell_s=TIMEOUT_S, deadline_s=end_s, is_cached=is_memory):
             assert rate is not None
             assert rate.num_reads * pattern.block_bytes <= num_bytes
 

@@ -3,9 +3,9 @@ without; and what a tier costs where nothing is ever used again.
 
     python -m benchmarks.kv_tiers [--model MODEL] [--quant FORMAT] [--conversations N] [--turns N] [--tokens N]
 
-Engine processes of one thread: without a tier, with one on disk and one in memory, and one whose device holds all
-conversations. Each request is sent to each of them in turn, and all must give the same tokens. The disk's file is in the page
-cache as far as there is memory for it.
+Engine processes of one thread: without a tier, with one on disk, one in memory, both (memory for a fifth of the
+conversations), and one whose device holds all of them. Each request is sent to each of them in turn, and all must give the same
+tokens. The disk's file is in the page cache as far as there is memory for it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class TimedEngine:
                     self.ended.add(name)
                 case KVLoaded():
                     self.loads.append(event)
-                case Stepped(stored=stored) if stored is not None:
-                    self.stored_bytes += stored.num_bytes
+                case Stepped(stored=stored):
+                    self.stored_bytes += sum(tier.num_bytes for tier in stored)
         for output in message.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
 
@@ -140,7 +140,6 @@ async def measure(options: argparse.Namespace) -> None:
     model = str(find_model(options.model)) if options.model in MODELS else options.model
     longest = options.tokens + options.turns * (TURN_TOKENS + ANSWER_TOKENS)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        settings = {"none": None, "disk": f"disk:{directory},8G", "host": "host:1G"}
         base = EngineConfig(
             model=model,
             quant=options.quant,
@@ -157,6 +156,8 @@ async def measure(options: argparse.Namespace) -> None:
         await probe.transport.close()
         token_bytes = memory["KV cache"] / (2 * -(-longest // base.block_size) * base.block_size)
         needed_mb = options.conversations * longest * token_bytes / 2**20
+        disk = f"disk:{directory},8G"
+        settings = {"none": None, "disk": disk, "host": "host:1G", "both": f"host:{needed_mb / 5:.1f}M+{disk}"}
         engines = {}
         for kind in (*settings, "all"):
             kv_mb = needed_mb / 10 if kind != "all" else 1.2 * needed_mb

@@ -67,7 +67,7 @@ def measure_costs(options: argparse.Namespace) -> Costs:
         options, prefix_cache=True, kv_memory_mb=4.0, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
         max_batched_tokens=MAX_STEP_TOKENS,
     )  # fmt: skip
-    engine.open_kv_tier("host:256M")
+    engine.open_kv_tiers("host:256M")
     draws = random.Random(options.seed)
     lengths = [(draws.choice((16, 64, 256, 1024)), draws.randrange(8, 64)) for _ in range(60)]
     items = [WorkItem(0.05 * i, make_tokens((4, i), p, 2048), p, n) for i, (p, n) in enumerate(lengths)]

@@ -14,7 +14,7 @@ from cloister.bench.recorder import EventRecorder
 from cloister.bench.report import fit_costs
 from cloister.kv import BlockPool, KVObject, PrefixKeys
 from cloister.kv.objects import KVHeader
-from cloister.kv.tiers import KVTierIndex, TierBlock, TierLayout
+from cloister.kv.tiers import KVTierIndex, KVTiers, TierBlock, TierLayout
 from cloister.scheduler import Scheduler, SchedulerConfig
 from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.clock import VirtualClock
@@ -104,7 +104,7 @@ class VirtualTier:
         self._contents: dict[int, bytes] = {}  # by number of the write
         self._reads: list[tuple[float, TierRead]] = []
         self._free_s = 0.0
-        scheduler.use_tier(self.index)
+        scheduler.use_tiers(KVTiers([self.index]))
 
     @property
     def next_s(self) -> float | None:
@@ -128,8 +128,9 @@ class VirtualTier:
 
     def dispatch(self, now: float) -> None:
         """Takes what a plan evicts, and begins its reads, before the plan runs."""
-        stores, self.index.stores = self.index.stores, []
-        for block, stored in stores:
+        copies, self.index.copies = self.index.copies, []
+        for block, stored in copies:
+            assert isinstance(block, int)
             self._contents[stored.number] = self._runner.export_blocks([block])[0]
             self.index.confirm(stored, is_written=True)
         self.index.ended_roots.clear()

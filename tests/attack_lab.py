@@ -11,10 +11,11 @@ from typing import Any
 
 from cloister.backends.native.program import NativeProgram
 from cloister.engine.core import EngineCore
+from cloister.kv.tiers import KVTiers
 from cloister.launch import build_engine
 from cloister.policy import Credentials, Gate, Policy
 from cloister.types.config import EngineConfig
-from cloister.types.events import Ended, Submit
+from cloister.types.events import Ended, KVLoaded, Submit
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope
 
@@ -29,18 +30,28 @@ class Answer:
     Attributes:
         wall_s, cpu_s: time to the first and only token, of the clock and of the processor.
         num_cached: tokens that were not computed, as the server's `usage` says.
+        num_loads: loads from KV tiers.
     """
 
     wall_s: float
     cpu_s: float
     num_cached: int
+    num_loads: int = 0
 
 
 class Lab:
-    """One server with tenants `ann`, `bob`, and as many more as asked for; nothing runs but what a test sends."""
+    """One server with tenants `ann`, `bob`, and as many more as asked for; nothing runs but what a test sends. Close one with
+    `tiers`."""
 
     def __init__(
-        self, profile: str, *, kv_memory_mb: int = 64, num_others: int = 0, prefix_cache: bool = True, **settings: Any
+        self,
+        profile: str,
+        *,
+        kv_memory_mb: int = 64,
+        num_others: int = 0,
+        prefix_cache: bool = True,
+        tiers: str | None = None,
+        **settings: Any,
     ) -> None:
         credentials = Credentials.empty()
         self.keys: dict[str, str] = {}
@@ -49,15 +60,31 @@ class Lab:
         self.gate = Gate(Policy(profile), credentials, loopback=False)
         config = EngineConfig(model=MODEL, profile=profile, prefix_cache=prefix_cache, kv_memory_mb=kv_memory_mb)
         self.core: EngineCore = build_engine(replace(config, **settings))
+        self.tiers: KVTiers | None = None
+        if tiers is not None:
+            self.core.open_kv_tiers(tiers)
+            assert self.core._tiers is not None
+            self.core._tiers.on_news(self.core.input_queue.wake)
+            self.tiers = self.core._tiers.tiers
         self.random = random.Random(1)
 
     def prompt(self, length: int) -> list[int]:
         """Draws a prompt that nobody sent before."""
         return [self.random.randrange(10, 2000) for _ in range(length)]
 
-    def request(self, who: str, token_ids: Sequence[int], *, max_tokens: int = 1, scope: Scope | None = None) -> Request:
-        """Makes what the front would send to the engine for the holder of a key."""
+    def request(
+        self,
+        who: str,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        scope: Scope | None = None,
+        salt: str | None = None,
+    ) -> Request:
+        """Makes what the front would send to the engine for the holder of a key, with a `cache_salt` if one is given."""
         admission = self.gate.admit(self.keys[who])
+        if salt is not None:
+            scope = admission.scope.narrow(salt)
         return Request(
             request_id=f"r{next(_ids)}",
             token_ids=list(token_ids),
@@ -74,16 +101,20 @@ class Lab:
     def answer(self, request: Request) -> Answer:
         """Sends one request and waits for its end."""
         self.core.input_queue.put(Submit(request))
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        wall_s, cpu_s, num_loads = time.perf_counter(), time.process_time(), 0
         while True:
             outputs = self.core.step()
-            assert outputs is not None, "the engine has nothing to do, and the request did not end"
+            if outputs is None:
+                assert self.core.waits_for_others, "the engine has nothing to do, and the request did not end"
+                self.core.input_queue.wait(self.core.patience_s())
+                continue
             for event in outputs.events:
+                num_loads += isinstance(event, KVLoaded)
                 if isinstance(event, Ended):
                     assert event.reason in (FinishReason.LENGTH, FinishReason.STOP), event.error
-                    answer = Answer(time.perf_counter() - wall_s, time.process_time() - cpu_s, event.num_cached_tokens)
+                    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
                     self.rest()
-                    return answer
+                    return Answer(wall_s, cpu_s, event.num_cached_tokens, num_loads)
 
     def order(self, requests: Sequence[Request]) -> list[str]:
         """Sends requests at once; returns their ids in the order of their ends."""
@@ -96,6 +127,25 @@ class Lab:
             ended += [event.request_id for event in outputs.events if isinstance(event, Ended)]
         self.rest()
         return ended
+
+    def flood(self, who: str, num_tokens: int) -> None:
+        """Sends prompts that nobody sent before."""
+        for _ in range(num_tokens // 500):
+            self.ask(who, self.prompt(500))
+
+    def wait_for_tiers(self) -> None:
+        """Waits until everything that was evicted is written."""
+        assert self.tiers is not None
+        deadline_s = time.monotonic() + 60.0
+        while any(index._unwritten for index in self.tiers.indexes):
+            assert time.monotonic() < deadline_s, "the tiers do not write"
+            self.core.step()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Ends the threads of the tiers."""
+        if self.core._tiers is not None:
+            self.core._tiers.close()
 
     @property
     def num_kv_tokens(self) -> int:

@@ -12,6 +12,8 @@ EMPTY = None
 """What a wiped slot holds."""
 STATE: Literal["state"] = "state"
 """In place of a window: a group of layers with a state; a block of it holds all tokens that went into the state."""
+SCRATCH = -2
+"""In place of a token: memory of a prompt that is computed layer by layer, of the sequence whose id it holds."""
 REJECTED = -1
 """In place of a token: the slot of a draft that was not accepted, of the sequence whose id it holds."""
 
@@ -42,12 +44,13 @@ class CheckedRunner:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.indexes: dict[int, int] = {}
-        self.num_computed = 0
+        self.layerwise_ends: dict[int, int] = {}
+        self.num_computed = self.num_layerwise = 0
         self.num_snapshots = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.departures:
-            for held in (self.tokens, self.tables, self.indexes):
+            for held in (self.tokens, self.tables, self.indexes, self.layerwise_ends):
                 held.pop(seq_id, None)
         for new in plan.arrivals:
             assert new.seq_id not in self.tokens, "a sequence arrived twice"
@@ -76,6 +79,8 @@ class CheckedRunner:
     def _compute(self, part, plan: StepPlan) -> list[Sample]:
         tokens, table = self.tokens[part.seq_id], self.tables[part.seq_id]
         table[part.table_start * len(self.windows) :] = part.new_block_ids
+        if part.layerwise is not None:
+            return self._compute_layerwise(part, tokens, table)
         for group, window in enumerate(self.windows):
             if window == STATE:
                 continue
@@ -99,6 +104,25 @@ class CheckedRunner:
             self.indexes[fork.child_id] = fork.index
         samples = [self._sample(seq_id) for seq_id in (part.seq_id, *(fork.child_id for fork in forks))]
         return [self._verify(part, table, end), *samples[1:]] if part.num_drafts else samples
+
+    def _compute_layerwise(self, part, tokens: list[int], table: list[int]) -> list[Sample]:
+        """Checks that parts follow each other in memory of their own; KV of all layers is there with the last."""
+        how, size, end = part.layerwise, self.block_size, part.start + part.num_tokens
+        assert part.start == self.layerwise_ends.get(part.seq_id, how.first), "a part of a prompt was left out, or done twice"
+        assert how.first + how.num_positions == len(tokens)
+        for position in range(how.first):
+            assert self.slots[table[position // size]][position % size] == (position, tokens[position]), "a wrong hit"
+        for block in table[how.num_kept :]:
+            assert all(slot in (EMPTY, (part.seq_id, SCRATCH)) for slot in self.slots[block]), "scratch memory was not wiped"
+            self.slots[block] = [(part.seq_id, SCRATCH)] * size
+        self.layerwise_ends[part.seq_id] = end
+        self.num_layerwise += part.num_tokens
+        if end < len(tokens):
+            assert not part.num_samples, "a sample before the last layer"
+            return []
+        for position in range(how.first, how.num_kept * size):
+            self._write(part.seq_id, table, position, tokens[position])
+        return [self._sample(part.seq_id)] if part.num_samples else []
 
     def _verify(self, part, table: list[int], end: int) -> Sample:
         """Accepts some of the drafts that were made, by the history's hash: the token that was sampled is the first one's."""
@@ -157,6 +181,11 @@ class CheckedRunner:
         # With states a table may take kept blocks in place of its own at commit; it is sent again with its next step.
         named = {part.seq_id for part in plan.sequences} if STATE in self.windows else set(self.tables)
         for part in plan.sequences:
+            if part.layerwise is not None:
+                own = set(self.tables[part.seq_id][part.layerwise.first // self.block_size :])
+                for other, table in self.tables.items():
+                    assert other == part.seq_id or not own & set(table), "memory of a prompt is somebody else's too"
+                continue
             block = self._block(self.tables[part.seq_id], part.start + part.num_tokens - 1, 0)
             for other, held in ((name, table) for name, table in self.tables.items() if name in named):
                 # behind what it has computed lie blocks of drafts that were not accepted, which were given back

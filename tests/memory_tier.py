@@ -1,10 +1,10 @@
-"""A KV tier whose slots are a dictionary, and whose reads and writes happen when a test says so."""
+"""KV tiers whose slots are a dictionary, and whose reads and writes happen when a test says so."""
 
 from __future__ import annotations
 
 from cloister.kv import KVObject
 from cloister.kv.objects import KVHeader
-from cloister.kv.tiers import KVTierIndex, TierLayout
+from cloister.kv.tiers import KVTierIndex, KVTiers, TierBlock, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_restores import TierRead
 
@@ -15,28 +15,41 @@ BLOCK_BYTES = 1000
 class MemoryTier:
     """Attaches itself to a scheduler.
 
+    Args:
+        num_below: slots of a second tier; 0: there is none.
+
     Attributes:
+        index: of the first tier.
         reads: those that have not ended.
-        contents: (group, slot) -> (number of its write, contents).
+        transfer_s: what a read is said to have taken.
+        contents: (group, slot) -> (number of its write, contents), in the first tier.
+        below: the same in the second one.
     """
 
-    def __init__(self, scheduler: Scheduler, runner, num_slots: int) -> None:
-        num_groups = scheduler.pool.num_groups
-        self.index = KVTierIndex("memory", TierLayout((BLOCK_BYTES,) * num_groups, (num_slots,) * num_groups))
+    def __init__(self, scheduler: Scheduler, runner, num_slots: int, num_below: int = 0) -> None:
+        sizes = (BLOCK_BYTES,) * scheduler.pool.num_groups
+        self.tiers = KVTiers([
+            KVTierIndex(name, TierLayout(sizes, (num,) * len(sizes)), number=number)
+            for number, (name, num) in enumerate((("memory", num_slots), ("below", num_below)))
+            if num
+        ])  # fmt: skip
+        self.index = self.tiers.indexes[0]
         self.scheduler, self.runner = scheduler, runner
         self.contents: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self.below: dict[tuple[int, int], tuple[int, bytes]] = {}
         self.unwritten: list = []
         self.reads: list[TierRead] = []
         self.cancelled: set[str] = set()
         self.num_loaded = 0
-        scheduler.use_tier(self.index)
+        self.transfer_s: float | None = None
+        scheduler.use_tiers(self.tiers)
 
     def dispatch(self) -> None:
         """As the engine does it between planning a step and running it."""
-        stores, self.index.stores = self.index.stores, []
-        for block, stored in stores:
-            self.unwritten.append((stored, self.runner.export_blocks([block])[0]))
-        self.index.ended_roots.clear()
+        copies, self.index.copies = self.index.copies, []
+        for source, stored in copies:
+            self.unwritten.append((stored, self.runner.export_blocks([source])[0] if isinstance(source, int) else source))
+        self.tiers.take_ended_roots()
         restores = self.scheduler.kv_restores
         self.reads += restores.reads
         restores.reads = []
@@ -47,9 +60,11 @@ class MemoryTier:
     def write(self, num_blocks: int, *, is_written: bool = True) -> None:
         """Writes the oldest blocks."""
         for stored, content in self.unwritten[:num_blocks]:
-            if is_written:
+            if is_written and stored.tier:
+                self.below[stored.group, stored.slot] = self._find(content)
+            elif is_written:
                 self.contents[stored.group, stored.slot] = stored.number, content
-            self.index.confirm(stored, is_written=is_written)
+            self.tiers.indexes[stored.tier].confirm(stored, is_written=is_written)
         del self.unwritten[:num_blocks]
 
     def read(self, num_entries: int, now: float) -> None:
@@ -63,9 +78,9 @@ class MemoryTier:
             entry = read.entries.pop(0)
             contents = []
             for block in entry.blocks:
-                number, content = (0, b"") if block is None else self.contents.get((block.group, block.slot), (-1, b""))
+                number, content = (0, b"") if block is None else self._find(block)
                 if block is not None and number != block.number:
-                    self.index.lose(block)
+                    self.tiers.lose(block)
                     self._end(read, now, is_complete=False)
                     return
                 contents.append(content)
@@ -77,7 +92,11 @@ class MemoryTier:
 
     def _end(self, read: TierRead, now: float, *, is_complete: bool) -> None:
         self.reads.remove(read)
-        self.scheduler.kv_loads.finish(read.request_id, now, is_complete=is_complete)
+        self.scheduler.kv_loads.finish(read.request_id, now, is_complete=is_complete, transfer_s=self.transfer_s)
+
+    def _find(self, block: TierBlock) -> tuple[int, bytes]:
+        contents = self.below if block.tier else self.contents
+        return contents.get((block.group, block.slot), (-1, b""))
 
     def damage(self) -> None:
         """Damages what was written last."""

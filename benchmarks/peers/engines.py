@@ -17,6 +17,9 @@ NUM_SEQS: Final = 16
 KV_TOKENS: Final = 8192
 """Positions that KV caches have room for, where an engine lets one say so and no figure needs more."""
 
+OPENVINO_SETTINGS: Final[Mapping[str, Any]] = {"cache_gib": 1, "max_batched_tokens": 512, "properties": {}}
+"""Settings of a launch of OpenVINO; properties are those of its CPU plugin."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -80,9 +81,7 @@ def list_openvino(folder: Path, case: Case, num_threads: int) -> list[Row]:
         model = case.file.parent / f"openvino-{kind}"
         weights = model / "openvino_model.bin"
         if not weights.exists():
-            command = [str(programs / "optimum-cli"), "export", "openvino", "-m", str(case.directory), "--weight-format", kind]
-            command += ["--task", "text-generation-with-past", *flags, str(model)]
-            convert(command)
+            export_openvino(programs, case.directory, model, kind, *flags)
         job = partial(Job, "openvino", str(model), case.windows.tolist(), num_threads=num_threads)
         return 8 * weights.stat().st_size / case.num_weights, run_peer(programs / "python", job, {})
 
@@ -91,6 +90,24 @@ def list_openvino(folder: Path, case: Case, num_threads: int) -> list[Row]:
         Row("OpenVINO: int8", partial(open_kind, "int8")),
         Row("OpenVINO: int4, groups of 64", partial(open_kind, "int4", "--group-size", "64")),  # 128 divides no 576
     ]
+
+
+def export_openvino(programs: Path, source: Path, model: Path, kind: str, *flags: str) -> None:
+    """Writes a checkpoint in OpenVINO's format, in place of what was there.
+
+    Args:
+        programs: folder with optimum-cli.
+        kind: number format of the weights, as optimum-cli names it.
+
+    Raises:
+        PeerFailed: it could not; the text says why.
+    """
+    unfinished = model.with_name(f"{model.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    command = [str(programs / "optimum-cli"), "export", "openvino", "-m", str(source), "--weight-format", kind]
+    convert([*command, "--task", "text-generation-with-past", *flags, str(unfinished)])
+    shutil.rmtree(model, ignore_errors=True)
+    unfinished.rename(model)
 
 
 def convert(command: Sequence[str]) -> None:

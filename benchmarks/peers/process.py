@@ -10,16 +10,18 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.peers.engines import Launch
 from benchmarks.peers.meter import NO_SESSION, Usage, list_session
+from benchmarks.peers.work import Figure
 from benchmarks.peers.worker import Job
 
 ROOT: Final = Path(__file__).parents[2]
 _STOP_TIMEOUT_S: Final = 20.0
+_FIGURE_TIMEOUT_S: Final = 900.0
 _LAST: Final = ("done", "failed", "first_token")
 
 
@@ -71,6 +73,56 @@ def run_worker(
                 samples = [report["at_s"] - start_s]
                 report = {"kind": "figure", "name": "first_token", "samples": samples, "other_cores": round(others, 3)}
             yield report
+
+
+@dataclass(slots=True)
+class InWorker:
+    """An engine of another interpreter as a subject: a worker for each figure, which loads the model anew and warms up.
+
+    Attributes:
+        log: file that takes what the engine prints.
+    """
+
+    python: str
+    launch: Launch
+    seed: int
+    log: Path
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def warm_up(self) -> None:
+        """Loads the model once, so that later loads find it in memory.
+
+        Raises:
+            WorkerError: the engine does not serve it.
+        """
+        self._run([], 0)
+
+    def measure(self, figure: Figure, num_samples: int) -> list[float]:
+        """Returns samples.
+
+        Raises:
+            WorkerError: as of `run_worker`.
+        """
+        return [sample for report in self._run([figure.name], num_samples) for sample in report.get("samples", [])]
+
+    def close(self) -> None:
+        """Every worker has ended."""
+
+    def _run(self, figures: Sequence[str], num_samples: int) -> list[dict[str, Any]]:
+        return list(
+            run_worker(
+                self.python,
+                self.launch,
+                figures,
+                num_samples=num_samples,
+                seed=self.seed,
+                max_attempts=1,
+                patience_s=0.0,
+                timeout_s=_FIGURE_TIMEOUT_S,
+                environment={},
+                log=self.log,
+            )
+        )
 
 
 @contextmanager

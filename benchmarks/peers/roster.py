@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers.engines import Launch
+from benchmarks.peers.engines import OPENVINO_SETTINGS, Launch
 from benchmarks.peers.files import STORED, ModelFiles, find_files
 from benchmarks.peers.isa import UNKNOWN, InstructionSet
 from benchmarks.peers.shapes import Shape
@@ -23,8 +23,6 @@ from benchmarks.peers.work import BASE, LONG_CONTEXT
 IN_PROCESS: Final = (*BASE, "memory", *LONG_CONTEXT)
 BITS: Final = {"bf16": 16, "int8": 8, STORED: 5, "int4": 4, "q4_k_m": 4, "qoq": 4}
 """Bits of a weight; formats of equal bits are compared where nobody knows what they lose."""
-_OV_CACHE_GIB: Final = 1
-_OV_BATCHED_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +196,8 @@ class Roster:
         for number_format, model in self.files(shape.name).openvino.items() if python else ():
             weights = model / "openvino_model.bin"
             if weights.exists():
-                launch = self._launch(
-                    "openvino",
-                    shape,
-                    model,
-                    cache_gib=_OV_CACHE_GIB,
-                    max_batched_tokens=_OV_BATCHED_TOKENS,
-                    properties=self._held(isa.openvino, isa),
-                )
+                settings = {**OPENVINO_SETTINGS, "properties": self._held(isa.openvino, isa)}
+                launch = self._launch("openvino", shape, model, **settings)
                 size = weights.stat().st_size
                 environment = self._environment(isa)
                 yield Entrant(

@@ -398,14 +398,14 @@ def test_what_tiers_hold_is_that_of_all_replicas_that_run(model_path: Path) -> N
 
     def say(index: int, used_bytes: int, oldest_s: float | None) -> None:
         stored = KVStored("disk", num_bytes=100, used_bytes=used_bytes, oldest_s=oldest_s)
-        engines.clients[index].receive(Outputs([], [Stepped(0.0, 0.1, 1, 1, 1, 0, 1, 0, 8, stored=stored)]))
+        engines.clients[index].receive(Outputs([], [Stepped(0.0, 0.1, 1, 1, 1, 0, 1, 0, 8, stored=(stored,))]))
 
     say(0, 700, 3.0)
     say(1, 200, 9.0)
     say(2, 0, None)
     engines.lose(1)
     say(0, 800, 4.0)
-    told = [event.stored for event in events if isinstance(event, Stepped)]
+    told = [stored for event in events if isinstance(event, Stepped) for stored in event.stored]
     assert [(one.num_bytes, one.used_bytes, one.oldest_s) for one in told] == [
         (100, 700, 3.0), (100, 900, 9.0), (100, 900, 9.0), (100, 800, 4.0),
     ]  # fmt: skip

@@ -208,7 +208,7 @@ def test_the_board_draws_the_fleet_and_nothing_of_one_engine(board, browser, tmp
 def test_the_board_shows_what_a_tier_holds(browser, tmp_path):
     with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), config=ServerConfig(port=0)) as server:
         stored = KVStored("disk", num_bytes=3 * 2**20, used_bytes=5 * 2**20, oldest_s=90.0)
-        step = Stepped(1.0, 0.1, 1, 1, 1, 0, num_used_blocks=4, num_cached_blocks=2, num_total_blocks=8, stored=stored)
+        step = Stepped(1.0, 0.1, 1, 1, 1, 0, num_used_blocks=4, num_cached_blocks=2, num_total_blocks=8, stored=(stored,))
         tell(server, step, KVLoaded("r", 1.0, 32, 1000, 0.25, complete=True, tier="disk"))
         browser.open(server.url, "#board")
         words = "4 used, 2 cached, 2 free blocks; disk: 5.0 MiB, 1 loads, the oldest block of 90.0 s"

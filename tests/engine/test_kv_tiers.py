@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -19,10 +20,12 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
-from cloister.engine import kv_tier_reads, kv_tier_worker
-from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting
+from cloister.engine import kv_tier_files, kv_tier_reads, kv_tier_worker
+from cloister.engine.kv_tier_files import TierFile
+from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting, parse_tiers
 from cloister.kv import BlockGroup, KVFormat
-from cloister.kv.tiers import TRY_EVERY, TierBlock, TierLayout
+from cloister.kv.tiers import TRY_EVERY, KVTierIndex, KVTiers, TierBlock, TierLayout
+from cloister.scheduler.kv_restores import TierEntry, TierRead
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
 from cloister.types.errors import ConfigError
@@ -43,18 +46,22 @@ class Engine:
         self.engine: VirtualEngine = make_engine(shape, tokenizer, WallClock())
         self.core = self.engine.core
         if setting is not None:
-            self.core.open_kv_tier(setting)
-            self.core._tier.on_news(self.core.input_queue.wake)  # type: ignore[union-attr]
+            self.core.open_kv_tiers(setting)
+            self.core._tiers.on_news(self.core.input_queue.wake)  # type: ignore[union-attr]
         self.events: list[Event] = []
         self.outputs: list[SequenceOutput] = []
 
     @property
     def tier(self) -> Any:
-        return self.core._tier
+        return self.core._tiers
 
     @property
     def index(self) -> Any:
-        return self.tier.index
+        return self.tier.tiers.indexes[0]
+
+    @property
+    def file(self) -> Any:
+        return self.tier.worker.files[0]
 
     def step(self) -> None:
         message = self.core.step()
@@ -93,7 +100,7 @@ class Engine:
         for number in range(first, first + num_others):
             self.answer(f"other {number}", [(31 * number + i) % 251 for i in range(90)])
         if self.tier is not None:
-            self.run_until(lambda: not self.index._unwritten)
+            self.run_until(lambda: not any(index._unwritten for index in self.tier.tiers.indexes))
 
     def num_cached(self, name: str) -> int:
         (scheduled,) = self.find(Scheduled, name)
@@ -105,7 +112,7 @@ class Engine:
         return [block for key in keys if (block := self.index.find(key, 0)) is not None]
 
     def overwrite(self, block: TierBlock, content: bytes, offset: int = 0) -> None:
-        os.pwrite(self.tier.worker._fd, content, self.index.layout.place(block.group, block.slot) + offset)
+        os.pwrite(self.file.fd, content, self.index.layout.place(block.group, block.slot) + offset)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +156,9 @@ def test_what_was_evicted_is_loaded_and_the_answer_is_the_same(make: Callable[..
     (loaded,) = engine.find(KVLoaded, "again")
     assert (loaded.tier, loaded.complete, loaded.num_tokens) == (setting[:4], True, NUM_HIT)
     assert loaded.num_bytes == NUM_HIT * 16
-    stored = [event.stored for event in engine.events if isinstance(event, Stepped) and event.stored is not None]
+    engine.run_until(lambda: not engine.index._unwritten)
+    engine.answer("a step that reports", [1, 2, 3])
+    stored = [stored for event in engine.events if isinstance(event, Stepped) for stored in event.stored]
     assert sum(part.num_bytes for part in stored) == len(engine.index) * 8 * 16
     assert engine.engine.scheduler.pool.num_used == 0
 
@@ -159,7 +168,7 @@ def test_a_file_has_no_name_and_nothing_of_a_request_in_it(make: Callable[..., E
     engine.answer("first")
     engine.crowd_out()
     assert not list(tmp_path.iterdir())
-    written = os.pread(engine.tier.worker._fd, 2**20, 0)
+    written = os.pread(engine.file.fd, 2**20, 0)
     assert len(written.strip(b"\0")) > 1000
     kv = make(None)
     kv.answer("first")
@@ -180,12 +189,12 @@ def cut(engine: Engine, block: TierBlock, other: TierBlock) -> None:
 
 
 def truncate(engine: Engine, block: TierBlock, other: TierBlock) -> None:
-    os.ftruncate(engine.tier.worker._fd, engine.index.layout.place(block.group, block.slot) + 10)
+    os.ftruncate(engine.file.fd, engine.index.layout.place(block.group, block.slot) + 10)
 
 
 def swap(engine: Engine, block: TierBlock, other: TierBlock) -> None:
     size = engine.index.layout.slot_bytes[0]
-    engine.overwrite(block, os.pread(engine.tier.worker._fd, size, engine.index.layout.place(0, other.slot)))
+    engine.overwrite(block, os.pread(engine.file.fd, size, engine.index.layout.place(0, other.slot)))
 
 
 @pytest.mark.parametrize("damage", [flip, cut, truncate, swap])
@@ -208,7 +217,7 @@ def test_an_older_block_of_a_slot_does_not_open_as_the_one_that_followed(make: C
     engine.crowd_out()
     (block, *_) = engine.blocks_of()
     place = engine.index.layout.place(0, block.slot)
-    stale = os.pread(engine.tier.worker._fd, engine.index.layout.slot_bytes[0], place)
+    stale = os.pread(engine.file.fd, engine.index.layout.slot_bytes[0], place)
     engine.index.lose(block)
     engine.crowd_out(20)
     engine.answer("again")
@@ -244,7 +253,7 @@ def test_a_full_disk_stops_the_tier_once_and_no_request(
     def write_none(fd: int, content: bytes, place: int) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(kv_tier_worker.os, "pwrite", write_none)
+    monkeypatch.setattr(kv_tier_files.os, "pwrite", write_none)
     with caplog.at_level(logging.WARNING):
         engine.crowd_out(10)
         engine.crowd_out(20)
@@ -275,12 +284,12 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
     assert engine.finish("again") == expected
     assert engine.num_cached("again") == 0
     assert not engine.find(KVLoaded, "again")[0].complete
-    assert engine.tier.worker.is_stuck
+    assert engine.tier.worker.is_stuck(0)
     engine.crowd_out(10)
     assert engine.answer("and again") == expected
     assert not engine.find(KVLoaded, "and again")
     may_go_on.set()
-    engine.run_until(lambda: not engine.tier.worker.is_stuck)
+    engine.run_until(lambda: not engine.tier.worker.is_stuck(0))
     engine.index._byte_s = 1e-9  # it was slow, which it would have to unlearn
     engine.crowd_out(20)
     assert engine.answer("at last") == expected
@@ -335,11 +344,11 @@ def test_neighbours_are_read_at_once(make: Callable[..., Engine], tmp_path: Path
 def test_a_tier_measures_how_to_read_it_when_it_starts(tmp_path: Path) -> None:
     for setting, engines in ((f"disk:{tmp_path},16M", kv_tier_reads.DISK_ENGINES), ("host:16M", kv_tier_reads.MEMORY_ENGINES)):
         with contextlib.closing(make_worker(setting)) as worker:
-            num_bytes, elapsed_s = worker.probe()
+            ((num_bytes, elapsed_s),) = worker.probe()
             assert num_bytes > 0
             assert elapsed_s > 0
-            assert worker.pattern.engine in engines
-            assert worker.pattern.block_bytes >= 2**20
+            assert worker.files[0].pattern.engine in engines
+            assert worker.files[0].pattern.block_bytes >= kv_tier_files.FIRST_PATTERN.block_bytes
 
 
 def test_a_tier_that_has_become_faster_is_noticed_while_requests_are_computed(
@@ -372,11 +381,40 @@ def test_a_slow_disk_delays_no_start_for_long(tmp_path: Path, monkeypatch: pytes
         return num_bytes
 
     monkeypatch.setattr(kv_tier_reads.os, "preadv", crawl)
-    monkeypatch.setattr(kv_tier_worker, "_PROBE_READS_S", 0.1)
+    monkeypatch.setattr(kv_tier_files, "_PROBE_READS_S", 0.1)
     with contextlib.closing(make_worker(f"disk:{tmp_path},64M")) as worker:
-        num_bytes, elapsed_s = worker.probe()
+        ((num_bytes, elapsed_s),) = worker.probe()
     assert sum(num_read) <= 10 * 2**20
     assert num_bytes / elapsed_s < 20e6
+    assert worker.files[0].pattern.block_bytes == 2**18, "what a slow disk brings would come late"
+
+
+def test_a_load_that_turns_out_slow_is_cut_short_and_what_arrived_is_used(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    monkeypatch.setattr(engine.file, "pattern", kv_tier_reads.ReadPattern("pread", 4096, 1))
+    preadv, num_reads, may_go_on = os.preadv, list[int](), threading.Event()
+
+    def slow_down(*arguments: Any) -> int:
+        num_reads.append(1)
+        if len(num_reads) > 3:
+            may_go_on.wait(60.0)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(kv_tier_reads.os, "preadv", slow_down)
+    predict = engine.engine.scheduler.kv_restores._predict_s  # type: ignore[union-attr]
+    monkeypatch.setattr(
+        engine.engine.scheduler.kv_restores, "_predict_s", lambda start, end: 0.0 if start > 1 else predict(start, end)
+    )
+    assert engine.answer("again") == expected
+    may_go_on.set()
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert not loaded.complete
+    assert 0 < engine.num_cached("again") < NUM_HIT
+    engine.run_until(lambda: not engine.tier.worker.is_stuck(0))
 
 
 def test_two_engines_use_one_directory(make: Callable[..., Engine], tmp_path: Path) -> None:
@@ -389,25 +427,195 @@ def test_two_engines_use_one_directory(make: Callable[..., Engine], tmp_path: Pa
     assert engines[1].num_cached("again") == NUM_HIT
 
 
+BOTH = "host:48K+disk:{},10M"
+"""The first holds 12 blocks, about one prompt."""
+
+
+def test_what_memory_lets_go_moves_to_the_disk_as_it_was_sealed_and_comes_back(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = make(BOTH.format(tmp_path))
+    expected = engine.answer("first")
+    engine.crowd_out(0, 2)
+    lower = engine.tier.tiers.indexes[1]
+    files = engine.tier.worker.files
+    sealed = {block.key: files[0].read_sealed(block) for block in engine.blocks_of()}
+    assert sealed
+    engine.crowd_out(10)
+    moved = [block for key in sealed if (block := lower.find(key, 0)) is not None]
+    assert moved
+    assert all(files[1].read_sealed(block) == sealed[block.key] for block in moved)
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == NUM_HIT
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert (loaded.tier, loaded.complete) == ("disk", True)
+    stored = [stored for event in engine.events if isinstance(event, Stepped) for stored in event.stored]
+    assert {one.tier for one in stored} == {"host", "disk"}
+    engine.tier.tiers.check()
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_block_of_either_tier_is_a_miss(make: Callable[..., Engine], tmp_path: Path, damaged: int) -> None:
+    engine = make(BOTH.format(tmp_path))
+    expected = engine.answer("first")
+    engine.crowd_out(0, 3)
+    request = Request(request_id="x", token_ids=PROMPT, sampling=SamplingParams())
+    keys, _, _ = engine.engine.scheduler._requests.chain_of(request, PROMPT)
+    blocks = [engine.tier.tiers.find(key, 0) for key in keys]
+    assert {block.tier for block in blocks if block is not None} == {0, 1}
+    number, block = next((number, block) for number, block in enumerate(blocks) if block is not None and block.tier == damaged)
+    file = engine.tier.worker.files[damaged]
+    os.pwrite(file.fd, bytes(64), file.place(block) + 32)
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == 8 * number
+    assert engine.tier.tiers.find(keys[number], 0) is not block
+
+
+class UnreliableWrites:
+    """Takes the place of `os.pwrite`: writes may be torn, lost, or come after later ones, and are said to have gone well."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.pwrite, self.late = random.Random(seed), os.pwrite, list[tuple[int, bytes, int]]()
+
+    def __call__(self, fd: int, content: Any, place: int) -> int:
+        match self.draw.randrange(8):
+            case 0:
+                self.pwrite(fd, content[: self.draw.randrange(len(content))], place)
+            case 1:
+                pass
+            case 2:
+                self.late.append((fd, bytes(content), place))
+            case _:
+                self.pwrite(fd, content, place)
+        while self.late and self.draw.random() < 0.3:
+            self.pwrite(*self.late.pop(self.draw.randrange(len(self.late))))
+        return len(content)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_to_writes_a_block_has_its_own_bytes_or_none(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, form = (1000, 5000), KVFormat("model", 8, "two", (1000, 5000))
+    layouts = [TierLayout(sizes, (num, num)) for num in (6, 20)]
+    tiers = KVTiers([KVTierIndex(name, layout, number=n) for n, (name, layout) in enumerate(zip("ab", layouts, strict=True))])
+    settings = [TierSetting.parse(given) for given in ("host:1M", f"disk:{tmp_path},1M")]
+    files = [TierFile(s.name, s.storage.open(s), layout) for s, layout in zip(settings, layouts, strict=True)]
+    draw, contents = random.Random(seed), dict[tuple[bytes, int], bytes]()
+    num_right = 0
+    with contextlib.closing(kv_tier_worker.TierWorker(files, form)) as worker:
+        monkeypatch.setattr(kv_tier_files.os, "pwrite", UnreliableWrites(seed))
+        for _ in range(25):
+            for _ in range(draw.randrange(1, 6)):
+                key, group = draw.randrange(20).to_bytes(32, "big"), draw.randrange(2)
+                tiers.offer(b"root", key, 0, group, 0)
+                contents[key, group] = bytes(list(key[-1:])) * sizes[group]
+            for index in reversed(tiers.indexes):
+                copies, index.copies = index.copies, []
+                for source, block in copies:
+                    if isinstance(source, int):
+                        worker.write(block, contents[block.key, block.group])
+                    else:
+                        worker.move(source, block)
+            settle(tiers, worker)
+            for key, group in contents:
+                if (block := tiers.find(key, group)) is not None and draw.random() < 0.3:
+                    found = read_one(worker, block)
+                    assert found in (None, contents[key, group])
+                    num_right += found is not None
+                    if found is None:
+                        tiers.lose(block)
+            tiers.check()
+    assert num_right > 20
+
+
+def settle(tiers: KVTiers, worker: kv_tier_worker.TierWorker) -> None:
+    """Waits until everything is written."""
+    deadline_s = time.monotonic() + 60.0
+    while any(index._unwritten for index in tiers.indexes):
+        assert time.monotonic() < deadline_s
+        for tier, index in enumerate(tiers.indexes):
+            for block, is_written in worker.take_written(tier)[0]:
+                index.confirm(block, is_written=is_written)
+        time.sleep(0.0005)
+
+
+def read_one(worker: kv_tier_worker.TierWorker, block: TierBlock) -> bytes | None:
+    """Reads one block as a load does; None if it does not open."""
+    tier_bytes = [0, 0]
+    tier_bytes[block.tier] = 1
+    blocks = (block, None) if block.group == 0 else (None, block)
+    worker.read(TierRead("request", [], b"root", [TierEntry(0, block.key, blocks)], tier_bytes, 60.0))
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        assert time.monotonic() < deadline_s
+        for arrival in worker.take_read():
+            if arrival.is_complete is not None:
+                return bytes(arrival.objects[0].contents[block.group]) if arrival.is_complete else None
+        time.sleep(0.0005)
+
+
+def test_a_full_disk_below_leaves_the_tier_in_memory_as_it_was(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(BOTH.format(tmp_path))
+    disk = engine.tier.worker.files[1]
+    pwrite = os.pwrite
+
+    def write_some(fd: int, content: bytes, place: int) -> int:
+        if fd == disk.fd:
+            raise OSError(28, os.strerror(28))
+        return pwrite(fd, content, place)
+
+    monkeypatch.setattr(kv_tier_files.os, "pwrite", write_some)
+    engine.crowd_out()
+    upper, lower = engine.tier.tiers.indexes
+    assert (upper.is_stopped, lower.is_stopped, len(lower)) == (False, True, 0)
+    expected = engine.answer("first")
+    engine.crowd_out(10, 2)
+    assert engine.answer("again") == expected
+    assert engine.find(KVLoaded, "again")[0].tier == "host"
+    assert engine.num_cached("again") > 0
+    engine.tier.tiers.check()
+
+
+def test_a_key_stays_while_either_tier_has_a_block_of_its_scope(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(BOTH.format(tmp_path))
+    session = Scope(ScopeKind.SESSION, b"s", lifetime_s=1e6)
+    engine.answer("first", scope=session)
+    engine.crowd_out()
+    root = engine.engine.scheduler._requests._keys.root(session)  # type: ignore[union-attr]
+    upper, lower = engine.tier.tiers.indexes
+    assert root not in upper.kept
+    assert root in lower.kept
+    assert root in engine.tier.worker._keys
+    engine.engine.clock._offset_s += 2e6
+    engine.step()
+    assert root not in engine.tier.worker._keys
+
+
 KILLED = """
 import os, sys, tempfile
 from pathlib import Path
+from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierWorker
 from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.tiers import KVTierIndex, TierLayout
 setting = TierSetting.parse(f"disk:{sys.argv[1]},64M")
 layout = TierLayout.plan(setting.limit_bytes, (100_000,), [BlockGroup(8)])
-worker = TierWorker(setting.storage.open(setting), layout, KVFormat("model", 8, "one", (100_000,)))
+file = TierFile("disk", setting.storage.open(setting), layout)
+worker = TierWorker([file], KVFormat("model", 8, "one", (100_000,)))
 index, number = KVTierIndex("disk", layout), 0
 while True:
     for _ in range(50):
         number += 1
         index.offer(b"root", number.to_bytes(32, "big"), 0, 0, 0)
-    stores, index.stores = index.stores, []
-    worker.write([stored for _, stored in stores], [bytes(100_000)] * len(stores))
+    copies, index.copies = index.copies, []
+    for _, stored in copies:
+        worker.write(stored, bytes(100_000))
     while index._unwritten:
-        for block, is_written in worker.take_written()[0]:
+        for block, is_written in worker.take_written(0)[0]:
             index.confirm(block, is_written=is_written)
     print(number, flush=True)
 """
@@ -421,14 +629,15 @@ def test_an_engine_that_is_killed_while_it_writes_leaves_nothing_in_the_director
         process.wait(60)
     assert not list(tmp_path.iterdir())
     with contextlib.closing(make_worker(f"disk:{tmp_path},1M")) as worker:
-        assert worker.probe()[0] > 0
+        assert worker.probe()[0][0] > 0
 
 
 def make_worker(given: str) -> kv_tier_worker.TierWorker:
     setting = TierSetting.parse(given)
     layout = TierLayout.plan(setting.limit_bytes, (1000,), [BlockGroup(8)])
     form = KVFormat("model", 8, "one", (1000,))
-    return kv_tier_worker.TierWorker(setting.storage.open(setting), layout, form, is_memory=setting.storage.is_memory)
+    file = TierFile(setting.name, setting.storage.open(setting), layout, is_memory=setting.storage.is_memory)
+    return kv_tier_worker.TierWorker([file], form)
 
 
 @pytest.mark.parametrize(
@@ -444,6 +653,18 @@ def make_worker(given: str) -> kv_tier_worker.TierWorker:
 def test_a_setting_says_which_tier_and_where(given: str, name: str, path: str, num_bytes: int | None) -> None:
     setting = TierSetting.parse(given)
     assert (setting.name, setting.path, setting.num_bytes) == (name, path, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("disk:/a,1G+host:4G", [("host", "", 4 * 2**30), ("disk", "/a", 2**30)]),
+        ("host:4G+disk:/a+b", [("host", "", 4 * 2**30), ("disk", "/a+b", None)]),
+        ("disk:/a+host/b,1G", [("disk", "/a+host/b", 2**30)]),
+    ],
+)
+def test_a_setting_may_name_both_tiers(given: str, expected: list[tuple[str, str, int | None]]) -> None:
+    assert [(tier.name, tier.path, tier.num_bytes) for tier in parse_tiers(given)] == expected
 
 
 @pytest.mark.parametrize(
@@ -494,9 +715,7 @@ def test_what_a_scope_has_in_a_tier_is_reported_dropped_and_gone_from_the_metric
         return {usage.place: usage for usage in reply.places}
 
     def told() -> KVStored:
-        return next(
-            event.stored for event in reversed(engine.events) if isinstance(event, Stepped) and event.stored is not None
-        )
+        return next(stored for event in reversed(engine.events) if isinstance(event, Stepped) for stored in event.stored)
 
     full = told()
     before = inspect(ann, drop=True)

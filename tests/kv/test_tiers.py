@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv.pool import BlockGroup
-from cloister.kv.tiers import KVTierIndex, TierLayout
+from cloister.kv.tiers import KVTierIndex, KVTiers, TierLayout
 from cloister.types.errors import ConfigError
 
 NUM_SLOTS, NUM_SHARES = 13, 4
@@ -18,9 +18,9 @@ def key_of(owner: bytes, number: int) -> bytes:
 def store(index: KVTierIndex, owner: bytes, numbers: range) -> None:
     for number in numbers:
         index.offer(b"root of " + owner, key_of(owner, number), number, 0, number, owner)
-    for _, stored in index.stores:
-        index.confirm(stored, is_written=True)
-    index.stores.clear()
+    for _, stored in index.copies:
+        (index if stored.tier == 0 or index.below is None else index.below).confirm(stored, is_written=True)
+    index.copies.clear()
     index.check()
 
 
@@ -62,7 +62,7 @@ def test_what_one_owner_has_in_the_queue_keeps_no_other_from_storing() -> None:
     for owner in (b"bob", b"ann"):
         for number in range(5):
             index.offer(b"root of " + owner, key_of(owner, number), number, 0, number, owner)
-    assert [stored.owner for _, stored in index.stores] == [b"bob", b"ann"]
+    assert [stored.owner for _, stored in index.copies] == [b"bob", b"ann"]
 
 
 def test_an_owner_does_not_notice_that_others_leave_their_shares_empty(index: KVTierIndex) -> None:
@@ -85,6 +85,20 @@ def test_without_shares_the_least_recently_used_block_of_all_goes() -> None:
     store(index, b"ann", range(2))
     store(index, b"bob", range(3))
     assert (held(index, b"ann"), held(index, b"bob")) == ([1], [0, 1, 2])
+
+
+def test_with_two_tiers_each_owner_has_a_share_in_each(index: KVTierIndex) -> None:
+    below = KVTierIndex("disk", TierLayout((100,), (2 * NUM_SLOTS,)), NUM_SHARES, number=1)
+    tiers = KVTiers([index, below])
+    for first in range(0, 60, 3):
+        store(index, b"bob", range(first, first + 3))
+        if not first:
+            store(index, b"ann", range(6))
+    tiers.check()
+    assert held(index, b"ann") == [3, 4, 5]
+    assert held(below, b"ann") == [0, 1, 2]
+    assert held(index, b"bob") == [57, 58, 59]
+    assert held(below, b"bob") == list(range(51, 57))
 
 
 def test_a_tier_that_has_no_slot_for_each_share_is_refused_with_the_size_that_would_do() -> None:

@@ -60,6 +60,10 @@ def test_private_takes_a_prefix_cache_that_was_asked_for() -> None:
     assert resolved.config.prefix_cache is True
 
 
+FOLLOW_THE_CACHE = ("lpm", "prefill_only")
+"""Schedulers whose order depends on cache hits."""
+
+
 @pytest.mark.parametrize(
     ("loopback", "has_api_keys", "profile"),
     [(True, False, "open"), (True, True, "team"), (False, False, "team"), (False, True, "team")],
@@ -72,7 +76,7 @@ def test_the_default_profile_is_open_only_where_nobody_else_can_come(loopback: b
     assert next(reason.why for reason in engine.reasons if reason.name == "profile") == why
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES.names() if name != "lpm"])  # which follows the cache
+@pytest.mark.parametrize("name", [name for name in POLICIES.names() if name not in FOLLOW_THE_CACHE])
 @pytest.mark.parametrize("profile", Profile)
 def test_every_scheduler_is_let_in_by_every_profile(profile: Profile, name: str) -> None:
     entry = Entry.of(POLICIES, name)
@@ -165,8 +169,9 @@ def test_one_cache_for_all_is_refused_where_somebody_could_feel_it() -> None:
     apply_profile(engine_settings(("flag", {"profile": "open", "cache_scopes": 0})), loopback=True, has_api_keys=True)
 
 
-def test_an_order_that_follows_the_cache_is_refused_where_others_could_feel_it() -> None:
+@pytest.mark.parametrize("name", FOLLOW_THE_CACHE)
+def test_an_order_that_follows_the_cache_is_refused_where_others_could_feel_it(name: str) -> None:
     for profile in ("team", "private", "paranoid"):
         with pytest.raises(PolicyError, match="scheduler"):
-            apply_profile(engine_settings(("flag", {"profile": profile, "scheduler": "lpm"})), loopback=True, has_api_keys=True)
-    apply_profile(engine_settings(("flag", {"profile": "open", "scheduler": "lpm"})), loopback=True, has_api_keys=True)
+            apply_profile(engine_settings(("flag", {"profile": profile, "scheduler": name})), loopback=True, has_api_keys=True)
+    apply_profile(engine_settings(("flag", {"profile": "open", "scheduler": name})), loopback=True, has_api_keys=True)

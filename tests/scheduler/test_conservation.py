@@ -13,6 +13,7 @@ from cloister.kv.table import first_seen
 from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import PREFETCH_HOLD_S
 from cloister.types.events import Arrived, Ended, KVLoaded
+from cloister.types.layerwise import CellLayout
 from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
@@ -69,6 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_scopes=st.integers(0, 3),
         most_drafts=st.sampled_from([0, 1, 7]),
         num_slots=st.sampled_from([0, 0, 2, 30]),
+        num_below=st.sampled_from([0, 4, 20]),
+        num_layers=st.sampled_from([0, 3, 12]),
         windows=st.sampled_from(
             [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
         ),
@@ -85,6 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_scopes,
         most_drafts,
         num_slots,
+        num_below,
+        num_layers,
         windows,
     ):
         self.pool = BlockPool([_group(num_blocks, window, block_size, max_tokens) for window in windows], block_size)
@@ -95,14 +100,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget=BudgetConfig(max_tokens=max_tokens),
             prefix_cache=prefix_cache,
             cache_scopes=cache_scopes,
+            max_prefill_only_len=60,
         )
+        cells = CellLayout(num_layers, num_blocks, 1, 8) if num_layers and windows == (None,) else None
         keys = PrefixKeys("model", block_size, public)
         self.num_public = len(keys.public) if prefix_cache else 0
-        self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None)
+        self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None, cells)
         self.windows = windows
         self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
         self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
-        self.tier = MemoryTier(self.scheduler, self.runner, num_slots) if num_slots and prefix_cache else None
+        self.tier = MemoryTier(self.scheduler, self.runner, num_slots, num_below) if num_slots and prefix_cache else None
         self.now = 0.0
         self.flights = []
         self.count = 0
@@ -274,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.scheduler.prefix_cache is not None:
                 self.scheduler.prefix_cache.check()
             if self.tier is not None:
-                self.tier.index.check()
+                self.tier.tiers.check()
 
     @rule(num_blocks=st.integers(1, 9), is_written=st.sampled_from([True, True, True, False]))
     def tier_writes(self, num_blocks, is_written):

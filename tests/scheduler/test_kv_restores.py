@@ -8,7 +8,7 @@ from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.kv.tiers import MOST_CREDIT_S, TRY_EVERY, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
-from cloister.scheduler.kv_restores import TRIAL
+from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.events import Ended, Event, KVLoaded, Preempted, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
@@ -23,7 +23,18 @@ LAYOUTS = [(None,), (None, 6), (6,), (None, STATE), (STATE,), (None, 6, STATE)]
 class Engine:
     """A scheduler with a tier, and a runner that checks every position that a sequence reads."""
 
-    def __init__(self, windows=(None,), *, num_blocks=24, num_states=12, num_slots=500, max_tokens=24, num_seqs=4, scopes=0):
+    def __init__(
+        self,
+        windows=(None,),
+        *,
+        num_blocks=24,
+        num_states=12,
+        num_slots=500,
+        num_below=0,
+        max_tokens=24,
+        num_seqs=4,
+        scopes=0,
+    ):
         groups = [
             BlockGroup.of_state(num_states) if window == STATE else BlockGroup(num_blocks, window, window and 12)
             for window in windows
@@ -34,7 +45,7 @@ class Engine:
         )
         self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", BLOCK))
         self.runner = CheckedRunner(self.pool.num_total, BLOCK, windows=windows)
-        self.tier = MemoryTier(self.scheduler, self.runner, num_slots) if num_slots else None
+        self.tier = MemoryTier(self.scheduler, self.runner, num_slots, num_below) if num_slots else None
         self.now = 0.0
         self.events: list[Event] = []
         self.answers: dict[str, list[int]] = {}
@@ -66,7 +77,7 @@ class Engine:
         self.pool.check()
         self.scheduler.prefix_cache.check()
         if self.tier is not None:
-            self.tier.index.check()
+            self.tier.tiers.check()
 
     def run(self) -> None:
         for _ in range(1000):
@@ -417,3 +428,169 @@ def test_a_full_tier_lets_the_least_recently_used_go():
     engine.serve("again", prompt(0))
     assert engine.num_cached("again") == 0
     assert max(place[1] for place in engine.tier.contents) < 30
+
+
+@pytest.mark.parametrize("windows", LAYOUTS, ids=str)
+def test_what_the_first_tier_lets_go_comes_back_from_the_second(windows):
+    engine = Engine(windows, num_states=8, num_slots=12, num_below=500)
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 16)
+    keys = engine.keys_of(prompt(0))
+    upper, lower = engine.tier.tiers.indexes
+    assert not any(upper.find(keys[entry], group) for entry in range(9) for group in range(len(windows)))
+    assert lower.find(keys[8], 0) is not None
+    assert engine.serve("again", prompt(0)) == first
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert (loaded.tier, loaded.complete) == ("below", True)
+    assert loaded.num_tokens == engine.num_cached("again") == 36
+
+
+def test_a_prompt_comes_back_from_both_tiers_in_one_load():
+    engine = Engine(num_slots=26, num_below=500)
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 5)
+    held = [[index.find(key, 0) is not None for index in engine.tier.tiers.indexes] for key in engine.keys_of(prompt(0))]
+    assert held[0] == [True, False]
+    assert held[-1] == [False, True], "the end of a prefix goes first"
+    assert engine.serve("again", prompt(0)) == first
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert (loaded.tier, loaded.complete, engine.num_cached("again")) == ("memory+below", True, 36)
+
+
+def test_what_only_a_slow_tier_has_is_computed_and_the_rest_is_loaded():
+    engine = Engine(num_slots=26, num_below=500)
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 5)
+    upper, lower = engine.tier.tiers.indexes
+    num_upper = sum(upper.find(key, 0) is not None for key in engine.keys_of(prompt(0)))
+    lower.learn(1000, 10.0)
+    assert engine.serve("again", prompt(0)) == first
+    (loaded,) = engine.find(KVLoaded, "again")
+    assert loaded.tier == "memory"
+    assert engine.num_cached("again") == num_upper * BLOCK
+
+
+def test_a_second_tier_that_is_stuck_keeps_nobody_from_the_first():
+    engine = Engine(num_slots=26, num_below=500)
+    first = engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 5)
+    engine.tier.tiers.indexes[1].is_stuck = True
+    assert engine.serve("again", prompt(0)) == first
+    assert engine.find(KVLoaded, "again")[0].tier == "memory"
+    assert 0 < engine.num_cached("again") < 36
+
+
+def test_what_is_used_again_soon_comes_back_to_the_first_tier():
+    engine = Engine(num_slots=40, num_below=500)
+    engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 8)
+    upper, lower = engine.tier.tiers.indexes
+    key = engine.keys_of(prompt(0))[0]
+    for turn in range(2):
+        below = lower.find(key, 0)
+        assert (upper.find(key, 0), below is None) == (None, False), "it came back though its last use was long ago"
+        engine.serve(f"again {turn}", prompt(0))
+        crowd_out(engine, 20 + 10 * turn, 23 + 10 * turn)
+    assert upper.find(key, 0) is not None
+    assert lower.find(key, 0) is below
+    crowd_out(engine, 40, 48)
+    assert upper.find(key, 0) is None
+    assert lower.find(key, 0) is below, "what it had already was copied again"
+
+
+def test_prompts_in_turns_that_only_the_second_tier_can_hold_are_not_copied_to_and_fro():
+    engine = Engine(num_slots=26, num_below=500)
+    for turn in range(4):
+        for number in range(8):
+            engine.serve(f"{turn} {number}", prompt(number))
+        if turn == 1:
+            num_stored = engine.tier.index.num_stored_blocks
+    assert engine.tier.index.num_stored_blocks <= num_stored + 44, "176 if each comes back each time"
+    assert all(engine.num_cached(f"3 {number}") == 36 for number in range(8))
+
+
+def test_a_session_ends_in_both_tiers():
+    engine = Engine(num_slots=12, num_below=500)
+    session = Scope(ScopeKind.SESSION, b"s", lifetime_s=10.0)
+    engine.serve("first", prompt(0), scope=session)
+    crowd_out(engine)
+    root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
+    tiers = engine.tier.tiers
+    assert root in tiers.indexes[1].kept
+    assert root not in tiers.indexes[0].kept
+    assert root not in tiers.take_ended_roots(), "its key is needed below"
+    engine.now = 11.0
+    engine.scheduler.plan(engine.now)
+    assert tiers.take_ended_roots() == [root]
+    assert not any(root in index.kept for index in tiers.indexes)
+
+
+def begin_load(engine: Engine) -> TierRead:
+    """Begins a load of nine entries, which computing is predicted to take 9 s."""
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    engine.scheduler.kv_restores._predict_s = lambda start, end: float(end - start)
+    engine.can_read = False
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.step()
+    (read,) = engine.tier.reads
+    return read
+
+
+@pytest.mark.parametrize(
+    ("num_arrived", "elapsed_s", "is_overtaken"),
+    [(0, 100.0, False), (1, 0.9, False), (1, 1.1, True), (8, 7.9, False), (8, 8.1, True)],
+)
+def test_a_load_is_overtaken_when_computing_what_is_left_takes_less_time(num_arrived, elapsed_s, is_overtaken):
+    engine = Engine()
+    read = begin_load(engine)
+    assert len(read.entries) == 9
+    measured = [(1000 * num_arrived, elapsed_s)]
+    assert engine.scheduler.kv_restores.is_overtaken(read, num_arrived, measured) == is_overtaken
+
+
+def test_a_load_of_layers_with_windows_is_not_cut_short_since_a_hit_could_not_end_there():
+    engine = Engine((None, 6))
+    read = begin_load(engine)
+    assert not engine.scheduler.kv_restores.is_overtaken(read, 1, [(1000, 100.0)])
+
+
+def test_what_loads_take_besides_reading_counts_in_the_choice():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    crowd_out(engine)
+    restores, loads = engine.scheduler.kv_restores, engine.scheduler.kv_loads
+    restores._predict_s = lambda start, end: float(end - start)
+    engine.tier.index._byte_s = 1e-6  # 9 ms for all, which computing takes 9 s
+    engine.can_read = False
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.step()
+    engine.can_read, engine.now = True, 4.0
+    engine.tier.transfer_s = 1.0
+    engine.run()
+    assert loads.overhead_s == pytest.approx(3.0 / 4)
+    loads.overhead_s = 12.0
+    engine.tier.transfer_s = None
+    for number in range(10):
+        crowd_out(engine, 10 * (number + 1), 10 * (number + 1) + 6)
+        engine.serve(f"and again {number}", prompt(0))
+        if engine.find(KVLoaded, f"and again {number}"):
+            assert number
+            assert loads.overhead_s < 9.0
+            return
+    raise AssertionError("a wrong figure forbids loads for ever")
+
+
+def test_while_others_run_a_load_is_chosen_by_its_reading_alone():
+    engine = Engine(num_blocks=40)
+    engine.serve("first", prompt(0))
+    crowd_out(engine, 1, 9)
+    engine.scheduler.kv_loads.overhead_s = 1e6
+    engine.scheduler.kv_restores._predict_s = lambda start, end: float(end - start)
+    engine.scheduler.add(make_request("runs", prompt(20, 12), max_tokens=60), engine.now)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.add(make_request("again", prompt(0)), engine.now)
+    engine.run()
+    assert engine.find(KVLoaded, "again")[0].complete
+    assert engine.scheduler.kv_loads.overhead_s == 1e6, "a load beside others was measured"

@@ -632,7 +632,7 @@ def test_sampling_without_meaning_is_refused_and_named(wrong):
     assert all(next(iter(wrong)) in end.error for end in bench.ended())
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "static", "lpm"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "static", "lpm", "prefill_only"])
 def test_requests_that_gave_up_waiting_do_not_pile_up(policy):
     bench = Bench(policy=policy, max_num_seqs=1)
     bench.add("first", 4, max_tokens=200)

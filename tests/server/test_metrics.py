@@ -154,7 +154,7 @@ def test_loads_and_stores_of_kv_are_counted_by_tier():
         metrics.observe(KVLoaded("r", 1.0, 32, 1000, 0.25, complete=complete, tier=tier))
     for num_bytes, used, oldest_s in ((500, 700, 2.0), (300, 900, 5.0)):
         stored = KVStored("disk", num_bytes=num_bytes, used_bytes=used, oldest_s=oldest_s)
-        metrics.observe(Stepped(10.9, 0.1, 2, 1, 1, 0, 4, 2, 8, stored=stored))
+        metrics.observe(Stepped(10.9, 0.1, 2, 1, 1, 0, 4, 2, 8, stored=(stored,)))
     shown = figures(metrics.render().decode())
     assert shown["cloister_kv_loads_total{result=whole,tier=disk}"] == 2
     assert shown["cloister_kv_loads_total{result=part,tier=disk}"] == 1

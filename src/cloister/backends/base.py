@@ -60,11 +60,13 @@ from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.types.errors import EngineError
 from cloister.types.images import ImageTile
+from cloister.types.layerwise import CellLayout
 from cloister.types.registry import Registry
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 MaskArray = npt.NDArray[np.uint32]
+ByteArray = npt.NDArray[np.uint8]
 SamplingMetadata = npt.NDArray[np.void]
 _NO_FLOATS: Final[FloatArray] = np.empty((0, 0), np.float32)
 _NO_IDS: Final[IntArray] = np.empty(0, np.int32)
@@ -133,6 +135,10 @@ class ForwardBatch:
             other, often the same one. Spans of a sequence are in order, and cover its tokens. The block written is -1 for
             drafts, which change no state before `Program.accept_drafts`. None: a sequence's state is in the block of its first
             position, and there are no drafts.
+        residual: None, or [num_tokens, hidden] float32: the step computes one layer, `layer`, which reads this, and leaves what
+            the next one reads in its place (LAYERWISE). The first layer reads embeddings instead; logits and hidden states come
+            of the last one only. `block_tables` then has cells (`types.layerwise.CellLayout`) in place of blocks.
+        layer: the number of that layer.
     """
 
     token_ids: IntArray
@@ -150,6 +156,8 @@ class ForwardBatch:
     rope_positions: IntArray | None = None
     state_spans: IntArray | None = None
     hidden: FloatArray | None = None
+    residual: FloatArray | None = None
+    layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +258,7 @@ class Capability(Flag):
             chosen.
         IMAGES: encodes images (`Program.encode_image`), and takes their embeddings (`ForwardBatch.embeddings`).
         KV_TRANSFER: gives and takes the contents of whole blocks (`Program.export_blocks`, `Program.import_blocks`).
+        LAYERWISE: computes single layers (`ForwardBatch.residual`), with KV and residuals in cells (`Program.cells`).
     """
 
     GREEDY = auto()
@@ -266,6 +275,7 @@ class Capability(Flag):
     IMAGES = auto()
     EVERY_HIDDEN = auto()
     KV_TRANSFER = auto()
+    LAYERWISE = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -348,9 +358,11 @@ class Program(ABC):
 
     Attributes:
         capabilities: what it can do beside computing logits.
+        cells: memory of single layers in its blocks (LAYERWISE); None without it.
     """
 
     capabilities: Capability = Capability(0)
+    cells: CellLayout | None = None
 
     @abstractmethod
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
@@ -384,13 +396,21 @@ class Program(ABC):
         """
         raise self._lacks(Capability.KV_TRANSFER)
 
-    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites each block with the contents of another one of its group (KV_TRANSFER).
 
         Raises:
             ValueError: contents are longer or shorter than their block; nothing was written.
         """
         raise self._lacks(Capability.KV_TRANSFER)
+
+    def read_cells(self, cells: IntArray) -> ByteArray:
+        """Returns a copy of what cells hold, [num_cells, bytes of a cell] (LAYERWISE)."""
+        raise self._lacks(Capability.LAYERWISE)
+
+    def write_cells(self, cells: IntArray, contents: ByteArray) -> None:
+        """Overwrites cells (LAYERWISE)."""
+        raise self._lacks(Capability.LAYERWISE)
 
     def wipe_buffers(self) -> None:  # noqa: B027 - a program whose buffers die with a step has nothing to do
         """Overwrites what steps left outside of the KV cache with zeros; costs nothing if no step was since the last time."""
@@ -475,7 +495,24 @@ class Program(ABC):
         return EngineError(f"{type(self).__name__} lacks the capability {capability.name}; ask its `capabilities` first")
 
 
-def check_contents(block_ids: Sequence[int], sizes: Sequence[int], contents: Sequence[bytes]) -> None:
+def plan_cells(spec: DecoderSpec, kv: KVLayout, layer_bytes: Sequence[int]) -> CellLayout | None:
+    """Returns the cells of a program; None where it cannot compute single layers: all of them must have KV of their own, in
+    blocks of one size and one group, and one residual stream must be all that goes from one to the next.
+
+    Args:
+        layer_bytes: bytes of a block of each layer.
+    """
+    plain = all(layer.attention is not None and layer.state is None for layer in spec.layers)
+    one_group = len(kv.groups) <= 1 and all(group.window is None and not group.is_state for group in kv.groups)
+    if not (plain and one_group) or len(set(layer_bytes)) != 1 or not layer_bytes[0] or not kv.num_blocks:
+        return None
+    if spec.streams is not None or spec.merges_hidden or spec.vision is not None:
+        return None
+    residual_bytes = kv.block_size * spec.hidden_size * 4
+    return CellLayout(len(spec.layers), kv.num_blocks, -(-residual_bytes // layer_bytes[0]), spec.hidden_size)
+
+
+def check_contents(block_ids: Sequence[int], sizes: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
     """Raises ValueError unless there are contents for each block, as many bytes as it has."""
     if len(contents) != len(block_ids) or any(len(each) != size for each, size in zip(contents, sizes, strict=False)):
         raise ValueError(f"blocks of {list(sizes)} bytes cannot hold contents of {[len(each) for each in contents]}")

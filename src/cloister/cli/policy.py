@@ -78,6 +78,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister.cluster.routers import ROUTERS
     from cloister.engine.kv_tier_storage import KV_TIERS
     from cloister.executor.drafters import DRAFTERS
+    from cloister.scheduler.layerwise import LAYERWISE_THREAT
     from cloister.scheduler.policies import POLICIES
     from cloister.scheduler.speculation import SPECULATION_THREAT
 
@@ -85,6 +86,7 @@ def list_entries() -> tuple[Entry, ...]:
     declared = {
         "prefix cache": kv.PREFIX_CACHE_THREAT,
         "step budget": scheduler.BUDGET_THREAT,
+        "prompts layer by layer": LAYERWISE_THREAT,
         "draft length": SPECULATION_THREAT,
         "metrics": PROFILING_THREAT,
         "shaped streams": SHAPING_THREAT,

@@ -175,7 +175,7 @@ class ReplicaSet(RequestClient):
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
         self._cost = StepCost()
-        self._stored: dict[int, KVStored] = {}  # what the tier of each replica last said
+        self._stored: dict[tuple[int, str], KVStored] = {}  # what each tier of each replica last said
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._transferred_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
@@ -413,7 +413,7 @@ class ReplicaSet(RequestClient):
     def _forget(self, index: int) -> None:
         """Forgets what the engine of a replica had cached, how fast it was, and its shadows: it has ended."""
         self._shadow_moves.lose(index)
-        self._stored.pop(index, None)
+        self._stored = {place: stored for place, stored in self._stored.items() if place[0] != index}
         self._speeds.forget(index)
         if self._router is not None:
             self._router.forget(index)
@@ -734,14 +734,17 @@ class ReplicaSet(RequestClient):
         if (waiting := self._loads.get((index, event.request_id))) is not None and not waiting.done():
             waiting.set_result(event)
 
+    def _total_stored(self, stored: KVStored) -> KVStored:
+        same = [other for other in self._stored.values() if other.tier == stored.tier]
+        ages = [other.oldest_s for other in same if other.oldest_s is not None]
+        used_bytes = sum(other.used_bytes for other in same)
+        return msgspec.structs.replace(stored, used_bytes=used_bytes, oldest_s=max(ages, default=None))
+
     def _total(self, event: Stepped, index: int) -> Stepped:
         """Returns a step with the load of all replicas, and with what the tiers of all of them hold."""
-        if event.stored is not None:
-            self._stored[index] = event.stored
-            ages = [stored.oldest_s for stored in self._stored.values() if stored.oldest_s is not None]
-            used_bytes = sum(stored.used_bytes for stored in self._stored.values())
-            stored = msgspec.structs.replace(event.stored, used_bytes=used_bytes, oldest_s=max(ages, default=None))
-            event = msgspec.structs.replace(event, stored=stored)
+        if event.stored:
+            self._stored |= {(index, stored.tier): stored for stored in event.stored}
+            event = msgspec.structs.replace(event, stored=tuple(map(self._total_stored, event.stored)))
         steps = [replica.last_step for replica in self._replicas if replica.last_step is not None]
         return msgspec.structs.replace(
             event,

@@ -48,7 +48,7 @@ from cloister.types.scope import Scope
 from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from cloister.engine.kv_tiers import KVTier
+    from cloister.engine.kv_tiers import EngineTiers
     from cloister.executor.grammar import Grammars
     from cloister.executor.image_encoding import ImageEncoding
 
@@ -125,7 +125,7 @@ class EngineCore:
         self._ahead = ahead
         self._kv_blocks = kv_blocks
         self._transfer: KVTransfer | None = None
-        self._tier: KVTier | None = None
+        self._tiers: EngineTiers | None = None
         self._cache_replies: list[CacheReply] = []
         self._drain_by_s: float | None = None
         self._num_failures = 0
@@ -154,21 +154,21 @@ class EngineCore:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
         self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form), step_bytes)
 
-    def open_kv_tier(self, setting: str) -> None:
+    def open_kv_tiers(self, setting: str) -> None:
         """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
 
         Args:
-            setting: `kv_tier`.
+            setting: `kv_tier`: one tier or several.
 
         Raises:
-            ConfigError: the tier cannot be used, or the program cannot export KV.
+            ConfigError: a tier cannot be used, or the program cannot export KV.
         """
         if self._kv_blocks is None:
             raise ConfigError("this back end cannot export KV; leave kv_tier out, or compute on a CPU", param="kv_tier")
-        from cloister.engine.kv_tier_storage import TierSetting  # only when it was asked for: it imports cryptography
-        from cloister.engine.kv_tiers import KVTier
+        from cloister.engine.kv_tier_storage import parse_tiers  # only when it was asked for: it imports cryptography
+        from cloister.engine.kv_tiers import EngineTiers
 
-        self._tier = KVTier(self._scheduler, self._kv_blocks, TierSetting.parse(setting))
+        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting))
 
     def disable_overlap(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""
@@ -190,8 +190,8 @@ class EngineCore:
             self._encoding.on_done(self.input_queue.wake)
         if self._transfer is not None:
             self._transfer.links.on_news(self.input_queue.wake)
-        if self._tier is not None:
-            self._tier.on_news(self.input_queue.wake)
+        if self._tiers is not None:
+            self._tiers.on_news(self.input_queue.wake)
         try:
             while not self.is_done:
                 outputs = self.step(emit)
@@ -202,8 +202,8 @@ class EngineCore:
                     if self.waits_for_others:
                         emit(Outputs([], []))
         finally:
-            if self._tier is not None:
-                self._tier.close()
+            if self._tiers is not None:
+                self._tiers.close()
 
     def step(self, emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
         """Reads the input_queue and runs one step; returns None if there was nothing to do.
@@ -230,16 +230,16 @@ class EngineCore:
                 self._scheduler.abort(request_id, now)
         if self._transfer is not None:
             self._transfer.serve(now)
-        if self._tier is not None:
-            self._tier.serve(now)
+        if self._tiers is not None:
+            self._tiers.serve(now)
         if self._ahead is None:
             plan, next_plan = self._scheduler.plan(now), None
         else:
             plan, next_plan = self._plan_ahead(self._ahead, now)
         if self._transfer is not None:
             self._transfer.dispatch()
-        if self._tier is not None:
-            self._tier.dispatch()
+        if self._tiers is not None:
+            self._tiers.dispatch()
         if plan is not None and emit is not None and (early := self._collect(self._scheduler.take_events())) is not None:
             emit(early)
         outputs = self._collect(self._perform(plan, next_plan) if plan is not None else self._scheduler.take_events())
@@ -381,8 +381,8 @@ class EngineCore:
             return self._scheduler.take_events()
         self._num_failures = 0
         now = self._clock.now()
-        if self._tier is not None:
-            self._tier.note_step()
+        if self._tiers is not None:
+            self._tiers.note_step()
         events = self._scheduler.commit(result, stops, now)
         return [*events, self._stepped(plan, result, now)]
 
@@ -416,7 +416,7 @@ class EngineCore:
             drafting=drafting,
             gained_s=gained_s,
             spent_s=spent_s,
-            stored=None if self._tier is None else self._tier.take_stored(now),
+            stored=() if self._tiers is None else self._tiers.take_stored(now),
         )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from cloister.types.registry import Registry
 _logger = logging.getLogger(__name__)
 
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_EXAMPLES: Final = "kv_tier is host:SIZE or disk:PATH[,SIZE], such as host:4G or disk:/var/lib/cloister,200G"
+_EXAMPLES: Final = (
+    "kv_tier is host:SIZE, disk:PATH[,SIZE], or both with a + between them, such as host:4G+disk:/var/lib/cloister,200G"
+)
 FREE_SHARE: Final = 0.5
 """Default size of a disk tier: this part of what is free at the start."""
 
@@ -49,7 +52,7 @@ class TierStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierSetting:
-    """The setting `kv_tier`.
+    """One tier of the setting `kv_tier`.
 
     Attributes:
         name: which tier, a name of `KV_TIERS`.
@@ -83,6 +86,19 @@ class TierSetting:
     def limit_bytes(self) -> int:
         """Its size: the given one, or what `TierStorage.measure` says."""
         return self.storage.measure(self) if self.num_bytes is None else self.num_bytes
+
+
+def parse_tiers(setting: str) -> list[TierSetting]:
+    """Returns the tiers of `kv_tier`, those in memory first.
+
+    Raises:
+        ConfigError: the setting says something else, or names a tier twice.
+    """
+    names = "|".join(map(re.escape, KV_TIERS.names()))
+    tiers = [TierSetting.parse(part) for part in re.split(rf"\+(?=(?:{names}):)", setting)]
+    if len({tier.name for tier in tiers}) < len(tiers):
+        raise ConfigError(f"{_EXAMPLES}; each kind once", param="kv_tier")
+    return sorted(tiers, key=lambda tier: not tier.storage.is_memory)
 
 
 def _parse_size(text: str) -> int:

@@ -41,7 +41,7 @@ class _Stream:
 
     def __init__(self, new: NewSequence, index: int, tokenizer: Tokenizer, max_model_len: int) -> None:
         sampling = new.sampling
-        room = max_model_len - new.num_prompt_tokens
+        room = max(1, max_model_len - new.num_prompt_tokens)  # a prompt that is computed layer by layer may be longer
         self.new = new
         self.index = index
         self.num_tokens = 0
@@ -139,7 +139,8 @@ class OutputProcessor:
         """Reads the step's tokens; returns by seq_id where EOS, a stop token or a stop string ends an answer."""
         for part in plan.sequences:
             if part.seq_id in result.prompt_logprobs and part.seq_id in self._streams:
-                self._keep_prompt(part.seq_id, part.start, result.prompt_logprobs[part.seq_id])
+                start = part.start if part.layerwise is None else part.layerwise.first_of_last_layer(part.start)
+                self._keep_prompt(part.seq_id, start, result.prompt_logprobs[part.seq_id])
         for seq_id in result.embeddings.keys() & self._streams.keys():
             self._streams[seq_id].embedding = result.embeddings[seq_id]
         stops = {}

@@ -21,6 +21,20 @@ from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
 _blocks_of = attrgetter("state.blocks")  # a comprehension would be another call in every step
 
 
+class LayerRows(msgspec.Struct, frozen=True):
+    """What one layer of a prompt reads that is computed layer by layer.
+
+    Attributes:
+        layer: its number.
+        residual: [num_tokens, hidden] float32, which the step overwrites (`ForwardBatch.residual`).
+        cells: [1, num_entries] int32, with its KV.
+    """
+
+    layer: int
+    residual: FloatArray
+    cells: IntArray
+
+
 class ScheduledSequence(msgspec.Struct):
     """One sequence's part of a step, with its state.
 
@@ -29,6 +43,7 @@ class ScheduledSequence(msgspec.Struct):
         num_prompt_rows: positions whose logits score the next prompt token; 0 unless prompt logprobs were requested.
         num_rows: rows of logits that this part needs: those of the prompt, the one to sample from, one for each draft.
         draft: the draft to verify.
+        layer_rows: set for one layer of a prompt, which is then alone in its batch.
     """
 
     plan: SequencePlan
@@ -37,6 +52,7 @@ class ScheduledSequence(msgspec.Struct):
     num_prompt_rows: int
     num_rows: int
     draft: Draft = NOTHING
+    layer_rows: LayerRows | None = None
 
 
 class TableLayout(msgspec.Struct, frozen=True):
@@ -137,6 +153,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         has_adapter = has_adapter or part.state.adapter >= 0
         has_images = has_images or part.state.images is not None
         has_grids = has_grids or part.state.grids is not None
+    layer_rows = parts[0].layer_rows
     embeddings = embedding_rows = last_seen = None
     if has_images:
         embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
@@ -145,7 +162,9 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         positions=as_ints(positions),
         query_starts=as_ints(query_starts),
         context_lens=as_ints(context_lens),
-        block_tables=block_tables([*map(_blocks_of, parts)], -(-max(context_lens) // block_size) * num_groups),
+        block_tables=block_tables([*map(_blocks_of, parts)], -(-max(context_lens) // block_size) * num_groups)
+        if layer_rows is None
+        else layer_rows.cells,
         logit_rows=as_ints(logit_rows),
         parents=_parents(parts) if has_tree else None,
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
@@ -154,6 +173,8 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         last_seen=last_seen,
         rope_positions=_rope_positions(parts, query_starts, as_ints(positions)) if has_grids else None,
         state_spans=None if tables.state_group is None else _state_spans(parts, tables),
+        residual=None if layer_rows is None else layer_rows.residual,
+        layer=0 if layer_rows is None else layer_rows.layer,
     )
 
 
@@ -228,5 +249,5 @@ def _check(part: ScheduledSequence, block_positions: float) -> None:
         raise EngineError(f"the step plan drafts for sequence {plan.seq_id}, which does not sample")
     if num_drafts > plan.num_drafts:
         raise EngineError(f"sequence {plan.seq_id} has {num_drafts} drafts where the step plan has room for {plan.num_drafts}")
-    if len(part.state.blocks) * block_positions < end + num_drafts:
+    if part.layer_rows is None and len(part.state.blocks) * block_positions < end + num_drafts:
         raise EngineError(f"the block table of sequence {plan.seq_id} ends before its tokens do")

@@ -14,6 +14,7 @@ from cloister.executor.generation import TokenGenerator
 from cloister.executor.grammar import Grammars
 from cloister.executor.image_encoding import ImageEncoding
 from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, schedule_sequence
+from cloister.executor.layerwise import LayerwisePrefill
 from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
@@ -77,6 +78,10 @@ class ModelRunner:
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
         self._generator = TokenGenerator(program, self._batch, self._drafting, vocab_size=vocab_size, tables=self._tables)
+        self._last_layer = TokenGenerator(
+            program, self._batch, DrafterGroup({}, self._clock, takes_trees=False), vocab_size=vocab_size, tables=self._tables
+        )
+        self._layerwise = LayerwisePrefill(program, self._tables, self._generate_from_last_layer)
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
         """Returns how the next token of each sequence is sampled, for drafters that sample in the same way
@@ -135,6 +140,12 @@ class ModelRunner:
         if self._drafts:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
+        layerwise = []
+        for part in live:  # a comprehension would be another call in every step
+            if part.plan.layerwise is not None:
+                layerwise.append(part)
+        if layerwise:
+            live = [part for part in live if part.plan.layerwise is None]
         if self._batch.num_with_images:
             self._collect_images(live)
         if self._batch.num_pooled:
@@ -144,7 +155,10 @@ class ModelRunner:
             for part in live:
                 part.state.failure = NO_TEXT
             live = []
-        return partial(self._finish, plan, parts, self._generator.start(live, plan.forks, result), result, started_s)
+        wait = self._generator.start(live, plan.forks, result)
+        for part in layerwise:
+            self._layerwise.run(part, result)
+        return partial(self._finish, plan, parts, wait, result, started_s)
 
     def _finish(
         self,
@@ -168,7 +182,8 @@ class ModelRunner:
 
     def _drafted(self, parts: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Returns the parts with their drafts."""
-        pairs = [(part.plan, part.state) for part in parts if part.state.failure is None and part.state.pool is None]
+        going = [part for part in parts if part.state.failure is None and part.state.pool is None]
+        pairs = [(part.plan, part.state) for part in going if part.plan.layerwise is None]
         self._drafting.follow(pairs)
         drafts = self._drafting.draft(pairs)
         return (
@@ -207,6 +222,17 @@ class ModelRunner:
             return {}
         pool = encode_parts if self._is_encoder else pool_parts
         return pool(self._program, parts, forward_batch(parts, self._tables))
+
+    def _generate_from_last_layer(self, part: ScheduledSequence, result: StepResult) -> None:
+        """Adds what a chunk of the last layer of a prompt brings."""
+        if part.state.pool is not None:
+            result.embeddings |= self._pool([part])
+            return
+        own = StepResult(plan_id=result.plan_id)
+        self._last_layer.start([part], [], own)
+        result.samples += own.samples
+        for seq_id, entries in own.prompt_logprobs.items():
+            result.prompt_logprobs.setdefault(seq_id, []).extend(entries)
 
     def _follow_grammars(self, states: list[SequenceState], result: StepResult) -> None:
         """Reports sequences whose grammar is complete, and starts to compute the masks of the others."""

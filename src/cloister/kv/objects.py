@@ -55,6 +55,26 @@ class KVObject(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.header.sizes)
 
 
+class KVEntry(msgspec.Struct, frozen=True):
+    """One entry of a block table, from a tier of this engine, which has checked it.
+
+    Attributes:
+        contents: as in `KVObject`; in memory that is used again when nothing refers to it.
+    """
+
+    header: KVHeader
+    contents: tuple[bytes | memoryview, ...]
+
+    def __repr__(self) -> str:
+        """Shows no content."""
+        return f"KVEntry(entry={self.header.entry}, sizes={self.header.sizes})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its contents."""
+        return sum(self.header.sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     """What two engines must have in common to read each other's KV.

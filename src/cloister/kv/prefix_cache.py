@@ -16,7 +16,7 @@ from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
 from cloister.kv.kept_blocks import KeptBlocks
 from cloister.kv.pool import NO_BLOCK, BlockPool
 from cloister.kv.table import BlockTable, first_seen
-from cloister.kv.tiers import KVTierIndex
+from cloister.kv.tiers import KVTiers
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -57,7 +57,7 @@ class PrefixCache:
     Attributes:
         ttl: deadlines for `expire`.
         kept: the blocks of each chain that later requests can find.
-        tier: gets what is evicted; None: it is gone.
+        tiers: get what is evicted; None: it is gone.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PrefixCache:
         self._pinned = pinned
         self.ttl = CacheTTL()
         self.kept = KeptBlocks(pool.num_groups)
-        self.tier: KVTierIndex | None = None
+        self.tiers: KVTiers | None = None
         self._nodes: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
         self._evictable: list[dict[bytes | None, list[tuple[int, int, _Node]]]] = [{None: []} for _ in pool.groups]
@@ -102,19 +102,19 @@ class PrefixCache:
         """Returns for each group the first entry that a hit of so many entries needs."""
         return [self._first_entry(num_entries, window) for window in self._windows]
 
-    def match_length(self, keys: Sequence[bytes], tier: KVTierIndex | None = None) -> int:
+    def match_length(self, keys: Sequence[bytes], tiers: KVTiers | None = None, num_tiers: int | None = None) -> int:
         """Returns how many entries the table of `match` would have; changes nothing.
 
         Args:
-            tier: as if what it holds were here.
+            tiers: as if what the first `num_tiers` of them hold were here; None: all of them.
         """
         runs = [0] * len(self._windows)  # gapless entries of each group up to here
         longest = 0
         for i, key in enumerate(keys):
             node = self._nodes.get(key)
             blocks = node.blocks if node is not None else None
-            if tier is not None:
-                blocks = self._blocks_with(tier, key, blocks)
+            if tiers is not None:
+                blocks = self._blocks_with(tiers.holds(key, num_tiers), blocks)
             if blocks is None:
                 if self._full is not None:
                     break
@@ -128,9 +128,8 @@ class PrefixCache:
                 longest = i + 1
         return longest
 
-    def _blocks_with(self, tier: KVTierIndex, key: bytes, blocks: list[int] | None) -> list[int] | None:
-        """Returns the blocks of a key, with any number in place of those that the tier holds; None if a prefix ends before."""
-        held = tier.holds(key)
+    def _blocks_with(self, held: list[bool], blocks: list[int] | None) -> list[int] | None:
+        """Returns the blocks of a key, with any number in place of those that tiers hold; None if a prefix ends before."""
         if blocks is None:
             blocks = [NO_BLOCK] * len(held)
         found = [0 if is_held else block for block, is_held in zip(blocks, held, strict=True)]
@@ -245,8 +244,8 @@ class PrefixCache:
                     leaves.append(node.parent)
             if keys:
                 self.ttl.renew(root, now + RETRY_S)
-            elif self.tier is not None:
-                self.tier.forget(root)
+            elif self.tiers is not None:
+                self.tiers.forget(root)
 
     def evict_one(self, group: int = 0) -> int | None:
         """Evicts and returns the least recently used evictable block of a group that has no owner; None if there is none."""
@@ -263,17 +262,17 @@ class PrefixCache:
                 self._offer(node, group)
                 continue
             block = node.blocks[group]
-            if self.tier is not None:
-                self._offer_to(self.tier, node, group)
+            if self.tiers is not None:
+                self._offer_to(self.tiers, node, group)
             self._drop_or_remove(node, group)
             return block
         return None
 
-    def _offer_to(self, tier: KVTierIndex, node: _Node, group: int) -> None:
-        """Offers a tier what an eviction takes: a block, and with one that all queries see those of the other groups."""
+    def _offer_to(self, tiers: KVTiers, node: _Node, group: int) -> None:
+        """Offers the tiers what an eviction takes: a block, and with one that all queries see those of the other groups."""
         for number, block in enumerate(node.blocks):
             if block != NO_BLOCK and (number == group or self._windows[group] is None):
-                tier.offer(node.root, node.key, node.entry, number, block, node.owner)
+                tiers.offer(node.root, node.key, node.entry, number, block, node.owner)
 
     def _find_room(self, owner: bytes | None, group: int) -> bool:
         """Whether another block of an owner can be kept; evicts the owner's own blocks if needed."""
@@ -292,12 +291,12 @@ class PrefixCache:
                 self._remove(node)
 
     def forget(self, root: bytes) -> None:
-        """Drops a chain, here and in the tier. Blocks that are in use become free when they are released."""
+        """Drops a chain, here and in the tiers. Blocks that are in use become free when they are released."""
         keys = dict.fromkeys(key for _, key in reversed(self.kept.blocks_of(root)))
         for key in keys:
             self._remove(self._nodes[key])
-        if self.tier is not None:
-            self.tier.forget(root)
+        if self.tiers is not None:
+            self.tiers.forget(root)
 
     def check(self) -> None:
         """Raises AssertionError unless nodes, blocks and children agree."""

@@ -19,16 +19,17 @@ class BlockTable:
         blocks: block ids, entry after entry; of group g position p lives in blocks[p // block_size * num_groups + g].
             `NO_BLOCK` if no query of the group sees these positions any more, and where there is no snapshot.
         num_sent: number of leading entries that the runner has received.
+        num_scratch: last of its blocks that are scratch memory in place of KV (`add_scratch`).
     """
 
-    __slots__ = ("_num_groups", "_passed", "_pool", "_state", "blocks", "num_sent")
+    __slots__ = ("_num_groups", "_passed", "_pool", "_state", "blocks", "num_scratch", "num_sent")
 
     def __init__(self, pool: BlockPool, blocks: Sequence[int] = ()) -> None:
         self._pool = pool
         self._num_groups = pool.num_groups
         self._state = pool.state_group
         self.blocks = list(blocks)
-        self.num_sent = 0
+        self.num_sent = self.num_scratch = 0
         self._passed = [0] * pool.num_groups  # leading entries of each group whose blocks were released
 
     @property
@@ -37,6 +38,8 @@ class BlockTable:
 
     def num_missing(self, num_positions: int) -> int:
         """Number of entries to add for `num_positions`, without copies on write."""
+        if self.num_scratch:
+            return 0
         return max(0, -(-num_positions // self._pool.block_size) - len(self.blocks) // self._num_groups)
 
     def count_held(self, group: int) -> int:
@@ -45,6 +48,8 @@ class BlockTable:
 
     def is_writable(self, start: int, end: int) -> bool:
         """Whether positions [start, end) are in one existing, unshared entry, as in nearly every decode."""
+        if self.num_scratch:
+            return True
         size, num_groups = self._pool.block_size, self._num_groups
         first = start // size
         if end > (first + 1) * size:
@@ -106,6 +111,16 @@ class BlockTable:
         for place, block in zip(places, fresh, strict=True):
             self.blocks[place] = block
         return copies
+
+    def add_scratch(self, num_kept: int, num_scratch: int) -> None:
+        """Adds all that a prompt needs that is computed layer by layer (`types.layerwise`): KV for `num_kept` more entries, and
+        blocks of scratch memory. The table does not grow any more.
+
+        Raises:
+            OutOfBlocksError: the pool has too few blocks; the table is unchanged.
+        """
+        self.blocks.extend(self._pool.allocate(num_kept + num_scratch))
+        self.num_scratch = num_scratch
 
     def _move_state(self, source: int, target: int) -> None:
         """Makes the running state that of another entry, whose state block is overwritten in the table."""
@@ -175,7 +190,7 @@ class BlockTable:
         """Releases every block, last one first, so that the prefix cache gets leaves before their parents."""
         self._release(self.blocks)
         self.blocks = []
-        self.num_sent = 0
+        self.num_sent = self.num_scratch = 0
 
     def _release(self, blocks: Sequence[int]) -> None:
         self._pool.release(block for block in reversed(blocks) if block != NO_BLOCK)

@@ -1,9 +1,10 @@
-"""Which blocks a tier below the device holds, and whether loading them is worth it. Pure: no I/O, no clock, no arrays.
+"""Which blocks the tiers below the device hold, and how long loading them takes. Pure: no I/O, no clock, no arrays.
 
-What the prefix cache evicts goes into a slot of the tier (`engine.kv_tier_worker` writes it). Each group of layers has slots of
-its own, in proportion to its part of the device's memory, and lets its least recently used block go. A block can be found once
-it is written; what cannot be read back is forgotten. With shares each owner lets only its own blocks go, as in the prefix cache
-(`kv.cache_quotas`): a tenant whose blocks went for others' would notice that others are active.
+What the prefix cache evicts goes into a slot of the first tier (`engine.kv_tier_worker` writes it), and what that one lets go
+moves to the next one. Each group of layers has slots of its own, in proportion to its part of the device's memory, and lets its
+least recently used block go. A block can be found once it is written; what cannot be read back is forgotten. With shares each
+owner lets only its own blocks go, as in the prefix cache (`kv.cache_quotas`): a tenant whose blocks went for others' would
+notice that others are active.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
 from typing import Final
 
-from cloister.kv.kept_blocks import KeptBlocks
+from cloister.kv.kept_blocks import KeptBlocks, StepTime
 from cloister.kv.pool import BlockGroup
 from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
 
 MAX_UNWRITTEN_BYTES: Final = 64 * 2**20
-"""KV that waits to be written, in all shares; while there is more, what is evicted is not stored. A slow disk delays no
-step."""
+"""KV that waits to be written to a tier, in all shares; while there is more, what is evicted is not stored. A slow disk delays
+no step."""
 TRY_EVERY: Final = 16
 """Of loads that seem slower than computing, every so many-th one is made in part while its request is computed: the tier may
 have become faster."""
@@ -65,7 +66,8 @@ class TierBlock:
         entry: number of its entry in a block table.
         group: group of layers.
         slot: where it lies, among the slots of its group.
-        number: of this write; no other one in the life of an engine has it.
+        number: of the sealing; no other one in the life of an engine has it. A block that moves keeps it.
+        tier: number of its tier; 0 is the first one.
     """
 
     root: bytes
@@ -75,10 +77,11 @@ class TierBlock:
     group: int
     slot: int
     number: int
+    tier: int = 0
 
     def __repr__(self) -> str:
         """Shows no key: where a scope has no secret, a key tells whether somebody's text is known."""
-        return f"TierBlock(entry={self.entry}, group={self.group}, slot={self.slot})"
+        return f"TierBlock(tier={self.tier}, entry={self.entry}, group={self.group}, slot={self.slot})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +133,17 @@ class TierLayout:
 
 
 class _Slots:
-    """The slots of one group: its blocks by key, and those of each owner, least recently used first."""
+    """The slots of one group: its blocks by key, and those of each owner, least recently used first; when each was last used,
+    as a count of uses in all tiers, and which of them belong in the first tier."""
 
-    __slots__ = ("blocks", "free", "num_shares", "num_slots", "owned")
+    __slots__ = ("blocks", "free", "num_shares", "num_slots", "owned", "rising", "used")
 
     def __init__(self, num_slots: int, num_shares: int) -> None:
         self.blocks: dict[bytes, TierBlock] = {}
         self.owned: dict[bytes, OrderedDict[bytes, TierBlock]] = {}
         self.free: list[int] = []
+        self.used: dict[bytes, int] = {}
+        self.rising: set[bytes] = set()
         self.num_slots, self.num_shares = num_slots, num_shares
 
     def has_share(self, owner: bytes) -> bool:
@@ -153,19 +159,22 @@ class _Slots:
         """Returns an empty slot; there is one while some share is not full."""
         return self.free.pop() if self.free else len(self.blocks)
 
-    def add(self, stored: TierBlock) -> None:
+    def add(self, stored: TierBlock, used: int) -> None:
         self.blocks[stored.key] = stored
+        self.used[stored.key] = used
         self.owned.setdefault(stored.owner, OrderedDict())[stored.key] = stored
 
     def remove(self, stored: TierBlock) -> None:
-        del self.blocks[stored.key]
+        del self.blocks[stored.key], self.used[stored.key]
+        self.rising.discard(stored.key)
         owned = self.owned[stored.owner]
         del owned[stored.key]
         if not owned:
             del self.owned[stored.owner]
 
-    def touch(self, key: bytes) -> None:
+    def touch(self, key: bytes, used: int) -> None:
         """Marks a block as its owner's most recently used one."""
+        self.used[key] = used
         self.owned[self.blocks[key].owner].move_to_end(key)
 
 
@@ -203,20 +212,24 @@ class KVTierIndex:
         name: its name for metrics.
         layout: its slots.
         num_shares: owners that may have blocks at once; 1: all take from one share.
+        number: of this tier, among those of its engine.
 
     Attributes:
-        stores: (block of the device, block of the tier) to be copied before the device's is written again.
+        below: gets the blocks that this one lets go; None: they are gone.
+        copies: (source, block of a tier) to be made in this order, before the source is written again: from a block of the
+            device to this tier, or from a block of this tier to the one below.
         kept: the blocks of each chain.
-        ended_roots: chains of which nothing is left, whose keys shall be forgotten.
+        ended_roots: chains of which nothing is left here.
         is_stopped: nothing more is stored; what is there can be loaded.
         is_stuck: a load was given up and the tier has not noticed; until it does, nothing is loaded.
         num_stored_blocks, num_stored_bytes: written so far.
     """
 
-    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1) -> None:
+    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1, number: int = 0) -> None:
         self.name, self.layout = name, layout
-        self._num_shares = num_shares
-        self.stores: list[tuple[int, TierBlock]] = []
+        self._num_shares, self._number = num_shares, number
+        self.below: KVTierIndex | None = None
+        self.copies: list[tuple[int | TierBlock, TierBlock]] = []
         self.ended_roots: list[bytes] = []
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
@@ -225,6 +238,7 @@ class KVTierIndex:
         self.kept = KeptBlocks(len(layout.num_slots))
         self._unwritten: dict[int, TierBlock] = {}  # by number
         self._numbers = count()
+        self.uses = count()
         self._byte_s = 0.0
         self._num_declined = 0
 
@@ -262,25 +276,57 @@ class KVTierIndex:
         """Stores a block that the device evicts, unless the tier has it, is behind with writing, has paused or stopped, or all
         shares are others'."""
         slots = self._slots[group]
-        if key in slots.blocks:
-            slots.touch(key)
-            return
-        size = self.layout.block_bytes[group]
         payer = owner if self._num_shares > 1 and owner is not None else b""
-        if not root or self.is_stopped or not slots.has_share(payer):
-            return
-        account = self._accounts.get(payer) or _Account()
-        if account.is_paused or account.unwritten_bytes + size > MAX_UNWRITTEN_BYTES / self._num_shares:
-            return
-        oldest = slots.oldest(payer)
-        slot = slots.take() if oldest is None else self._remove(oldest)
-        stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers))
-        slots.add(stored)
-        self.kept.add(root, group, key)
+        if key in slots.blocks:
+            slots.touch(key, next(self.uses))
+        elif root and (account := self._find_account(payer, group)) is not None:
+            slot = self._take_slot(payer, group)
+            stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers), self._number)
+            self._add(stored, account, next(self.uses))
+            self.copies.append((block, stored))
+
+    def receive(self, block: TierBlock, used: int) -> TierBlock | None:
+        """Returns where a block that the tier above lets go shall be copied to; None where `offer` would not store it.
+
+        Args:
+            used: its last use.
+        """
+        slots = self._slots[block.group]
+        if block.key in slots.blocks:
+            slots.touch(block.key, used)
+            return None
+        account = self._find_account(block.owner, block.group)
+        if account is None:
+            return None
+        moved = replace(block, slot=self._take_slot(block.owner, block.group), tier=self._number)
+        self._add(moved, account, used)
+        return moved
+
+    def _find_account(self, owner: bytes, group: int) -> _Account | None:
+        """Returns the account of an owner that has a share, and time and room in the queue to write a block; else None."""
+        if self.is_stopped or not self._slots[group].has_share(owner):
+            return None
+        account = self._accounts.get(owner) or _Account()
+        num_bytes = account.unwritten_bytes + self.layout.block_bytes[group]
+        return None if account.is_paused or num_bytes > MAX_UNWRITTEN_BYTES / self._num_shares else account
+
+    def _take_slot(self, owner: bytes, group: int) -> int:
+        """Returns a slot for a block of an owner, which lets its least recently used one go if its share is full."""
+        slots = self._slots[group]
+        oldest = slots.oldest(owner)
+        if oldest is None:
+            return slots.take()
+        if self.below is not None and (moved := self.below.receive(oldest, slots.used[oldest.key])) is not None:
+            self.copies.append((oldest, moved))
+        return self._remove(oldest)
+
+    def _add(self, stored: TierBlock, account: _Account, used: int) -> None:
+        """Enters a block that will be written."""
+        self._slots[stored.group].add(stored, used)
+        self.kept.add(stored.root, stored.group, stored.key)
         self._unwritten[stored.number] = stored
-        self._accounts[payer] = account
-        account.unwritten_bytes += size
-        self.stores.append((block, stored))
+        self._accounts[stored.owner] = account
+        account.unwritten_bytes += self.layout.block_bytes[stored.group]
 
     def confirm(self, stored: TierBlock, *, is_written: bool) -> None:
         """Notes that a block was written, or could not be."""
@@ -326,21 +372,39 @@ class KVTierIndex:
         found = self._slots[group].blocks.get(key)
         return None if found is None or found.number in self._unwritten else found
 
-    def holds(self, key: bytes) -> list[bool]:
-        """Returns for each group whether its block of this key can be loaded."""
-        return [self.find(key, group) is not None for group in range(len(self._slots))]
+    def touch(self, found: TierBlock, first: KVTierIndex | None = None) -> None:
+        """Marks a block as its owner's most recently used one, and notes whether it would still be in the first tier if it had
+        been there since its last use."""
+        slots = self._slots[found.group]
+        if found.key in slots.blocks:
+            if (
+                first is not None
+                and first is not self
+                and slots.used[found.key] > first.find_oldest_use(found.owner, found.group)
+            ):
+                slots.rising.add(found.key)
+            slots.touch(found.key, next(self.uses))
+            self.kept.note_use(found.root)
 
-    def touch(self, blocks: Iterable[TierBlock]) -> None:
-        """Marks blocks as most recently used, the last one most."""
-        for found in blocks:
-            slots = self._slots[found.group]
-            if found.key in slots.blocks:
-                slots.touch(found.key)
-                self.kept.note_use(found.root)
+    def find_oldest_use(self, owner: bytes, group: int) -> int:
+        """Returns when the block that an owner's next one would replace was last used; -1 if there is room."""
+        slots = self._slots[group]
+        oldest = slots.oldest(owner)
+        return -1 if oldest is None else slots.used[oldest.key]
 
-    def is_worth(self, num_bytes: int, compute_s: float) -> bool:
-        """Whether loading takes less time than computing."""
-        return self.predict_s(num_bytes) < compute_s
+    def has(self, key: bytes, group: int) -> bool:
+        """Whether a block is here, or is being written."""
+        return key in self._slots[group].blocks
+
+    def leave(self, key: bytes, group: int) -> bool:
+        """Whether a block that the device evicts shall stay here, as the most recently used one, and not come to the first tier
+        too."""
+        slots = self._slots[group]
+        if key not in slots.blocks or key in slots.rising:
+            slots.rising.discard(key)
+            return False
+        slots.touch(key, next(self.uses))
+        return True
 
     def decline(self) -> bool:
         """Notes that a load was not worth it. Returns whether the tier shall be tried, without anybody waiting for it."""
@@ -366,8 +430,105 @@ class KVTierIndex:
             share = slots.num_slots // slots.num_shares
             assert all(0 < len(owned) <= share for owned in slots.owned.values()), "a share is overdrawn"
             assert all(self.kept.has(stored.root, group, key) for key, stored in slots.blocks.items()), "a root is lost"
+        assert all(slots.used.keys() == slots.blocks.keys() >= slots.rising for slots in self._slots), "a use is lost"
         assert len(self.kept) == len(self), "a root has a block that is gone"
         sizes = [self.layout.block_bytes[stored.group] for stored in self._unwritten.values()]
         unwritten_bytes = sum(account.unwritten_bytes for account in self._accounts.values())
         assert sum(sizes) == unwritten_bytes, "the count of unwritten bytes is off"
         assert all(owner in self._accounts for slots in self._slots for owner in slots.owned), "an owner has no account"
+
+
+class KVTiers:
+    """All tiers of one engine.
+
+    Args:
+        indexes: what each holds, the fastest first: what one lets go moves to the next one.
+    """
+
+    def __init__(self, indexes: Sequence[KVTierIndex]) -> None:
+        self.indexes = tuple(indexes)
+        for above, below in pairwise(self.indexes):
+            above.below = below
+            below.uses = above.uses
+        self._forgotten: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Blocks that they hold, or that are being written."""
+        return sum(map(len, self.indexes))
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.indexes[0].layout.block_bytes)
+
+    def use_time(self, time: StepTime) -> None:
+        """Has all of them note this time with what they keep."""
+        for index in self.indexes:
+            index.kept.time = time
+
+    def check(self) -> None:
+        """Raises AssertionError unless each agrees with itself."""
+        for index in self.indexes:
+            index.check()
+
+    # Storing
+
+    def earn(self, seconds: float, owner: bytes | None = None) -> None:
+        """Lets storing take more time, in each tier the same (`KVTierIndex.earn`)."""
+        for index in self.indexes:
+            index.earn(seconds / len(self.indexes), owner)
+
+    def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
+        """Stores a block that the device evicts (`KVTierIndex.offer`). One that only a slower tier has comes to the first one
+        if it would have stayed there since it was last used; others would take the place of what is used more often."""
+        first, *others = self.indexes
+        if first.has(key, group) or not any(other.leave(key, group) for other in others):
+            first.offer(root, key, entry, group, block, owner)
+
+    def lose(self, stored: TierBlock) -> None:
+        """Forgets a block that cannot be read."""
+        self.indexes[stored.tier].lose(stored)
+
+    def forget(self, root: bytes) -> None:
+        """Forgets all of a scope: its lifetime is over, or it was dropped."""
+        for index in self.indexes:
+            index.forget(root)
+        self._forgotten.append(root)
+
+    def take_ended_roots(self) -> list[bytes]:
+        """Removes and returns the chains whose keys shall be forgotten: they were dropped, or no tier has anything left."""
+        ended = dict.fromkeys(self._forgotten)
+        for index in self.indexes:
+            ended |= dict.fromkeys(root for root in index.ended_roots if not any(root in other.kept for other in self.indexes))
+            index.ended_roots.clear()
+        self._forgotten.clear()
+        return list(ended)
+
+    # Loading
+
+    def find(self, key: bytes, group: int) -> TierBlock | None:
+        """Returns the block that can be loaded fastest; None if there is none. A tier that is stuck has none."""
+        for index in self.indexes:
+            if not index.is_stuck and (found := index.find(key, group)) is not None:
+                return found
+        return None
+
+    def holds(self, key: bytes, num_tiers: int | None = None) -> list[bool]:
+        """Returns for each group whether its block of this key can be loaded, from the first so many tiers."""
+        indexes = [index for index in self.indexes[:num_tiers] if not index.is_stuck]
+        return [any(index.find(key, group) is not None for index in indexes) for group in range(self.num_groups)]
+
+    def touch(self, blocks: Iterable[TierBlock]) -> None:
+        """Marks blocks as most recently used, the last one most."""
+        for found in blocks:
+            self.indexes[found.tier].touch(found, self.indexes[0])
+
+    def count_bytes(self, blocks: Iterable[TierBlock]) -> list[int]:
+        """Returns the bytes of blocks by tier."""
+        counts = [0] * len(self.indexes)
+        for block in blocks:
+            counts[block.tier] += self.indexes[block.tier].layout.block_bytes[block.group]
+        return counts
+
+    def predict_s(self, num_bytes: Sequence[int]) -> float:
+        """Returns how long a load of so many bytes of each tier takes, as far as loads were measured."""
+        return sum(index.predict_s(num) for index, num in zip(self.indexes, num_bytes, strict=True))

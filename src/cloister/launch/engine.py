@@ -38,8 +38,9 @@ from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.speculation import Speculation
 from cloister.types.clock import Stopwatch
 from cloister.types.config import EngineConfig
-from cloister.types.errors import ConfigError
+from cloister.types.errors import ConfigError, MemoryBudgetError
 from cloister.types.images import MAX_PIXELS_BYTES
+from cloister.types.layerwise import CellLayout
 from cloister.types.processes import overwrites
 from cloister.types.request import ModelInfo
 
@@ -70,6 +71,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     from cloister.engine.step_ahead import StepAhead
     from cloister.executor import Grammars, ModelRunner
     from cloister.executor.adapters import plan_room
+    from cloister.executor.layerwise import MAX_ROWS
     from cloister.text import Tokenizer
     from cloister.text.grammar import GrammarCompiler
 
@@ -81,8 +83,8 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
     cache = weights_cache(config)
     digests = None if cache is None else cache / "digests.json"
-    model = load(path, None if is_local else config.model, digests, config.max_model_len, strict=config.strict_config)
-    max_model_len = _max_model_len(config, model)
+    model = load(path, None if is_local else config.model, digests, _longest(config), strict=config.strict_config)
+    max_model_len, longest = _max_model_len(config, model), _longest_prompt(config, model)
     pooling = read_pooling(model.path, config.pooling, is_encoder=model.info.encoder is not None)
     loading.begin("reading the tokenizer")
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
@@ -90,10 +92,11 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     return_free_memory()  # before the weights are loaded, so that its memory is not added to theirs
     model = write_in_few_bits(config, model, loading, tokenizer)
     backend = make_backend(config, machine, model.spec)
-    need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_batched_tokens(config))
+    max_rows = max(max_batched_tokens(config), MAX_ROWS if longest > max_model_len else 0)
+    need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_rows)
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
-    groups = group_layers(model.spec, max_model_len, need.recent_window) if need.kv_layer_bytes else []
+    groups = group_layers(model.spec, longest, need.recent_window) if need.kv_layer_bytes else []
     if drafters.names and groups and groups[0].window is not None:
         groups = _without_windows(groups)  # drafters keep KV of every position, with the block ids of the first group
     budget = budget_memory(
@@ -137,13 +140,14 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         num_parameters=sum(prod(model.weights.shape(name)) for name in model.weights.names()),
         number_format="" if config.quant == NO_QUANT else config.quant,
         is_on_device=(config.device or "cpu") != "cpu",
+        max_prefill_only_len=longest if longest > max_model_len else 0,
     )
     vocab_size = model.spec.vocab_size
     grammars = Grammars(GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=info.eos_token_ids))
     runner = ModelRunner(
         program,
         vocab_size=vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=longest,
         block_size=config.block_size,
         adapters=slots,
         grammars=grammars,
@@ -158,7 +162,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     public = _release_prefixes(config, model.path, tokenizer)
     scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
     return EngineCore(
-        build_scheduler(config, info, budget.groups, public, drafters.speculation()),
+        build_scheduler(config, info, budget.groups, public, drafters.speculation(), program.cells),
         runner,
         OutputProcessor(tokenizer, info),
         model=info,
@@ -174,13 +178,12 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
 
 
 def _host_tier_bytes(config: EngineConfig) -> int:
-    """Returns the bytes of a KV tier in memory."""
+    """Returns the bytes of KV tiers in memory."""
     if config.kv_tier is None:
         return 0
-    from cloister.engine.kv_tier_storage import TierSetting
+    from cloister.engine.kv_tier_storage import parse_tiers
 
-    where = TierSetting.parse(config.kv_tier)
-    return where.limit_bytes if where.storage.is_memory else 0
+    return sum(where.limit_bytes for where in parse_tiers(config.kv_tier) if where.storage.is_memory)
 
 
 def _kv_blocks(info: ModelInfo, groups: Sequence[KVGroup], block_size: int, program: Program) -> KVBlocks | None:
@@ -277,15 +280,18 @@ def build_scheduler(
     groups: Sequence[KVGroup],
     public: Sequence[Sequence[int]] = (),
     speculation: Speculation | None = None,
+    cells: CellLayout | None = None,
 ) -> Scheduler:
     """Returns a scheduler with these settings, over a pool with the blocks of `groups`.
 
     Args:
         public: token ids of public prefixes.
         speculation: decides how much is drafted; None disables drafts.
+        cells: of the program, to compute prompts of `max_prefill_only_len` layer by layer.
 
     Raises:
-        ConfigError: public prefixes would take more than half of the blocks.
+        ConfigError: public prefixes would take more than half of the blocks, or prompts cannot be computed layer by layer.
+        MemoryBudgetError: the longest of these does not fit.
     """
     keys = PrefixKeys(model.fingerprint, config.block_size, public)
     num_blocks = min((group.num_blocks for group in groups if not group.is_state), default=2**62)  # they take no states
@@ -305,11 +311,14 @@ def build_scheduler(
             prefix_cache=bool(config.prefix_cache),
             cache_scopes=config.cache_scopes or 0,
             num_images_at_once=config.num_threads or 1,
+            max_prefill_only_len=model.max_prefill_only_len,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,
         speculation,
+        cells if model.max_prefill_only_len else None,
     )
+    _check_prefill_only(model.max_prefill_only_len, scheduler.max_layerwise_positions)
     if scheduler.lacks_shares:
         _logger.warning(
             "the prefix cache keeps nothing: %d KV blocks do not suffice for the longest sequence and a share for each of %d "
@@ -318,6 +327,23 @@ def build_scheduler(
             config.cache_scopes,
         )
     return scheduler
+
+
+def _check_prefill_only(longest: int, num_positions: int) -> None:
+    """Raises an error unless the longest prompts that are computed layer by layer can be, and fit into KV memory."""
+    if not longest or longest <= num_positions:
+        return
+    if not num_positions:
+        raise ConfigError(
+            "this model or back end computes no prompts layer by layer: that needs a CPU, and layers that all have KV of one "
+            "size and no window, state, or image; leave max_prefill_only_len out",
+            param="max_prefill_only_len",
+        )
+    raise MemoryBudgetError(
+        f"KV memory holds prompts of {num_positions} tokens if they are computed layer by layer, and max_prefill_only_len is "
+        f"{longest}; set it to {num_positions} or less, or raise --kv-memory-mb by a factor of {longest / num_positions:.2f}",
+        param="max_prefill_only_len",
+    )
 
 
 def _without_windows(groups: Sequence[LayerGroup]) -> list[LayerGroup]:
@@ -345,6 +371,24 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
             param="max_model_len",
         )
     return config.max_model_len or trained
+
+
+def _longest(config: EngineConfig) -> int | None:
+    """Returns the longest prompt that the settings name, which may decide how positions are turned; None for the model's."""
+    if config.max_model_len is None:
+        return None
+    return max(config.max_model_len, config.max_prefill_only_len or 0)
+
+
+def _longest_prompt(config: EngineConfig, model: LoadedModel) -> int:
+    trained = model.spec.max_positions
+    if config.max_prefill_only_len is not None and config.max_prefill_only_len > trained:
+        raise ConfigError(
+            f"max_prefill_only_len is {config.max_prefill_only_len} and the model was trained for {trained} positions; set "
+            f"{trained} or less",
+            param="max_prefill_only_len",
+        )
+    return _longest(config) or trained
 
 
 def max_batched_tokens(config: EngineConfig) -> int:

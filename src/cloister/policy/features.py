@@ -285,7 +285,7 @@ _FEATURES: Final = (
     _feature(
         "cache-aware-order",
         row="prefix-cache",
-        setting="scheduler lpm",
+        setting="scheduler lpm, prefill_only",
         title="Cached prompts first",
         does="schedules requests whose prefix is in the cache first",
         endangers="a longer wait reveals that others' prompts were in the cache",

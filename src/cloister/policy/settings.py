@@ -57,7 +57,8 @@ def apply_profile(
             raise ConfigError(
                 "release_prefixes needs the prefix cache; leave it out, or prefix_cache on", param="release_prefixes"
             )
-    policy.check({"cache-aware-order": Use(engine.config.scheduler == "lpm", _source_of(engine, "scheduler"))})
+    follows_cache = engine.config.scheduler in ("lpm", "prefill_only")
+    policy.check({"cache-aware-order": Use(follows_cache, _source_of(engine, "scheduler"))})
     policy.check({"one-cache": Use(chosen and engine.config.cache_scopes == 0, _source_of(engine, "cache_scopes"))})
     if engine.config.cache_scopes is None:
         engine = engine.explain(cache_scopes=_choose_cache_scopes(policy, chosen, loopback, num_tenants))

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
+from cloister.kv.objects import KVEntry
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.request_table import RequestTable, kept_root
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
@@ -25,6 +26,10 @@ KV_LOAD_TIMEOUT_S: Final = 5.0
 """A load ends after this time, whatever has arrived."""
 PREFETCH_HOLD_S: Final = 10.0
 """What was loaded for a request that may come stays cached for so long."""
+OVERHEAD_WEIGHT: Final = 0.25
+"""Weight of the last load in the mean of what loads take besides their transfer."""
+OVERHEAD_DECAY: Final = 0.95
+"""What is left of that mean after a load that was not made: a wrong one must not forbid loads for ever."""
 MAX_STEP_BYTES: Final = 8 * 2**20
 """KV that one step takes; at least one entry."""
 
@@ -42,6 +47,8 @@ class KVLoad:
         num_in_flight: entries in plans that were not committed.
         is_complete: whether the source has sent all it had; None while it sends.
         is_open: no end was reported yet.
+        is_alone: it is from a tier, and no sequence ran when it began.
+        transfer_s: what its transfer took; None if that was not measured.
         tier: name of the tier that it comes from; empty for another engine.
         num_promised: blocks of each group that it still needs, if it comes from a tier.
     """
@@ -49,6 +56,7 @@ class KVLoad:
     __slots__ = (
         "arrived",
         "deadline_s",
+        "is_alone",
         "is_complete",
         "is_open",
         "keys",
@@ -64,6 +72,7 @@ class KVLoad:
         "state",
         "table",
         "tier",
+        "transfer_s",
     )
 
     def __init__(
@@ -73,10 +82,11 @@ class KVLoad:
         self.keys, self.root, self.owner = list(keys), root, owner
         self.table: list[int] = []
         self.num_known = self.next_entry = self.num_bytes = self.num_in_flight = 0
-        self.arrived: deque[KVObject] = deque()
+        self.arrived: deque[KVObject | KVEntry] = deque()
         self.started_s, self.deadline_s = now, now + KV_LOAD_TIMEOUT_S
         self.is_complete: bool | None = None
-        self.is_open = True
+        self.is_open, self.is_alone = True, False
+        self.transfer_s: float | None = None
         self.tier = ""
         self.num_promised: list[int] = []
 
@@ -89,12 +99,15 @@ class KVLoads:
 
     Attributes:
         queries: what the engine must ask for, since it last took them.
+        overhead_s: what a load from a tier takes besides reading while no sequence runs, as far as loads were measured: steps
+            of its own. `forgo` lowers it.
         cancelled, cancelled_reads: ids of loads that have ended here, whose transfer from another engine or whose read from a
             tier the engine must end.
     """
 
     def __init__(self, requests: RequestTable) -> None:
         self.queries: list[KVQuery] = []
+        self.overhead_s = 0.0
         self.cancelled: list[str] = []
         self.cancelled_reads: list[str] = []
         self._requests = requests
@@ -147,8 +160,18 @@ class KVLoads:
         state = sequence.request_state
         sequence.status = Status.LOADING
         load = KVLoad(state.request, state, keys, state.root, state.owner, now)
+        load.is_alone = not self._requests.running
         load.tier, load.num_promised, load.deadline_s = tier, num_promised, now + min(timeout_s, KV_LOAD_TIMEOUT_S)
         self._begin(load, now)
+
+    def predict_overhead_s(self) -> float:
+        """Returns what a load from a tier is predicted to take besides reading. Where others run it is not counted: the load
+        waits for their steps, but so would computing, which also delays them."""
+        return 0.0 if self._requests.running else self.overhead_s
+
+    def forgo(self) -> None:
+        """Notes that a load was not worth it."""
+        self.overhead_s *= OVERHEAD_DECAY
 
     def prefetch(self, request: Request, token_ids: list[int], now: float) -> None:
         """Begins a load for a request that may come later."""
@@ -159,7 +182,7 @@ class KVLoads:
         """Reports a load that this engine cannot make."""
         self._requests.events.append(KVLoaded(request_id, now, 0, 0, 0.0, complete=False))
 
-    def arrive(self, request_id: str, objects: Iterable[KVObject]) -> None:
+    def arrive(self, request_id: str, objects: Iterable[KVObject | KVEntry]) -> None:
         """Takes genuine objects, in the order of their entries. What comes late, or leaves a gap, is dropped."""
         load = self.loading.get(request_id)
         if load is None or load.is_complete is not None:
@@ -172,11 +195,15 @@ class KVLoads:
             load.num_bytes += found.num_bytes
             load.arrived.append(found)
 
-    def finish(self, request_id: str, now: float, *, is_complete: bool) -> None:
-        """The source has sent what it had, or the transfer broke. The load ends when the steps have taken what arrived."""
+    def finish(self, request_id: str, now: float, *, is_complete: bool, transfer_s: float | None = None) -> None:
+        """The source has sent what it had, or the transfer broke. The load ends when the steps have taken what arrived.
+
+        Args:
+            transfer_s: what that took, if it was measured.
+        """
         load = self.loading.get(request_id)
         if load is not None and load.is_complete is None:
-            load.is_complete = is_complete
+            load.is_complete, load.transfer_s = is_complete, transfer_s
             self._end_if_done(load, now)
 
     def settle(self, request_id: str) -> None:
@@ -250,7 +277,7 @@ class KVLoads:
             else:
                 self._settle_in_flight(load, now)
 
-    def _place(self, load: KVLoad, found: KVObject, step: PlannedStep) -> bool:
+    def _place(self, load: KVLoad, found: KVObject | KVEntry, step: PlannedStep) -> bool:
         pool, num_groups, entry = self._pool, self._pool.num_groups, found.header.entry
         groups = [
             group
@@ -294,7 +321,7 @@ class KVLoads:
         load.table += [NO_BLOCK] * ((len(load.keys) - load.num_known) * self._pool.num_groups)
         return True
 
-    def _follows(self, load: KVLoad, found: KVObject) -> bool:
+    def _follows(self, load: KVLoad, found: KVObject | KVEntry) -> bool:
         """Whether an object is the next of its load. Layers that see all positions need every entry."""
         entry = found.header.entry
         if self._full is not None and not found.contents[self._full]:
@@ -334,6 +361,8 @@ class KVLoads:
         name, table = load.request.request_id, self._requests
         del self.loading[name]
         load.is_open = False
+        if load.is_alone and load.is_complete and load.transfer_s is not None and not table.running:
+            self.overhead_s += OVERHEAD_WEIGHT * (max(0.0, now - load.started_s - load.transfer_s) - self.overhead_s)
         num_entries = 0 if table.prefix_cache is None else table.prefix_cache.match_length(load.keys)
         table.events.append(
             KVLoaded(

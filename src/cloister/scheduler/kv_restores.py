@@ -1,7 +1,8 @@
-"""KV that comes back from a tier (decisions/0029). Pure: no I/O, no clock; it takes `now`.
+"""KV that comes back from tiers (decisions/0029). Pure: no I/O, no clock; it takes `now`.
 
-When a sequence is next, the tier is asked whether it has more of its prefix than the device. If loading that is predicted to
-take less time than computing it, the sequence leaves the queue until it is loaded (`scheduler.kv_loads`), and others go on.
+When a sequence is next, the tiers are asked whether they have more of its prefix than the device. If loading that, or what only
+the faster ones have of it, is predicted to take less time than computing it, the sequence leaves the queue until it is loaded
+(`scheduler.kv_loads`), and others go on.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from cloister.kv import NO_BLOCK, PrefixCache
-from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTierIndex, TierBlock
+from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTiers, TierBlock
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.kv_loads import KVLoads
-from cloister.scheduler.sequence import SequenceRecord
+from cloister.scheduler.sequence import RequestState, SequenceRecord
 
 TRIAL: Final = ""
 """Stands for the id of a request in a read that only measures; there is one at a time."""
@@ -37,12 +38,13 @@ class TierEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TierRead:
-    """What is to be read for one request, or for none, to measure the tier.
+    """What is to be read for one request, or for none, to measure a tier.
 
     Attributes:
         request_id: the request that waits for it; `TRIAL` if nobody does.
         keys: prefix keys up to where its hit can end then.
         entries: those that the device lacks something of.
+        tier_bytes: what is read from each tier.
         compute_s: what computing them is predicted to take.
     """
 
@@ -50,8 +52,17 @@ class TierRead:
     keys: list[bytes]
     root: bytes
     entries: list[TierEntry]
-    num_bytes: int
+    tier_bytes: list[int]
     compute_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.tier_bytes)
+
+    @property
+    def slowest(self) -> int:
+        """Number of the last tier that it needs."""
+        return max((tier for tier, num_bytes in enumerate(self.tier_bytes) if num_bytes), default=0)
 
     @property
     def owner(self) -> bytes:
@@ -69,21 +80,21 @@ class TierRead:
 
 
 class KVRestores:
-    """Decides what is read from a tier.
+    """Decides what is read from tiers.
 
     Args:
         most_entries: longest prefix that the prefix cache keeps for one scope; None: no limit.
 
     Attributes:
-        index: what the tier holds.
+        tiers: what they hold.
         reads: those that the engine must begin, since it last took them.
         is_trying: a trial has not ended; the engine says when.
     """
 
     def __init__(
-        self, index: KVTierIndex, cache: PrefixCache, loads: KVLoads, cost: StepCost, block_size: int, most_entries: int | None
+        self, tiers: KVTiers, cache: PrefixCache, loads: KVLoads, cost: StepCost, block_size: int, most_entries: int | None
     ) -> None:
-        self.index = index
+        self.tiers = tiers
         self.reads: list[TierRead] = []
         self.is_trying = False
         self._cache, self._loads, self._cost = cache, loads, cost
@@ -95,47 +106,96 @@ class KVRestores:
         Args:
             keys: those that it may read.
         """
-        index, state = self.index, sequence.request_state
-        if not sequence.may_restore or index.is_stuck or not len(index) or len(state.sequences) > 1:
+        state = sequence.request_state
+        if not sequence.may_restore or not len(self.tiers) or len(state.sequences) > 1:
             return None
         keys = keys[: self._most_entries]
         num_here = self._cache.match_length(keys)
-        num_entries = self._cache.match_length(keys, index)
-        if num_entries <= num_here:
+        reads = self._list_reads(state, keys, num_here)
+        if not reads:
             return None
-        entries = self._list_missing(keys[:num_entries])
-        num_bytes = sum(map(self._count_bytes, entries))
-        num_positions = (num_entries - num_here) * self._block_size
-        compute_s = self._cost.predict(StepSize().plus(num_here * self._block_size, num_positions))
-        if not index.is_worth(num_bytes, compute_s):
+        num_entries = len(reads[-1].keys)
+        overhead_s = self._loads.predict_overhead_s()
+        taken_s = [
+            overhead_s + self.tiers.predict_s(read.tier_bytes) + self._predict_s(len(read.keys), num_entries) for read in reads
+        ]
+        best_s = min(taken_s)
+        best = reads[taken_s.index(best_s)] if best_s < reads[-1].compute_s else None
+        if best is not reads[-1]:
+            self._decline(reads[-1])
+        if best is None:
             sequence.may_restore = False
-            if index.decline() and not self.is_trying:
-                self._try(state.root, entries, compute_s)
-            return None
-        return TierRead(state.request.request_id, list(keys[:num_entries]), state.root, entries, num_bytes, compute_s)
+            self._loads.forgo()
+        return best
+
+    def _list_reads(self, state: RequestState, keys: Sequence[bytes], num_here: int) -> list[TierRead]:
+        """Returns what the first tier would bring, the first two, and so on, each if it is more."""
+        reads: list[TierRead] = []
+        num_before = num_here
+        for num_tiers in range(1, len(self.tiers.indexes) + 1):
+            num_entries = self._cache.match_length(keys, self.tiers, num_tiers)
+            if num_entries > num_before:
+                entries = self._list_missing(keys[:num_entries])
+                compute_s = self._predict_s(num_here, num_entries)
+                name, tier_bytes = state.request.request_id, self._count_bytes(entries)
+                reads.append(TierRead(name, list(keys[:num_entries]), state.root, entries, tier_bytes, compute_s))
+                num_before = num_entries
+        return reads
+
+    def _predict_s(self, start: int, end: int) -> float:
+        """Returns how long computing these entries is predicted to take."""
+        if start == end:
+            return 0.0
+        return self._cost.predict(StepSize().plus(start * self._block_size, (end - start) * self._block_size))
 
     def begin(self, sequence: SequenceRecord, read: TierRead, now: float) -> None:
         """Begins a read for a sequence that is not queued any more."""
         sequence.may_restore = False
         found = [block for part in read.entries for block in part.blocks if block is not None]
-        self.index.touch(reversed(found))  # so that the end of a prefix goes before its beginning
-        num_promised = [sum(block.group == group for block in found) for group in range(len(self.index.layout.num_slots))]
-        self._loads.restore(sequence, read.keys, self.index.name, num_promised, 2 * read.timeout_s, now)
+        self.tiers.touch(reversed(found))  # so that the end of a prefix goes before its beginning
+        num_promised = [sum(block.group == group for block in found) for group in range(self.tiers.num_groups)]
+        self._loads.restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
         self.reads.append(read)
 
-    def _try(self, root: bytes, entries: Sequence[TierEntry], compute_s: float) -> None:
-        """Has the beginning of a load measured while its request is computed."""
-        num_bytes, part = 0, list[TierEntry]()
-        for entry in entries:
-            if part and num_bytes + self._count_bytes(entry) > MAX_TRIAL_BYTES:
-                break
-            part.append(entry)
-            num_bytes += self._count_bytes(entry)
-        self.is_trying = True
-        self.reads.append(TierRead(TRIAL, [], root, part, num_bytes, compute_s))
+    def is_overtaken(self, read: TierRead, num_arrived: int, measured: Sequence[tuple[int, float]]) -> bool:
+        """Whether computing what has not arrived would now take less time than waiting for it.
 
-    def _count_bytes(self, entry: TierEntry) -> int:
-        return sum(self.index.layout.block_bytes[block.group] for block in entry.blocks if block is not None)
+        Only where all layers see all positions: else a prefix hit cannot end at any entry.
+
+        Args:
+            num_arrived: its leading entries that have arrived.
+            measured: (bytes, seconds) of each tier so far.
+        """
+        if self.tiers.num_groups > 1 or not self._cache.is_tree or read.request_id == TRIAL or not num_arrived:
+            return False
+        left_s = 0.0
+        for index, num_bytes, (arrived, elapsed_s) in zip(self.tiers.indexes, read.tier_bytes, measured, strict=True):
+            left_s += (num_bytes - arrived) * elapsed_s / arrived if arrived else index.predict_s(num_bytes)
+        return left_s > self._predict_s(read.entries[num_arrived].entry, len(read.keys))
+
+    def _name(self, read: TierRead) -> str:
+        """Returns the names of the tiers that a read needs."""
+        return "+".join(index.name for index, num in zip(self.tiers.indexes, read.tier_bytes, strict=True) if num)
+
+    def _decline(self, read: TierRead) -> None:
+        """Notes that the slowest tier of a read was not worth it. Has the beginning of what it would bring measured from time
+        to time, while the request is computed."""
+        slowest = read.slowest
+        if not self.tiers.indexes[slowest].decline() or self.is_trying:
+            return
+        part: list[TierEntry] = []
+        for entry in read.entries:
+            blocks = tuple(block if block is not None and block.tier == slowest else None for block in entry.blocks)
+            if part and sum(self._count_bytes([*part, TierEntry(entry.entry, entry.key, blocks)])) > MAX_TRIAL_BYTES:
+                break
+            if any(blocks):
+                part.append(TierEntry(entry.entry, entry.key, blocks))
+        self.is_trying = True
+        self.reads.append(TierRead(TRIAL, [], read.root, part, self._count_bytes(part), read.compute_s))
+
+    def _count_bytes(self, entries: Sequence[TierEntry]) -> list[int]:
+        """Returns the bytes of entries by tier."""
+        return self.tiers.count_bytes(block for entry in entries for block in entry.blocks if block is not None)
 
     def _list_missing(self, keys: Sequence[bytes]) -> list[TierEntry]:
         """Returns the entries of which a hit of all keys needs a block that the device lacks."""
@@ -143,7 +203,7 @@ class KVRestores:
         missing = []
         for entry in range(min(firsts), len(keys)):
             blocks = tuple(
-                self.index.find(keys[entry], group) if block == NO_BLOCK and entry >= first else None
+                self.tiers.find(keys[entry], group) if block == NO_BLOCK and entry >= first else None
                 for group, (block, first) in enumerate(zip(self._cache.blocks_of(keys[entry]), firsts, strict=True))
             )
             if any(blocks):

@@ -197,6 +197,7 @@ class RequestTable:
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
             sequence.may_restore = True
+            sequence.layerwise = None
             self.wait(sequence)
         else:
             self.sequences.pop(sequence.seq_id, None)
@@ -214,6 +215,9 @@ class RequestTable:
         if sequence.request_state.is_forgotten:
             return
         num_full = min(sequence.num_committed, len(sequence.token_ids)) // self.pool.block_size
+        if sequence.layerwise is not None:
+            is_done = sequence.num_committed >= sequence.request_state.num_prompt_tokens
+            num_full = sequence.layerwise.num_kept if is_done else 0
         if num_full > sequence.num_kept:
             state = sequence.request_state
             self._extend_keys(sequence, num_full)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cloister.kv import (
     DEVICE,
@@ -22,7 +22,7 @@ from cloister.kv import (
     PrefixKeys,
     StepTime,
 )
-from cloister.kv.tiers import KVTierIndex
+from cloister.kv.tiers import KVTiers
 from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
@@ -31,12 +31,14 @@ from cloister.scheduler.image_encodings import ImageEncodings
 from cloister.scheduler.kv_exports import KVExports
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.kv_restores import KVRestores, TierRead
+from cloister.scheduler.layerwise import LayerwisePrompts
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies import POLICIES, EngineView
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.types.events import Event, Progressed, Resumption, Scheduled
+from cloister.types.layerwise import CellLayout
 from cloister.types.request import FinishReason, Request
 from cloister.types.scope import Scope
 from cloister.types.step import EncodedImage, Fork, NewSequence, Sample, SequencePlan, StepPlan, StepResult, Stop
@@ -62,6 +64,7 @@ class SchedulerConfig:
         prefix_cache: keep and reuse the KV of full blocks.
         cache_scopes: number of scopes with their own share of the prefix cache; 0 for one shared cache.
         num_images_at_once: images that are encoded at once, beside the steps.
+        max_prefill_only_len: the longest prompt of a request that ends with it; less than `max_model_len` changes nothing.
     """
 
     max_model_len: int
@@ -72,6 +75,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
     cache_scopes: int = 0
     num_images_at_once: int = 1
+    max_prefill_only_len: int = 0
 
 
 class Scheduler:
@@ -82,6 +86,7 @@ class Scheduler:
         pool: the KV blocks that it allocates.
         keys: computes prefix keys; None switches the prefix cache off.
         speculation: decides how many tokens to draft; None disables drafts.
+        cells: of the program, if it may compute prompts layer by layer.
 
     Attributes:
         prefix_cache: the prefix cache, if there is one.
@@ -90,7 +95,7 @@ class Scheduler:
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
         leases: cached blocks that stay for other engines; None without a prefix cache.
         kv_loads, kv_exports: KV on its way here, and from here, with what the engine must tell them.
-        kv_restores: KV that comes back from a tier; None without one (`use_tier`).
+        kv_restores: KV that comes back from tiers; None without them (`use_tiers`).
         answers: finished answers of beam searches that were not collected yet, each as a new sequence with prompt and whole
             output.
     """
@@ -101,6 +106,7 @@ class Scheduler:
         pool: BlockPool,
         keys: PrefixKeys | None = None,
         speculation: Speculation | None = None,
+        cells: CellLayout | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -120,6 +126,7 @@ class Scheduler:
             ]
             for number, share in enumerate(quotas):  # a sequence that runs alone must fit beside full shares
                 self._num_usable[number] -= share.num_most
+        self._layerwise = None if cells is None else LayerwisePrompts(cells, pool, self._num_usable[0])
         self._requests = RequestTable(pool, self._policy, keys, quotas)
         self._draft_allocator = (
             DraftAllocator(speculation, self._requests, self._policy, self.cost, config.max_num_seqs)
@@ -165,13 +172,18 @@ class Scheduler:
         """Whether its prefix cache keeps nothing: there are too few blocks to give each scope a share."""
         return self._most_shared == 0
 
-    def use_tier(self, index: KVTierIndex) -> None:
-        """Has a tier keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
+    @property
+    def max_layerwise_positions(self) -> int:
+        """Positions of the longest prompt that there is memory for if it is computed layer by layer; 0 if none can be."""
+        return 0 if self._layerwise is None else self._layerwise.max_positions
+
+    def use_tiers(self, tiers: KVTiers) -> None:
+        """Has tiers keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
         assert self.prefix_cache is not None
-        self.prefix_cache.tier = index
-        index.kept.time = self._time
+        self.prefix_cache.tiers = tiers
+        tiers.use_time(self._time)
         self.kv_restores = KVRestores(
-            index, self.prefix_cache, self.kv_loads, self.cost, self.pool.block_size, self._most_shared
+            tiers, self.prefix_cache, self.kv_loads, self.cost, self.pool.block_size, self._most_shared
         )
 
     # State
@@ -237,12 +249,17 @@ class Scheduler:
             self.config.max_model_len - state.num_prompt_tokens,
             most if most is not None else self.config.max_model_len,
         )
+        has_output = resumption is not None and any(resumption.token_ids)
+        is_layerwise = not (has_output or prefill_only) and self._fits_only_layerwise(request)
+        if is_layerwise:
+            max_output = most or 0
         if request.sampling.beams is not None:
             state.beams = Beams(request.sampling.beams, state.stop_token_ids, max_output)
-        if resumption is not None and any(resumption.token_ids):
+        if resumption is not None and has_output:
             self._requests.resume(state, resumption, max_output)
         else:
             sequence = self._requests.make_sequence(state, 0, list(request.token_ids), max_output)
+            sequence.is_layerwise = is_layerwise
             if state.beams is not None:
                 state.beams.start({sequence.seq_id: 0.0})
         num_kv_tokens = self._count_usable(1 if request.sampling.beams is None else request.sampling.beams.width)
@@ -253,6 +270,9 @@ class Scheduler:
             self.pool.block_size,
             self.config.budget.max_tokens,
         )
+        if is_layerwise and self._layerwise is not None:
+            longest = self.config.max_prefill_only_len + int(max_output > 0)
+            limits = replace(limits, max_model_len=longest, num_kv_tokens=self._layerwise.max_positions)
         refusal = refusal or find_refusal(request, limits)
         if refusal is None and state.beams is not None:
             refusal = state.beams.find_excess()
@@ -266,6 +286,18 @@ class Scheduler:
             self.kv_loads.begin(state, now)
         elif grammar_deadline_s is None:
             self._requests.wait_for_slots(state)
+
+    def _fits_only_layerwise(self, request: Request) -> bool:
+        """Whether a request ends with its prompt, and that is too long for KV of all layers."""
+        num_most = min(self.config.max_model_len - int(request.sampling.max_tokens != 0), self._count_usable(1))
+        if self._layerwise is None or len(request.token_ids) <= num_most:
+            return False
+        ends_with_prompt = request.sampling.ends_with_prompt and not request.images
+        return ends_with_prompt and self.config.max_prefill_only_len > self.config.max_model_len
+
+    def _layerwise_of(self, sequence: SequenceRecord) -> LayerwisePrompts | None:
+        """Returns what knows the memory of a sequence, if it is computed layer by layer."""
+        return self._layerwise if sequence.is_layerwise else None
 
     def _count_usable(self, width: int) -> int:
         """Returns the positions that a sequence, or `width` beams together, can have while nothing else runs."""
@@ -289,12 +321,12 @@ class Scheduler:
             self._requests.hold(state, hold_s, now)
 
     def report_kept(self, scope: Scope) -> list[tuple[str, KeptUsage]]:
-        """Returns what is kept of a scope on the device and in the tier, each by its name."""
+        """Returns what is kept of a scope on the device and in the tiers, each by its name."""
         if self.prefix_cache is None:
             return []
-        roots, tier = self._requests.roots_of(scope), self.prefix_cache.tier
-        found = [(DEVICE, self.prefix_cache.kept.report(roots))]
-        return found if tier is None else [*found, (tier.name, tier.kept.report(roots))]
+        roots, tiers = self._requests.roots_of(scope), self.prefix_cache.tiers
+        below = () if tiers is None else tiers.indexes
+        return [(DEVICE, self.prefix_cache.kept.report(roots)), *((tier.name, tier.kept.report(roots)) for tier in below)]
 
     def forget(self, scope: Scope, now: float) -> None:
         """Drops what is kept of a scope. What its requests and other engines use becomes free when they have ended."""
@@ -485,7 +517,7 @@ class Scheduler:
         has_images = bool(sequence.request_state.request.images)
         if has_images and not (num_most := self._encodings.fit(sequence, num_most)):
             return
-        num_tokens = step.budget.fit(sequence.num_planned, num_most, strict=strict)
+        num_tokens = step.budget.fit(sequence.cost_start, num_most, strict=strict)
         if has_images:
             num_tokens = step.keep_images_whole(sequence, num_tokens, strict=strict)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
@@ -506,9 +538,11 @@ class Scheduler:
                 if self._policy.pass_over(sequence):
                     continue
                 return
-            keys = self._requests.match_keys(sequence)
-            read = None if self.kv_restores is None else self.kv_restores.find(sequence, keys)
+            keys, layerwise = self._requests.match_keys(sequence), self._layerwise_of(sequence)
+            read = None if self.kv_restores is None or layerwise is not None else self.kv_restores.find(sequence, keys)
             hits = self.prefix_cache.match(keys) if self.prefix_cache is not None else []
+            if layerwise is not None:
+                hits = hits[: layerwise.count_hits(sequence, len(hits))]
             num_hit = len(hits) // self.pool.num_groups * self.pool.block_size
             if not step.budget.fit(num_hit, len(sequence.token_ids) - num_hit, strict=step.prefill_level is not None):
                 return
@@ -523,6 +557,8 @@ class Scheduler:
             if read is not None:
                 self._restore(sequence, read, step.now)
                 continue
+            if layerwise is not None:
+                layerwise.begin(sequence, len(hits))
             self._start(step, sequence, num_hit)
             self._extend_chunk(step, sequence)
 
@@ -589,6 +625,8 @@ class Scheduler:
         state = sequence.request_state
         if state.beams is not None:
             return self._searches.count_blocks(state)
+        if (layerwise := self._layerwise_of(sequence)) is not None:
+            return [layerwise.count_needed(sequence, table.num_entries)]
         num_most = count_positions(state.num_prompt_tokens, sequence.max_output)
         num_entries = -(-min(len(sequence.token_ids) + 1, num_most) // self.pool.block_size)
         groups = range(self.pool.num_groups)
@@ -640,7 +678,8 @@ class Scheduler:
         is_decode = start == num_known - 1
         samples = int(end == num_known + num_drafts and sequence.max_output > 0)
         is_watched = choice.is_watched
-        if self._draft_allocator is not None and samples:  # the end of a prompt may be a single position
+        if self._draft_allocator is not None and samples and not sequence.is_layerwise:
+            # the end of a prompt may be a single position
             is_watched = is_watched or not is_decode or not sequence.num_output
         if sequence.is_unknown:
             sequence.is_unknown = False
@@ -658,13 +697,14 @@ class Scheduler:
                 drafter=choice.drafter if num_drafts else "",
                 parents=choice.parents[:num_drafts] if num_drafts and choice.parents is not None else None,
                 is_watched=is_watched,
+                layerwise=sequence.layerwise,
             )
         )
         if num_drafts:
             step.choices[sequence.seq_id] = choice._replace(num_drafts=num_drafts)
             sequence.num_drafts = num_drafts
         step.parts.append((sequence, end, 0 if is_decode else num_tokens))
-        step.budget.spend(start, num_tokens + num_drafts)
+        step.budget.spend(start if sequence.layerwise is None else sequence.cost_start, num_tokens + num_drafts)
         sequence.num_planned = end
         sequence.num_in_flight += 1
         if samples:

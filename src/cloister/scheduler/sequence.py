@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cloister.kv import BlockTable
+from cloister.types.layerwise import LayerwisePlan
 from cloister.types.request import Request
 from cloister.types.step import MAX_SCORED_ROWS, NewSequence
 
@@ -117,14 +118,19 @@ class SequenceRecord:
         last_snapshot: the same of the latest state that was kept beside those; 0 for none.
         is_unknown: it runs, but no plan has introduced it to the runner yet.
         may_restore: before it starts, a tier may be asked for its KV (`scheduler.kv_restores`).
+        is_layerwise: its prompt is computed layer by layer (`scheduler.layerwise`). Positions planned and committed then count
+            how much was done, and no KV is complete before the last one.
+        layerwise: how, while it runs.
     """
 
     __slots__ = (
         "drafting",
         "index",
+        "is_layerwise",
         "is_unknown",
         "keys",
         "last_snapshot",
+        "layerwise",
         "max_output",
         "may_restore",
         "num_committed",
@@ -161,6 +167,8 @@ class SequenceRecord:
         self.scheduling: object | None = None
         self.is_unknown = False
         self.may_restore = True
+        self.is_layerwise = False
+        self.layerwise: LayerwisePlan | None = None
         self.keys: list[bytes] = []
         self.table: BlockTable | None = None
 
@@ -196,6 +204,13 @@ class SequenceRecord:
         """Positions that one step may compute for it."""
         scored = self.request_state.request.sampling.prompt_logprobs is not None
         return min(self.num_wanted, MAX_SCORED_ROWS) if scored else self.num_wanted
+
+    @property
+    def cost_start(self) -> int:
+        """Where its next positions stand for what attention costs: one that is computed layer by layer sees half of its prompt
+        on average."""
+        how = self.layerwise
+        return self.num_planned if how is None else how.first + how.num_positions // 2
 
     @property
     def num_slots(self) -> int:

@@ -187,7 +187,7 @@ def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
 
 def check_fits(reader: PromptReader, num_tokens: int, field: str) -> None:
     """Raises ContextLengthError for a text of a field that the context window does not hold."""
-    window = reader.model.max_model_len
+    window = reader.model.longest_prompt
     if num_tokens > window:
         raise ContextLengthError(
             f"The context window holds {window} tokens; a text of `{field}` has {num_tokens}. Cut it in pieces.", param=field

@@ -168,7 +168,7 @@ def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelI
         raise invalid(f"`{param}` is empty; send at least one token.", param, "empty_prompt")
     room = model.max_model_len - num_prompt_tokens
     asked = max(sampling.max_tokens or 1, sampling.min_tokens)
-    if asked <= room:
+    if asked <= room or (sampling.ends_with_prompt and num_prompt_tokens <= model.longest_prompt):
         return
     window = f"The context window holds {model.max_model_len} tokens; the prompt has {num_prompt_tokens}"
     if room < 1:

@@ -79,6 +79,12 @@ class EngineConfig:
     )
     num_threads: int | None = setting(None, "Threads for arithmetic.", low=1)
     max_model_len: int | None = setting(None, "Longest prompt and answer together, in tokens.", low=1)
+    max_prefill_only_len: int | None = setting(
+        None,
+        "Longest prompt of a request that ends with it (score, vector, one token), in tokens. One above max_model_len is "
+        "computed layer by layer, with KV of one layer at a time.",
+        low=1,
+    )
     default_max_tokens: int = setting(
         2048,
         "Longest answer if a request sets no limit, in tokens; 0: as long as the context window permits.",
@@ -117,8 +123,8 @@ class EngineConfig:
     )
     kv_tier: str | None = setting(
         None,
-        "Where evicted KV of the prefix cache is kept, encrypted: disk:PATH[,SIZE] or host:SIZE (with K, M, G or T); unset,"
-        " nowhere.",
+        "Where evicted KV of the prefix cache is kept, encrypted: host:SIZE (with K, M, G or T), disk:PATH[,SIZE], or"
+        " host:SIZE+disk:PATH[,SIZE], where the disk gets what memory lets go; unset, nowhere.",
     )
     profile: str | None = setting(
         None,

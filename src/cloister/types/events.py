@@ -138,8 +138,8 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     """Time that steps without drafts would have taken for the accepted drafts (`engine.drafting.weigh`)."""
     spent_s: float = 0.0
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
-    stored: KVStored | None = None
-    """What a tier has written and holds, if either has changed."""
+    stored: tuple[KVStored, ...] = ()
+    """What each tier has written and holds, if either has changed."""
 
 
 class KVLoaded(msgspec.Struct, frozen=True, tag=True):

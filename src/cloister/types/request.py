@@ -112,6 +112,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Number of concurrent sequences: its answers, or the beams of a search."""
         return self.n if self.beams is None else max(self.n, self.beams.width)
 
+    @property
+    def ends_with_prompt(self) -> bool:
+        """Whether the answer is at most one token, so that computing the prompt is all (scores, choices, embeddings)."""
+        return self.max_tokens is not None and self.max_tokens <= 1 and self.num_sequences == 1
+
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged): stop strings and biases are user content too."""
         return f"SamplingParams(n={self.n}, temperature={self.temperature}, max_tokens={self.max_tokens})"
@@ -294,6 +299,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         number_format: quantization of its weights in memory, if the settings chose one.
         is_on_device: its weights are in device memory, not in the host's.
         encoder: None for a model that generates text.
+        max_prefill_only_len: longest prompt of a request that ends with it, if that may be longer; 0 if not.
     """
 
     name: str
@@ -314,6 +320,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     number_format: str = ""
     is_on_device: bool = False
     encoder: EncoderInfo | None = None
+    max_prefill_only_len: int = 0
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt of a request that ends with it, in tokens."""
+        return max(self.max_model_len, self.max_prefill_only_len)
 
     def bound(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Returns the sampling parameters with `max_tokens` set: if unset, the default or the rest of the context window."""

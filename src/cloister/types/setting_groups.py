@@ -15,7 +15,10 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "strict_config", "weights_cache", "weights_cache_mb", "lora", "max_loras", "max_lora_rank", "runtime_adapters",
         "pooling", "tool_parser", "reasoning_parser",
     ),
-    "memory": ("max_model_len", "memory_share", "kv_memory_mb", "kv_dtype", "block_size", "prefix_cache", "kv_tier"),
+    "memory": (
+        "max_model_len", "max_prefill_only_len", "memory_share", "kv_memory_mb", "kv_dtype", "block_size", "prefix_cache",
+        "kv_tier",
+    ),
     "scheduling": (
         "replicas", "router", "prefill", "decode", "rebalance", "max_ttft_s", "kv_transfer", "slow_replicas", "verify_replay",
         "on", "ray_address", "scheduler", "max_num_seqs", "max_n", "max_batched_tokens", "target_step_ms", "max_stall",

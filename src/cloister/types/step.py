@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from cloister.types.images import ImageTile
+from cloister.types.layerwise import LayerwisePlan
 from cloister.types.request import Embedding, PoolingParams, SamplingParams, TokenLogprobs
 
 
@@ -55,6 +56,7 @@ class SequencePlan(msgspec.Struct, kw_only=True):
             shape.
         is_watched: drafters observe the model's output of this step, and may draft in the next one. They always observe
             verified drafts.
+        layerwise: how `start` and `num_tokens` are meant if the prompt is computed layer by layer; None if in all layers.
     """
 
     seq_id: int
@@ -67,6 +69,7 @@ class SequencePlan(msgspec.Struct, kw_only=True):
     drafter: str = ""
     parents: tuple[int, ...] | None = None
     is_watched: bool = False
+    layerwise: LayerwisePlan | None = None
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -84,7 +87,7 @@ class BlockLoad(msgspec.Struct, frozen=True):
     """A block takes contents that another engine computed (`Program.import_blocks`)."""
 
     block: int
-    content: bytes
+    content: bytes | memoryview
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""

@@ -61,11 +61,6 @@ def test_in_private_not_even_one_key_feels_its_own() -> None:
     assert lab.ask("ann", prompt).num_cached == lab.ask("ann", prompt).num_cached == 0
 
 
-def flood(lab: Lab, who: str, num_tokens: int) -> None:
-    for _ in range(num_tokens // 500):
-        lab.ask(who, lab.prompt(500))
-
-
 @pytest.mark.parametrize(("profile", "cache_scopes", "is_felt"), [("open", 0, True), ("team", 2, False)])
 def test_an_eviction_by_another_tenant_is_felt_in_one_cache_and_not_in_shares(
     profile: str, cache_scopes: int, is_felt: bool
@@ -76,7 +71,7 @@ def test_an_eviction_by_another_tenant_is_felt_in_one_cache_and_not_in_shares(
         prompt = lab.prompt(LENGTH)
         lab.ask("ann", prompt)
         quiet.append(lab.ask("ann", prompt).num_cached)
-        flood(lab, "bob", lab.num_kv_tokens + 1000)
+        lab.flood("bob", lab.num_kv_tokens + 1000)
         busy.append(lab.ask("ann", prompt).num_cached)
     assert quiet == [304] * 3
     assert busy == ([0] * 3 if is_felt else quiet)

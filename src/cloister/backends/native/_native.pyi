@@ -240,6 +240,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -258,6 +260,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -276,6 +280,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -294,6 +300,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -313,6 +321,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -347,6 +357,8 @@ class Program:
         rope_positions: _Ints | None,
         last_seen: _Ints | None,
         hidden_states: _Floats | None,
+        layer: int,
+        residual: _Floats | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

@@ -25,6 +25,7 @@ from cloister.backends.base import (
     StepOutput,
     Wants,
     check_contents,
+    plan_cells,
 )
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.backends.kivi import KIVI
@@ -183,7 +184,8 @@ class LayerCache(NamedTuple):
 
 
 class NativeProgram(Program):
-    """A packed model with its KV cache; has every capability but ASYNCHRONOUS and ENCODER, and IMAGES only with a tower.
+    """A packed model with its KV cache; has every capability but ASYNCHRONOUS and ENCODER, IMAGES only with a tower, and
+    LAYERWISE only where `plan_cells` finds cells.
 
     Args:
         kernels: the instruction set, one of `_native.kernel_names()`.
@@ -197,7 +199,7 @@ class NativeProgram(Program):
         ModelError: experts of one layer are in several number formats.
     """
 
-    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER | Capability.IMAGES)
+    capabilities = ~(Capability.ASYNCHRONOUS | Capability.ENCODER | Capability.IMAGES | Capability.LAYERWISE)
 
     def __init__(
         self,
@@ -229,6 +231,7 @@ class NativeProgram(Program):
         self._recent: dict[int, ByteArray] = {}  # by layer, the cache of its newest keys
         self._shared_kv: dict[int, int] = {}  # by layer, the one whose cache it reads
         self._ones: list[FloatArray] = []  # weights of norms that have none
+        self._cells = self._make_cells(spec, kv, kv_dtype)
         self._states = StateStore(kv)
         self._has_states = any(layer.state is not None for layer in spec.layers)
         if spec.streams is not None and table is not None:
@@ -339,7 +342,20 @@ class NativeProgram(Program):
             beside=beside,
         )
 
+    def _make_cells(self, spec: DecoderSpec, kv: KVLayout, kv_dtype: str) -> ByteArray | None:
+        """Returns the caches of all layers one after the other, if single layers can use them: [num_cells, bytes of one]."""
+        attentions = [layer.attention for layer in spec.layers]
+        sizes = [0 if each is None else kv_block_bytes(each, kv_dtype, kv.block_size) for each in attentions]
+        self.cells = plan_cells(spec, kv, sizes)
+        if self.cells is None:
+            return None
+        self.capabilities |= Capability.LAYERWISE
+        num_cells = self.cells.num_layers * self.cells.num_blocks
+        return reserve(sizes[0] * num_cells, streamed=False).reshape(num_cells, sizes[0])
+
     def _make_cache(self, attention: AnyAttentionSpec, number: int, kv: KVLayout, kv_dtype: str) -> ByteArray:
+        if self._cells is not None:
+            return self._cells[number * kv.num_blocks : (number + 1) * kv.num_blocks]
         num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
         num_blocks = len(kv.blocks_of(number)) + num_empty
         block_bytes = kv_block_bytes(attention, kv_dtype, kv.block_size)
@@ -563,7 +579,7 @@ class NativeProgram(Program):
         """Returns the contents of each block, layer after layer."""
         return [b"".join([row.data for row in self._rows(block)]) for block in block_ids]
 
-    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites blocks with contents that `export_blocks` returned."""
         rows_of = [self._rows(block) for block in block_ids]
         check_contents(block_ids, [sum(row.nbytes for row in rows) for rows in rows_of], contents)
@@ -572,6 +588,16 @@ class NativeProgram(Program):
             for row in rows:
                 row[:] = numbers[first : first + row.nbytes]
                 first += row.nbytes
+
+    def read_cells(self, cells: IntArray) -> ByteArray:
+        """Returns a copy of what cells hold, [num_cells, bytes of a cell]."""
+        return super().read_cells(cells) if self._cells is None else self._cells[cells]
+
+    def write_cells(self, cells: IntArray, contents: ByteArray) -> None:
+        """Overwrites cells."""
+        if self._cells is None:
+            raise self._lacks(Capability.LAYERWISE)
+        self._cells[cells] = contents
 
     def _rows(self, block: int) -> list[ByteArray]:
         """Returns the bytes of a block in each layer that has it, in place."""
@@ -628,7 +654,7 @@ class NativeProgram(Program):
 
 _Arrays = tuple[
     IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None,
-    FloatArray | None, IntArray | None, IntArray | None, IntArray | None, FloatArray | None,
+    FloatArray | None, IntArray | None, IntArray | None, IntArray | None, FloatArray | None, int, FloatArray | None,
 ]  # fmt: skip
 
 
@@ -649,4 +675,6 @@ def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
         batch.rope_positions,
         batch.last_seen,
         batch.hidden,
+        batch.layer,
+        batch.residual,
     )

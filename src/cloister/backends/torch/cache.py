@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cloister.backends.base import IntArray, KVLayout
+from cloister.backends.base import ByteArray, IntArray, KVLayout
 from cloister.backends.spec import AnyAttentionSpec, LatentAttentionSpec, StateSpec, kv_size
 from cloister.backends.torch.packing import PackedBlocks, pack_moved
+from cloister.types.layerwise import CellLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,27 @@ class KVCache:
 
     The zero slot stands for positions past a context, so that attention always reads splits of a fixed length.
 
+    Args:
+        cells: where single layers may use the memory of all of them; None where they may not.
+
     Attributes:
         layers: one tensor [num_slots + 1, size] each (`SlotLayout`); size 0 where a layer has no KV of its own. It holds the
             newest positions only where layers pack the others.
         packed: by layer, the packed KV of those that do and have KV of their own.
+        cells: with `cells`, the slots of all layers one after the other, and a zero slot: [num_slots of all + 1, size].
     """
 
     def __init__(
-        self, layout: KVLayout, layers: Sequence[AnyAttentionSpec | None], dtype: torch.dtype, device: torch.device
+        self,
+        layout: KVLayout,
+        layers: Sequence[AnyAttentionSpec | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        cells: CellLayout | None = None,
     ) -> None:
         self.layout = layout
+        self.cells: Tensor | None = None
+        self._num_blocks = 0 if cells is None else cells.num_blocks
         is_packed = layout.recent_group is not None
         self._blocks = [layout.recent_blocks if is_packed else layout.blocks_of(number) for number in range(len(layers))]
         self.packed = {
@@ -61,10 +73,35 @@ class KVCache:
             for number, layer in enumerate(layers)
             if is_packed and layer is not None and kv_size(layer)
         }
-        self.layers = [
-            torch.zeros(len(blocks) * layout.block_size + 1, 0 if layer is None else kv_size(layer), dtype=dtype, device=device)
-            for layer, blocks in zip(layers, self._blocks, strict=True)
-        ]
+        sizes = [0 if layer is None else kv_size(layer) for layer in layers]
+        if cells is None:
+            self.layers = [
+                torch.zeros(len(blocks) * layout.block_size + 1, size, dtype=dtype, device=device)
+                for size, blocks in zip(sizes, self._blocks, strict=True)
+            ]
+            return
+        stride = (cells.num_blocks + 1) * layout.block_size  # the first slot behind a layer's blocks is its zero slot
+        self.cells = torch.zeros(len(layers) * stride + 1, sizes[0], dtype=dtype, device=device)
+        ends = [number * stride + cells.num_blocks * layout.block_size + 1 for number in range(len(layers))]
+        self.layers = [self.cells[end - 1 - cells.num_blocks * layout.block_size : end] for end in ends]
+
+    def place_cells(self, numbers: IntArray) -> IntArray:
+        """Returns cells by their place in `cells`, where each layer has one block more."""
+        return numbers + numbers // self._num_blocks
+
+    def read_cells(self, numbers: IntArray) -> ByteArray:
+        """Returns a copy of what cells hold, [num_cells, bytes of a cell]."""
+        return self._cell_bytes()[self.place_cells(numbers)]
+
+    def write_cells(self, numbers: IntArray, contents: ByteArray) -> None:
+        """Overwrites cells."""
+        self._cell_bytes()[self.place_cells(numbers)] = contents
+
+    def _cell_bytes(self) -> ByteArray:
+        assert self.cells is not None
+        num_bytes = self.layout.block_size * self.cells.shape[1] * self.cells.element_size()
+        cells: ByteArray = self.cells[:-1].view(torch.uint8).numpy().reshape(-1, num_bytes)
+        return cells
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target); no target may be a source of the same call."""
@@ -154,7 +191,7 @@ def export_rows(rows: Sequence[Tensor]) -> bytes:
     return b"".join([row.view(torch.uint8).cpu().numpy().data for row in rows])
 
 
-def import_rows(rows: Sequence[Tensor], content: bytes) -> None:
+def import_rows(rows: Sequence[Tensor], content: bytes | memoryview) -> None:
     """Overwrites tensors with bytes that `export_rows` returned."""
     numbers, first = torch.from_numpy(np.frombuffer(content, np.uint8).copy()), 0
     for row in rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.base import (
+    ByteArray,
     Capability,
     FloatArray,
     ForwardBatch,
@@ -26,6 +28,7 @@ from cloister.backends.base import (
     Wants,
     Weights,
     check_contents,
+    plan_cells,
 )
 from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, LatentAttentionSpec, QueryGrowth, kv_size
@@ -127,7 +130,14 @@ class TorchProgram(Program):
         self._tiles = common_tiles(*(linear.tiles for linear in self.linears))
         ropes = {layer.attention.rope for layer in spec.layers if layer.attention is not None} - {None}
         self._ropes = {rope: RopeTable(rope, device) for rope in ropes if rope is not None}
-        self._cache = KVCache(kv, [layer.attention for layer in spec.layers], dtype, device)
+        attentions = [layer.attention for layer in spec.layers]
+        owned = [each is not None and kv_layer(each, number) == number for number, each in enumerate(attentions)]
+        sizes = [kv_size(each) if each is not None and own else 0 for each, own in zip(attentions, owned, strict=True)]
+        if device.type == "cpu":
+            self.cells = plan_cells(spec, kv, [kv.block_size * size * dtype.itemsize for size in sizes])
+        if self.cells is not None:
+            self.capabilities |= Capability.LAYERWISE
+        self._cache = KVCache(kv, attentions, dtype, device, self.cells)
         specs = {number: layer.state for number, layer in enumerate(spec.layers) if layer.state is not None}
         self._mixers = {number: layer.mixer for number, layer in enumerate(self._layers) if layer.mixer is not None}
         self._states = States(kv, specs, team, device) if specs else None
@@ -188,12 +198,22 @@ class TorchProgram(Program):
         """Returns the contents of each block, layer after layer; states after KV."""
         return [export_rows(self._rows(block)) for block in block_ids]
 
-    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites blocks with contents that `export_blocks` returned."""
         rows_of = [self._rows(block) for block in block_ids]
         check_contents(block_ids, [sum(row.nbytes for row in rows) for rows in rows_of], contents)
         for rows, content in zip(rows_of, contents, strict=True):
             import_rows(rows, content)
+
+    def read_cells(self, cells: IntArray) -> ByteArray:
+        """Returns a copy of what cells hold, [num_cells, bytes of a cell]."""
+        return super().read_cells(cells) if self.cells is None else self._cache.read_cells(cells)
+
+    def write_cells(self, cells: IntArray, contents: ByteArray) -> None:
+        """Overwrites cells."""
+        if self.cells is None:
+            raise self._lacks(Capability.LAYERWISE)
+        self._cache.write_cells(cells, contents)
 
     def _rows(self, block: int) -> list[Tensor]:
         return self._cache.rows(block) + ([] if self._states is None else self._states.cache.rows(block))
@@ -234,13 +254,19 @@ class TorchProgram(Program):
         turns = positions if batch.rope_positions is None else self._pad(batch.rope_positions, num_rows)
         angles = {spec: rope.at(turns, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
         deepstack = self._deepstack(batch)
+        cells = None
+        if batch.residual is not None:
+            cells = self._check_layer(batch)
+            batch = replace(batch, block_tables=self._cache.place_cells(batch.block_tables))
         unfolded, nodes = unfold(batch)
-        units, keys_of = self._schedule(unfolded, nodes, num_rows)
+        units, keys_of = self._schedule(unfolded, nodes, num_rows, cells)
         slots_of = self._adapters.of_step(batch)
         adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
         written, blocks_of = self._written_slots(batch), self._match_blocks(batch)
         state_step = None if self._states is None else self._states.schedule(batch)
-        for number, (layer, slots) in enumerate(zip(self._layers, self._cache.layers, strict=True)):
+        numbers = range(len(self._layers)) if batch.residual is None else range(batch.layer, batch.layer + 1)
+        for number in numbers:
+            layer, slots = self._layers[number], self._cache.layers[number] if cells is None else cells
             rope = None if layer.attention is None else layer.attention.rope
             cos_sin = None if rope is None else angles[rope]
             queries, new_slots, features, index_features = self._project(layer, hidden, cos_sin, adapters)
@@ -252,7 +278,9 @@ class TorchProgram(Program):
                     rows_written = written[self._written_group(number)]
                     slots.index_copy_(0, rows_written, new_slots[:num_tokens].to(slots.dtype))
                 owner, group = kv_layer(layer.attention, number), self._cache.layout.group_of(number)
-                slots, keys, forms = self._cache.layers[owner], keys_of[group], None
+                if cells is None:
+                    slots = self._cache.layers[owner]
+                keys, forms = keys_of[group], None
                 if group in blocks_of:
                     blocks = blocks_of[group]
                     if new_slots.shape[1]:
@@ -273,7 +301,22 @@ class TorchProgram(Program):
             self._team.run(tasks, num_rows * layer.finish_operations)
             if number < len(deepstack):
                 hidden.index_add_(0, *deepstack[number])
+        if batch.residual is not None:
+            batch.residual[:] = hidden[:num_tokens].numpy()
         return hidden
+
+    def _check_layer(self, batch: ForwardBatch) -> Tensor:
+        """Returns the slots of all cells, which a step of one layer reads and writes.
+
+        Raises:
+            EngineError: the program cannot compute single layers.
+            ValueError: the model has no such layer, or logits are asked of another layer than the last.
+        """
+        if self._cache.cells is None:
+            raise self._lacks(Capability.LAYERWISE)
+        if not 0 <= batch.layer < len(self._layers) or (len(batch.logit_rows) and batch.layer + 1 < len(self._layers)):
+            raise ValueError("a batch names a layer that the model does not have, or one without logits")
+        return self._cache.cells
 
     def _advance(self, number: int, features: Tensor, step: StateStep) -> Tensor:
         """Advances the states of one layer, and returns what its mixer makes of the tokens [num_rows, num_mixed]."""
@@ -281,8 +324,12 @@ class TorchProgram(Program):
         return self._states.advance(number, self._mixers[number], features, step)
 
     def _embed(self, batch: ForwardBatch, num_rows: int) -> Tensor:
+        """Returns what the first layer reads, or the only one that is computed: [num_rows, hidden]."""
         hidden = torch.zeros(num_rows, self._spec.hidden_size, device=self._device)
         found = hidden[: len(batch.token_ids)]
+        if batch.residual is not None and batch.layer:
+            found.copy_(torch.from_numpy(batch.residual))
+            return hidden
         found.copy_(to_torch(self._embedding[batch.token_ids]))
         if self._spec.embedding_scale != 1.0:
             found.mul_(self._spec.embedding_scale)
@@ -327,9 +374,13 @@ class TorchProgram(Program):
         return {group: match_blocks(batch, layout, layer, self._device) for group, layer in layers.items()}
 
     def _schedule(
-        self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int
+        self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int, cells: Tensor | None = None
     ) -> tuple[dict[AttentionShape, list[UnitBatch]], dict[int, KeySlots]]:
-        """Returns the order of work in attention, and the slots of keys of each group of layers."""
+        """Returns the order of work in attention, and the slots of keys of each group of layers.
+
+        Args:
+            cells: the slots of keys are among these (`_check_layer`).
+        """
         layout = self._cache.layout
         keys_of: dict[int, KeySlots] = {}
         units: dict[AttentionShape, list[UnitBatch]] = {}
@@ -339,7 +390,7 @@ class TorchProgram(Program):
             shape, spec, group = work_shape(layer.attention), layer.attention, layout.group_of(number)
             if group not in keys_of:
                 tables, window = of_group(batch, layout, group), layout.groups[group].window if layout.groups else None
-                zero_slot = len(layout.blocks_of(number)) * layout.block_size
+                zero_slot = len(layout.blocks_of(number)) * layout.block_size if cells is None else len(cells) - 1
                 keys_of[group] = KeySlots(tables, layout.block_size, zero_slot, nodes, window)
             keys = keys_of[group]
             if shape not in units:

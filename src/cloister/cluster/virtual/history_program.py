@@ -65,7 +65,7 @@ class HistoryProgram(Program):
         """Returns what the slots of each block hold."""
         return [self.slots[block].tobytes() for block in block_ids]
 
-    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+    def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites blocks."""
         check_contents(block_ids, [self.slots[block].nbytes for block in block_ids], contents)
         for block, content in zip(block_ids, contents, strict=True):

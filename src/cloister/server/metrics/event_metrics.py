@@ -356,8 +356,8 @@ class Metrics:
 
     def _observe_step(self, event: Stepped) -> None:
         self._drafts.observe(event)
-        if event.stored is not None:
-            self._tiers.note_stored(event.stored)
+        for stored in event.stored:
+            self._tiers.note_stored(stored)
         self._step_s.observe(event.elapsed_s)
         self._step_tokens.observe(event.num_tokens)
         used, cached = event.num_used_blocks, event.num_cached_blocks

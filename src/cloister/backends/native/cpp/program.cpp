@@ -89,6 +89,17 @@ void Program::wipe() {
     pool_->run_on_each([](int) { overwrite_stack(); });
 }
 
+// A step of one layer reads and writes KV in blocks of any layer's memory, which are numbered through: layer 0's first.
+void Program::check_layer_batch(const Batch& batch) const {
+    require(within(batch.layer, int(layers.size())), "a batch names a layer that the model does not have");
+    require(!batch.num_rows || batch.layer + 1 == int(layers.size()), "only the last layer has logits");
+    require(groups.size() == 1 && !streams && !merge.codes && !batch.num_embeddings, "this model cannot be computed layer by layer");
+    size_t layer_bytes = size_t(groups[0].num_blocks) * layers[0].cache.block_bytes;
+    for (size_t i = 0; i < layers.size(); i++)
+        require(layers[i].attends() && !layers[i].beside && layers[i].cache.block_bytes == layers[0].cache.block_bytes && layers[i].cache.base == layers[0].cache.base + i * layer_bytes,
+                "this model cannot be computed layer by layer");
+}
+
 void Program::check(const Batch& batch) const {
     const int32_t *starts = batch.query_starts, *contexts = batch.context_lens;
     require(!streams || !layers.empty(), "residual streams need layers");
@@ -108,7 +119,7 @@ void Program::check(const Batch& batch) const {
                 const KVGroup& group = groups[size_t(g)];
                 if (group.is_state) continue;
                 for (int b = first_entry(group, context - (end - first), block_size); b < blocks; b++)
-                    require(within(table[size_t(b) * size_t(num_groups) + size_t(g)] - group.first_block, group.num_blocks),
+                    require(within(table[size_t(b) * size_t(num_groups) + size_t(g)] - group.first_block, batch.residual ? group.num_blocks * int(layers.size()) : group.num_blocks),
                             "a batch names a block that the cache does not have");
             }
         }
@@ -126,6 +137,7 @@ void Program::check(const Batch& batch) const {
     for (int i = 0; positions.codes && i < batch.num_tokens; i++)
         require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
     check_states(batch);
+    if (batch.residual) check_layer_batch(batch);
     require(!batch.rope_positions || std::all_of(ropes.begin(), ropes.end(), [](const Rope& rope) { return !rope.axes.empty(); }),
             "tokens with three positions need a rotation that says which of them turns each frequency");
     for (int i = 0; batch.rope_positions && i < 3 * batch.num_tokens; i++)
@@ -763,6 +775,27 @@ void Program::decode_layer(const Layer& layer, const Batch& batch, const Layer*&
     join_branch(layer, layer.mlp_post_norm, num_tokens);
 }
 
+void Program::forward_layer(const Batch& batch, float* logits) {
+    size_t width = size_t(hidden_size_);
+    if (batch.layer == 0) {
+        embed(batch);
+    } else {
+        float* x = (float*)residual_.reserve(size_t(batch.num_tokens) * stride_ * 4);
+        each_row("residual", batch.num_tokens, [&](int row, int) { std::copy_n(batch.residual + size_t(row) * width, width, x + size_t(row) * stride_); });
+    }
+    struct Lent {  // the layer uses memory of all layers until it is done, or has failed
+        Layer& layer;
+        uint8_t* own;
+        ~Lent() { layer.cache.base = own; }
+    } lent{layers[size_t(batch.layer)], layers[size_t(batch.layer)].cache.base};
+    lent.layer.cache.base = layers[0].cache.base;
+    const Layer* previous = nullptr;
+    decode_layer(lent.layer, batch, previous);
+    if (batch.layer + 1 == int(layers.size())) return head_logits(batch, logits);
+    const float* x = residual_.get<float>();
+    each_row("residual", batch.num_tokens, [&](int row, int) { std::copy_n(x + size_t(row) * stride_, width, batch.residual + size_t(row) * width); });
+}
+
 void Program::forward(const Batch& batch, float* logits) {
     check(batch);
     head_rows_.clear();
@@ -773,6 +806,7 @@ void Program::forward(const Batch& batch, float* logits) {
     place_states(batch);
     list_adapters(batch);
     normed_.reserve(size_t(pool_->num_threads()) * stride_ * 4);
+    if (batch.residual) return forward_layer(batch, logits);
     embed(batch);
     if (merge.codes) merge_hidden(batch);
     if (streams) widen(batch);

@@ -204,6 +204,8 @@ struct Batch {
     const int32_t* rope_positions = nullptr;  // [3][num_tokens] time, row and column, or null
     const int32_t* last_seen = nullptr;       // [num_tokens] positions, or null: a token sees none after its own
     const float* hidden = nullptr;  // [num_tokens][hidden_size], where the program merges it with embeddings
+    float* residual = nullptr;  // [num_tokens][hidden_size] of one layer alone, what it reads and then what it leaves, or null
+    int layer = 0;              // its number
 };
 
 // One caller at a time (`Pool::take_turn`).
@@ -325,6 +327,8 @@ private:
     int rows_at_once(const Sequence& sequence, const AttentionShape& shape) const;
     void embed(const Batch& batch);
     void decode_layer(const Layer& layer, const Batch& batch, const Layer*& previous);
+    void check_layer_batch(const Batch& batch) const;
+    void forward_layer(const Batch& batch, float* logits);
     void add_deepstack(const Batch& batch, int number);
     void merge_hidden(const Batch& batch);
     void apply(const Norm& norm, const float* row, float* out) const;
