@@ -1,9 +1,14 @@
 """A prompt that another engine knows: time to the first token with its KV loaded, and computed.
 
     python -m benchmarks.kv_transfer [--model MODEL] [--tokens N] [--where unix|tcp://127.0.0.1:0] [--repeats N]
+    python -m benchmarks.kv_transfer --handover [--chunk N]
 
 Two engine processes of one thread. For each repeat both ways are timed in turn, with a new prompt, from `Submit` to the first
 token; the load itself from the engine's own event.
+
+With `--handover` one engine computes the prompt and another one goes on behind the first token, as with `serve --prefill 1
+--decode 1`. The gap between the first and the second token is that in one engine, where KV is pulled behind the first token,
+and where it is pulled behind each of the prompt's steps, while the next one runs.
 """
 
 from __future__ import annotations
@@ -13,11 +18,25 @@ import asyncio
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from cloister.engine.transports import ProcessTransport
 from cloister.launch.processes import ENGINE_ENTRY
 from cloister.types.config import EngineConfig
-from cloister.types.events import Ended, Event, KVLoaded, KVSource, Outputs, Progressed, Submit
+from cloister.types.events import (
+    Ended,
+    Event,
+    KVLoaded,
+    KVSource,
+    Outputs,
+    PrefetchKV,
+    PrefillDone,
+    Progressed,
+    Resumption,
+    Stepped,
+    Submit,
+)
 from cloister.types.request import Request, SamplingParams
 
 
@@ -29,6 +48,8 @@ class TimedEngine:
         self.came_s: dict[tuple[str, str], float] = {}
         self.events: list[Event] = []
         self.tokens: dict[str, list[int]] = {}
+        self.times_s: dict[str, list[float]] = {}
+        self.on_step: Callable[[], None] = lambda: None
 
     def deliver(self, message: Outputs) -> None:
         now = time.perf_counter()
@@ -38,6 +59,9 @@ class TimedEngine:
                 self.came_s.setdefault((type(event).__name__, event.request_id), now)
         for output in message.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            self.times_s.setdefault(output.request_id, []).extend([now] * len(output.token_ids))
+        if any(isinstance(event, Stepped) for event in message.events):
+            self.on_step()
 
     async def first_token_s(self, name: str, token_ids: list[int], source: str | None = None) -> float:
         """Returns the time to the first token of a request, which is whole then."""
@@ -50,23 +74,98 @@ class TimedEngine:
         return self.came_s["Progressed", name] - sent_s
 
 
-async def measure(model: str, num_tokens: int, where: str, repeats: int) -> None:
-    """Prints the figures."""
-    engines = [TimedEngine(), TimedEngine()]
-    config = EngineConfig(model=model, num_threads=1, kv_memory_mb=512.0, prefix_cache=True, kv_transfer=where)
+@asynccontextmanager
+async def two_engines(model: str, where: str, chunk: int | None) -> AsyncIterator[tuple[TimedEngine, TimedEngine, str, int]]:
+    """Starts two engines; yields them, the endpoint of the first one's KV, and the size of the vocabulary."""
+    engines = TimedEngine(), TimedEngine()
+    config = EngineConfig(
+        model=model, num_threads=1, kv_memory_mb=512.0, prefix_cache=True, kv_transfer=where, max_batched_tokens=chunk
+    )
     tasks = []
     for engine in engines:
         await engine.transport.open(config)
         tasks.append(asyncio.create_task(engine.transport.run(engine.deliver)))
-    source, target = engines
-    assert source.transport.ready is not None
+    ready = engines[0].transport.ready
+    assert ready is not None
+    assert ready.kv_endpoint is not None
+    yield *engines, ready.kv_endpoint, ready.model.vocab_size
+    for task, engine in zip(tasks, engines, strict=True):
+        task.cancel()
+        await engine.transport.close()
+
+
+class Handover:
+    """A request whose prompt one engine computes, and which another one goes on with.
+
+    Args:
+        follows: the target pulls KV behind each step of the source; else behind the first token.
+    """
+
+    def __init__(self, source: TimedEngine, target: TimedEngine, endpoint: str, *, follows: bool) -> None:
+        self._source, self._target, self._endpoint, self._follows = source, target, endpoint, follows
+
+    async def run(self, name: str, token_ids: list[int]) -> tuple[float, float]:
+        """Returns the time to the first token, and that from it to the second one."""
+        sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        request = Request(request_id=name, token_ids=token_ids, sampling=sampling)
+        where, sent_s = KVSource(self._endpoint), time.perf_counter()
+        self._source.transport.send(Submit(request, 0, hold_kv_s=60.0, prefill_only=True))
+        if self._follows:
+            self._source.on_step = lambda: self._target.transport.send(PrefetchKV(request, token_ids, where))
+        while not any(isinstance(event, PrefillDone) and event.request_id == name for event in self._source.events):
+            await asyncio.sleep(0.0002)
+        self._source.on_step = lambda: None
+        (first_s,), given = self._source.times_s[name], list(self._source.tokens[name])
+        self._target.tokens[name] = list(given)
+        self._target.transport.send(Submit(request, 0, resumption=Resumption([given]), kv_source=where))
+        while ("Ended", name) not in self._target.came_s:
+            await asyncio.sleep(0.0002)
+        return first_s - sent_s, self._target.times_s[name][0] - first_s
+
+
+async def measure_handover(model: str, num_tokens: int, where: str, repeats: int, chunk: int | None) -> None:
+    """Prints the gap behind the first token."""
+    async with two_engines(model, where, chunk) as (source, target, endpoint, vocab):
+        draw = random.Random(1)
+        found: dict[str, list[tuple[float, float]]] = {"one engine": [], "pulled behind it": [], "pulled meanwhile": []}
+        for number in range(repeats + 1):
+            for way, taken in found.items():
+                name = f"{way} {number}"
+                prompt = [draw.randrange(10, vocab) for _ in range(num_tokens)]
+                if way == "one engine":
+                    first_s = await source.first_token_s(name, prompt)
+                    taken.append((first_s, source.times_s[name][1] - source.times_s[name][0]))
+                else:
+                    taken.append(await Handover(source, target, endpoint, follows=way == "pulled meanwhile").run(name, prompt))
+    print(f"{model}, {num_tokens} tokens, {where}, steps of {chunk or 'any'} tokens, median of {repeats}")
+    for way, taken in found.items():
+        first_s, gap_s = (statistics.median(part) for part in zip(*taken[1:], strict=True))
+        print(f"  {way:20} first token {1e3 * first_s:8.1f} ms, then the second {1e3 * gap_s:8.1f} ms")
+
+
+async def measure(model: str, num_tokens: int, where: str, repeats: int, chunk: int | None) -> None:
+    """Prints the figures."""
+    async with two_engines(model, where, chunk) as (source, target, endpoint, vocab):
+        await measure_loads(model, num_tokens, where, repeats, source, target, endpoint, vocab)
+
+
+async def measure_loads(
+    model: str,
+    num_tokens: int,
+    where: str,
+    repeats: int,
+    source: TimedEngine,
+    target: TimedEngine,
+    endpoint: str,
+    vocab: int,
+) -> None:
+    """Prints the time to the first token, computed and loaded."""
     draw = random.Random(1)
-    vocab = source.transport.ready.model.vocab_size
     computed, loaded = [], []
     for number in range(repeats + 1):
         prompt = [draw.randrange(10, vocab) for _ in range(num_tokens)]
         computed.append(await source.first_token_s(f"r{number}", prompt))
-        loaded.append(await target.first_token_s(f"r{number}", prompt, source.transport.ready.kv_endpoint))
+        loaded.append(await target.first_token_s(f"r{number}", prompt, endpoint))
         assert source.tokens[f"r{number}"] == target.tokens[f"r{number}"], "another answer"
     loads = [event for event in target.events if isinstance(event, KVLoaded)][1:]  # the first one warms up
     assert all(load.complete for load in loads)
@@ -76,9 +175,6 @@ async def measure(model: str, num_tokens: int, where: str, repeats: int) -> None
     print(f"  first token, loaded     {1e3 * statistics.median(loaded[1:]):8.1f} ms")
     print(f"  load alone              {1e3 * load_s:8.1f} ms for {loads[0].num_bytes / 2**20:.1f} MiB"
           f" = {loads[0].num_bytes / load_s / 1e9:.2f} GB/s")  # fmt: skip
-    for task, engine in zip(tasks, engines, strict=True):
-        task.cancel()
-        await engine.transport.close()
 
 
 def main() -> None:
@@ -88,8 +184,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--where", default="unix")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--handover", action="store_true")
+    parser.add_argument("--chunk", type=int)
     options = parser.parse_args()
-    asyncio.run(measure(options.model, options.tokens, options.where, options.repeats))
+    run = measure_handover if options.handover else measure
+    asyncio.run(run(options.model, options.tokens, options.where, options.repeats, options.chunk))
 
 
 if __name__ == "__main__":

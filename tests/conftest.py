@@ -11,11 +11,14 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import certifi
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 from cloister.backends.availability import why_no_kernels
@@ -35,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of xdist is a child, and has what is made here
+        if config.args == config.getini("testpaths"):
+            config.args = _turned(config.args, config.workerinput["workerid"], config.workerinput["workercount"])
         return
     _trust_one_certificate(config)
     name = config.getoption("--kernels")
@@ -47,6 +52,52 @@ def pytest_configure(config: pytest.Config) -> None:
         limited_kernels.limit(name)
     except ImportError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _turned(folders: list[str], worker: str, num_workers: int) -> list[str]:
+    """What is in the folders, from another place on for each worker: what one has compiled, the others load."""
+    found = sorted(str(path) for folder in folders for path in Path(folder).iterdir() if _has_tests(path))
+    first = len(found) * int(worker.removeprefix("gw")) // num_workers
+    return found[first:] + found[:first]
+
+
+def _has_tests(path: Path) -> bool:
+    return path.match("test_*.py") or (path.is_dir() and any(path.rglob("test_*.py")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All workers run the tests in one order, that of the files' names."""
+    items.sort(key=lambda item: item.path.parts)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Where no slow test runs, slow cases are not built: they are almost half of all."""
+    if metafunc.config.option.markexpr == "not slow":
+        is_slow = metafunc.definition.get_closest_marker("slow") is not None
+        metafunc.parametrize = partial(_parametrize_quick, metafunc.parametrize, is_slow)  # type: ignore[method-assign]
+
+
+def _parametrize_quick(
+    parametrize: Callable[..., None],
+    is_slow: bool,
+    names: str | Sequence[str],
+    values: Iterable[object],
+    indirect: bool | Sequence[str] = False,
+    ids: Iterable[object] | Callable[[object], object] | None = None,
+    **rest: object,
+) -> None:
+    """`Metafunc.parametrize` without slow cases; one stays for pytest to deselect where all are."""
+    cases = list(values)
+    quick = [place for place, case in enumerate(cases) if not (is_slow or _is_slow(case))] or [*range(len(cases))][:1]
+    if ids is not None and not callable(ids):
+        listed = list(islice(ids, len(cases)))
+        ids = [listed[place] for place in quick]
+    parametrize(names, [cases[place] for place in quick], indirect=indirect, ids=ids, **rest)
+
+
+def _is_slow(case: object) -> bool:
+    return isinstance(case, ParameterSet) and any(mark.name == "slow" for mark in case.marks)
 
 
 def _trust_one_certificate(config: pytest.Config) -> None:

@@ -34,7 +34,8 @@ def _mend_interpreter() -> None:
     It multiplies the bit patterns of bfloat16 instead of the numbers; it multiplies with BLAS, where the bits of a row depend
     on its place in a tile (with the kernels for AVX2, and those for some newer processors); and it loses the carry where
     rounding to bfloat16 or FP8 leads to the next power of two. 3.6 takes no array of one element as the bound of a loop; 3.9
-    refuses masks that became whole numbers by broadcasting.
+    refuses masks that became whole numbers by broadcasting. And at each call of a function inside a kernel it looks through the
+    whole language for what to patch, which the kernel's launch has patched.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -44,7 +45,7 @@ def _mend_interpreter() -> None:
         interpreter.InterpreterBuilder.create_masked_load,
         interpreter.InterpreterBuilder.create_masked_store,
     )
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     rounded = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
     def as_numbers(handle: Any) -> Any:
@@ -80,8 +81,13 @@ def _mend_interpreter() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def patch_once(function: Any) -> Any:
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        is_patched = languages and not any(tl.core.is_builtin(language.load) for language in languages)
+        return interpreter._LangPatchScope() if is_patched else patch_language(function)
+
     interpreter.InterpreterBuilder.create_dot = multiply
     interpreter.InterpreterBuilder.create_masked_load = load
     interpreter.InterpreterBuilder.create_masked_store = store
-    interpreter._patch_lang_tensor = patch
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch, patch_once
     interpreter._convert_float = convert

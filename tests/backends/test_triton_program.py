@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,29 @@ from tests.driving import Driver, RandomWeights, build, make_spec
 from tests.thinning import thin
 
 if HAS_TRITON:
+    from cloister.backends.torch.cuda import program as programs
     from cloister.backends.torch.cuda.program import CudaProgram
+    from cloister.backends.torch.cuda.tiles import TileBook
 
 pytestmark = needs_triton
 NARROW = make_spec(hidden=48, intermediate=40, heads=(4, 2), head_dim=16, vocab=96)
 ONE_LAYER = replace(NARROW, layers=NARROW.layers[:1])
 WINDOWED = make_spec(hidden=48, intermediate=40, heads=(3, 1), head_dim=24, window=50, qk_norm=True, vocab=96)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_book() -> Iterator[None]:
+    """Which tiles agree on this device is measured for the first program, not for each: it takes a third of the time."""
+    book: Any = None
+
+    def make_book(num_places: int) -> Any:
+        nonlocal book
+        book = book or TileBook(num_places)
+        return book
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "TileBook", make_book)
+        yield
 
 
 def open_driver(spec: DecoderSpec, weights: Any, *, block_size: int = 16, dtype: torch.dtype = torch.float32) -> Driver:

@@ -3,6 +3,8 @@
 import re
 from html.parser import HTMLParser
 
+import pytest
+
 from cloister.bench.measure import Measurement
 from cloister.bench.page import NUM_SLOWEST, render_page
 from cloister.bench.recorder import RequestRecord
@@ -26,23 +28,27 @@ class Outside(HTMLParser):
         self.fetched += [value for name, value in attrs if name in ("src", "href") and value and not value.startswith("data:")]
 
 
-def test_the_page_fetches_nothing() -> None:
-    page, outside = render_page("run", measure(), {}), Outside()
+@pytest.fixture(scope="module")
+def page() -> str:
+    """The page of a run; its plots take a second."""
+    return render_page("run", measure(), {"rate": 4.5, "trace": None})
+
+
+def test_the_page_fetches_nothing(page: str) -> None:
+    outside = Outside()
     outside.feed(page)
     assert outside.fetched == []
     assert "<script" not in page
     assert "data:image/svg+xml;base64," in page
 
 
-def test_figures_and_settings_are_those_of_the_run() -> None:
-    page = render_page("run", measure(), {"rate": 4.5, "trace": None})
+def test_figures_and_settings_are_those_of_the_run(page: str) -> None:
     assert "30 of 31" in page
     assert re.search(r"<code>rate</code></td><td>4\.5<", page)
     assert "trace" not in page
 
 
-def test_failed_requests_lead_the_slowest_ones() -> None:
-    page = render_page("run", measure(), {})
+def test_failed_requests_lead_the_slowest_ones(page: str) -> None:
     ends = re.findall(r'<td class="(?:good|bad)">([^<]+)<', page)
     assert ends == ["http_429"] + ["answered"] * (NUM_SLOWEST - 1)
 

@@ -40,3 +40,27 @@ def test_a_program_that_never_lets_time_pass_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match=BUSY):
         run_virtually(main())
+
+
+def test_equal_timers_run_in_the_order_in_which_they_were_set_and_cancelled_ones_do_not() -> None:
+    async def main() -> list[int]:
+        loop, ran = asyncio.get_running_loop(), []
+        timers = [loop.call_later(1.0, ran.append, number) for number in range(8)]
+        for timer in (timers[3], loop.call_soon(ran.append, 8)):
+            timer.cancel()
+        await asyncio.sleep(2.0)
+        return ran
+
+    assert run_virtually(main()) == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_what_a_callback_raises_reaches_the_handler_and_stops_nothing() -> None:
+    async def main() -> list[object]:
+        loop, seen = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
+        loop.call_later(1.0, {}.__getitem__, "missing")
+        await asyncio.sleep(2.0)
+        return seen
+
+    (error,) = run_virtually(main())
+    assert isinstance(error, KeyError)

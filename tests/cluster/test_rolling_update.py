@@ -56,9 +56,8 @@ async def serving(path: Path, new: str = "tests.engine.replica:build_slow") -> A
     def make(entry: str) -> EngineClient:
         return EngineClient(ProcessTransport(entry), make_config(path))
 
-    replicas = ReplicaSet(
-        [make("tests.engine.replica:build_slow") for _ in range(2)], make_router, make_release=lambda: lambda lora: make(new)
-    )
+    old = [make("tests.engine.replica:build_slow") for _ in range(2)]
+    replicas = ReplicaSet(old, make_router, make_release=lambda: lambda index, lora: make(new))
     await replicas.start()
     try:
         yield replicas

@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -40,6 +39,8 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def claude(server):
+    import anthropic  # takes a second, which every process that collects would pay
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import EngineCore, Runner
 from cloister.engine.output_processor import OutputProcessor
@@ -224,6 +226,16 @@ def build_once(config: EngineConfig) -> EngineCore:
         raise MemoryBudgetError("it does not fit any more")
     mark.touch()
     return build(config)
+
+
+def build_changed(config: EngineConfig) -> EngineCore:
+    """A replica that has other weights from its second start on."""
+    mark = Path(config.model) / "started"
+    core = build(config)
+    if mark.exists():
+        core.model = msgspec.structs.replace(core.model, fingerprint="other weights")
+    mark.touch()
+    return core
 
 
 def _on_trigger(plan: StepPlan, act: Callable[[], None]) -> None:

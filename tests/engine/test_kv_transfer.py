@@ -267,17 +267,20 @@ def test_a_source_that_says_nothing_is_given_up_at_the_deadline(
     target.check_empty()
 
 
-def test_a_client_that_leaves_ends_the_transfer(make_peer: Callable[..., Peer]) -> None:
+def test_a_client_that_leaves_ends_the_transfer_and_is_no_line_in_the_log(
+    make_peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
+) -> None:
     source, target = make_peer(), make_peer()
     answer(source)
     target.core.input_queue.put(Submit(make_request(), kv_source=KVSource(str(source.core.kv_endpoint))))
-    run_until(lambda: bool(source.links._peers), target)  # the source makes no step: it holds the transfer
+    run_until(lambda: bool(source.links._demands), target)  # the source makes no step: it holds the transfer
     target.core.input_queue.put(Abort("r"))
     run_until(lambda: bool(target.find(Ended)), target)
     target.check_empty()
     run_until(lambda: not source.links._peers and not len(source.engine.scheduler.kv_exports), source)
     source.step()
     source.check_empty()
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
 
 
 @pytest.mark.parametrize("words", [b"", b"\x00\x00\x00\x05hello", b"\xff" * 64, bytes(4), b"\x00\x00\x00\x22\x92\xc4"])

@@ -304,6 +304,42 @@ def test_a_restart_that_fails_counts_as_one(model_path: Path, tmp_path: Path) ->
     run(main())
 
 
+def test_an_engine_with_other_weights_does_not_go_on_with_answers(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "tokenizer.json").write_bytes((model_path / "tokenizer.json").read_bytes())
+    supervision = Supervision(restarts=Restarts(max_restarts=2, window_s=60.0, backoff_s=0.01))
+
+    async def main() -> None:
+        async with serving(path, "build_changed", supervision) as engine:
+            before = engine.model
+            answering = asyncio.create_task(answer(engine, make_request(max_tokens=2000)))
+            await until(lambda: engine.num_requests == 1 and engine.last_step is not None)
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            assert reasons(await answering) == [FinishReason.ERROR]
+            assert engine.model == before
+            assert "too often" in engine.health().detail
+
+    run(main())
+    assert "started again with other weights" in caplog.text
+
+
+def test_the_log_of_an_engine_names_its_replica(model_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        for replica in (3, None):
+            transport = ProcessTransport("tests.engine.replica:build_broken", replica=replica)
+            with pytest.raises(EngineError):
+                await EngineClient(transport, make_config(model_path)).start()
+
+    run(main())
+    named, other = [line for line in capfd.readouterr().err.splitlines() if "could not be built" in line]
+    assert "replica=3" in named
+    assert "replica=" not in other
+
+
 @pytest.mark.parametrize(
     ("entry", "kind", "text"),
     [

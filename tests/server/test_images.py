@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -130,6 +129,8 @@ def test_the_openai_client_gets_an_answer_that_the_image_changes(server: Running
 
 
 def test_responses_and_messages_see_the_same(server: RunningServer) -> None:
+    from anthropic import Anthropic  # takes a second, which every process that collects would pay
+
     expected = complete(server, asks(part(PNG)))
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         content = [{"type": "input_image", "image_url": url_of(PNG)}, {"type": "input_text", "text": "what is that?"}]
@@ -138,7 +139,7 @@ def test_responses_and_messages_see_the_same(server: RunningServer) -> None:
         )
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "what is that?"}]
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude:
         message = claude.messages.create(
             model=server.engine.model.name,
             messages=[{"role": "user", "content": blocks}],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anthropic
 import msgspec
 import pytest
 
@@ -24,6 +23,8 @@ THINKING = ServerConfig(port=0, drain_timeout_s=1.0, reasoning_parser="think")
 
 
 def client_of(server, **options):
+    import anthropic  # takes a second, which every process that collects would pay
+
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, **options)
 
 
@@ -168,18 +169,22 @@ def test_tokens_are_counted_without_an_answer(sdk):
 
 
 def test_a_failure_in_the_middle_is_the_last_event(model_path):
+    from anthropic import APIStatusError
+
     def script(request):
         return [output(request, "Half"), EngineError("The engine is gone; send it again.")]
 
-    with pytest.raises(anthropic.APIStatusError, match="The engine is gone"):
+    with pytest.raises(APIStatusError, match="The engine is gone"):
         asking(model_path, script, gather)
 
 
 def test_a_rejected_request_keeps_its_status(model_path):
+    from anthropic import InternalServerError
+
     def script(request):
         return [output(request, end=FinishReason.ERROR, error="The engine failed; send it again.")]
 
-    with pytest.raises(anthropic.InternalServerError) as caught:
+    with pytest.raises(InternalServerError) as caught:
         asking(model_path, script, create)
     assert caught.value.body["error"]["type"] == "overloaded_error"
 

@@ -40,7 +40,7 @@ def make_router(model: ModelInfo, name: str = "least_load") -> Router:
 def served_by_two(
     path: Path, gate: Gate | None = None, *, has_releases: bool = True, router: str = "least_load"
 ) -> Iterator[RunningServer]:
-    def make(lora: str | None = None) -> EngineClient:
+    def make(index: int = 0, lora: str | None = None) -> EngineClient:
         return EngineClient(ThreadTransport(make_replica(path, SpeakingRunner("ok")).core), make_config(path))
 
     async def start() -> ReplicaSet:
@@ -114,6 +114,14 @@ def test_only_operators_see_replicas_and_a_strict_profile_shows_no_load(model_pa
         assert [each["load"] is not None for each in found] == [profile == "team"] * 2
         shown = [httpx.get(f"{server.url}/metrics", headers=headers).text for headers in ({}, by_operator)]
         assert ["cloister_replica_" in text for text in shown] == [False, profile == "team"]
+
+
+@pytest.mark.parametrize("what", ["update", "0/drain", "0/return"])
+def test_a_command_takes_no_fields_and_does_nothing_if_it_has_some(two: RunningServer, what: str) -> None:
+    error = check_error(httpx.post(f"{two.url}{PATH}/{what}", json={"weights": "new"}), 400)
+    assert error["message"] == "This request takes no body and no fields; leave them out."
+    assert httpx.get(two.url + PATH).json()["update"] is None
+    assert [replica["state"] for replica in list_replicas(two)] == ["running", "running"]
 
 
 @pytest.mark.parametrize("profile", ["team", "private"])

@@ -19,8 +19,8 @@ TRIAL_TIMEOUT_S: Final = 60.0
 _TRIAL_PROMPT_TOKENS: Final = 48
 _TRIAL_TOKENS: Final = 8
 
-MakeClient = Callable[[str | None], EngineClient]
-"""Makes the client of a new engine with these adapters (setting `lora`)."""
+MakeClient = Callable[[int, str | None], EngineClient]
+"""Makes the client of a replica's new engine with these adapters (setting `lora`)."""
 
 _logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class RollingUpdate:
             self._is_running = False
 
     async def _update(self, index: int) -> None:
-        client = self._make(self._replicas.adapter_setting())
+        client = self._make(index, self._replicas.adapter_setting())
         try:
             await client.start()
             await self._check(client)

@@ -41,6 +41,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
         import_path: the front's `sys.path`, so that both sides import the same code.
         log_format: the front's log format, which the engine uses too.
         kv_secret: what all engines that exchange KV know, and nobody else; None: this one does not.
+        replica: its index among several replicas, for the log; None: it is the only engine.
         is_restart: an engine before this one was ready, so a KV tier that cannot be used any more is left out.
     """
 
@@ -50,6 +51,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     log_format: str = "text"
     kv_secret: bytes | None = None
     is_restart: bool = False
+    replica: int | None = None
 
     def __repr__(self) -> str:
         """Shows no secret."""

@@ -320,6 +320,7 @@ class EngineClient(RequestClient):
         self._is_open = False
         self._is_draining = False
         self._fault: str | None = None
+        self._fingerprint: str | None = None
         if transport.ready is not None:
             self._introduce(transport.ready)
 
@@ -614,8 +615,16 @@ class EngineClient(RequestClient):
     async def _open(self) -> None:
         config = replace(self._config, lora=self.adapters.as_setting(self._config.lora))
         await self._transport.open(config)
-        assert self._transport.ready is not None
-        self._introduce(self._transport.ready)
+        ready = self._transport.ready
+        assert ready is not None
+        if self._fingerprint not in (None, ready.model.fingerprint):
+            self._transport.kill()
+            await self._transport.close()
+            raise EngineError(
+                f"it started again with other weights or formats ({ready.model.fingerprint}, not {self._fingerprint}), and "
+                "answers would go on with them. Put the files of the model back, or restart the server"
+            )
+        self._introduce(ready)
         self._watchdog.restart(self._clock.now())
         self._idle.note_use(self._clock.now())
         self._is_open, self._is_resting = True, False
@@ -624,6 +633,7 @@ class EngineClient(RequestClient):
 
     def _introduce(self, ready: Ready) -> None:
         self.model, self.memory, self.startup = ready.model, ready.memory, ready.startup
+        self._fingerprint = ready.model.fingerprint
         self.kv_endpoint, self.exchanges_kv = ready.kv_endpoint, ready.kv_endpoint is not None
         self.adapters.start(ready.adapters)
 

@@ -33,7 +33,7 @@ from cloister.types.processes import end_with_parent, name_process
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for this long is considered dead."""
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("cloister.engine.engine_process")  # it runs as `__main__`, whose messages no log shows
 
 CoreFactory = Callable[[EngineConfig], EngineCore]
 Send = Callable[[EngineMessage], None]
@@ -94,7 +94,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
 
 def set_up(boot: channel.Boot) -> None:
     """Has this process log and import as the front does."""
-    set_up_logging(boot.log_format)
+    set_up_logging(boot.log_format, replica=boot.replica)
     sys.path.extend(path for path in boot.import_path if path not in sys.path)
 
 

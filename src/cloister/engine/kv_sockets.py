@@ -48,6 +48,10 @@ class KVLinkError(CloisterError):
     code = "kv_link_error"
 
 
+class KVPeerGoneError(KVLinkError):
+    """The other side of a connection has ended it."""
+
+
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
     nonce: bytes
 
@@ -233,8 +237,11 @@ class KVSocketLinks:
                 deadline_s = time.monotonic() + KV_LOAD_TIMEOUT_S
                 if (query := self._greet(sock, deadline_s)) is not None:
                     is_sent = self._serve(peer, query, sock, deadline_s)
+        except (ConnectionError, KVPeerGoneError):
+            _logger.debug("an engine left before it had all KV")  # it needs no more, or has died, which its front says
         except (OSError, CloisterError, msgspec.MsgspecError) as error:
-            _logger.warning("KV was not sent whole to another engine: %s", describe(error))
+            if not self._is_closed:
+                _logger.warning("KV was not sent whole to another engine: %s", describe(error))
         finally:
             with self._changed:
                 del self._peers[peer]
@@ -317,7 +324,7 @@ def _read(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
         sock.settimeout(_time_left(deadline_s))
         got = sock.recv_into(view[filled:])
         if not got:
-            raise KVLinkError("the peer has left")
+            raise KVPeerGoneError("the peer has left")
         filled += got
     return buffer
 

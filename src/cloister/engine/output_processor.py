@@ -13,7 +13,7 @@ from cloister.types.request import Embedding, FinishReason, ModelInfo, SequenceO
 from cloister.types.step import NewSequence, Sample, StepPlan, StepResult, Stop
 
 
-class _Stream:
+class OutputStream:
     """The growing answer of one sequence, as text.
 
     Args:
@@ -22,16 +22,17 @@ class _Stream:
 
     Attributes:
         num_tokens: length of the answer so far.
+        max_output: tokens that it may have.
         text, token_ids, logprobs: output of the last step.
     """
 
     __slots__ = (
         "_detokenizer",
-        "_max_output",
         "_stop_strings",
         "embedding",
         "index",
         "logprobs",
+        "max_output",
         "new",
         "num_tokens",
         "prompt_logprobs",
@@ -52,7 +53,7 @@ class _Stream:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if index == 0 and sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * new.num_prompt_tokens
-        self._max_output = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        self.max_output = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         prompt_ids = new.token_ids[: new.num_prompt_tokens]
         self._detokenizer = Detokenizer(tokenizer, shown=sampling.shown_token_ids, prompt_ids=prompt_ids)
         stops = [stop for stop in sampling.stop if stop]
@@ -62,8 +63,8 @@ class _Stream:
         """Reads the tokens that a step sampled, up to the end of the answer."""
         self.text = ""
         token_ids = sample.token_ids
-        if len(token_ids) > self._max_output - self.num_tokens:
-            token_ids = token_ids[: self._max_output - self.num_tokens]
+        if len(token_ids) > self.max_output - self.num_tokens:
+            token_ids = token_ids[: self.max_output - self.num_tokens]
         stop = None
         for num_read, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
@@ -123,7 +124,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
         self.tokenizer = tokenizer
         self._max_model_len = model.max_model_len
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, OutputStream] = {}
 
     def begin(self, plan: StepPlan) -> None:
         """Prepares the answers of a plan's new sequences, before the plan's result is checked."""
@@ -185,8 +186,8 @@ class OutputProcessor:
                     pass
         return [self._go_on(event, requests[event.request_id].num_cached_tokens) for event in progressed.values()] + outputs
 
-    def _open(self, new: NewSequence, index: int) -> _Stream:
-        return _Stream(new, index, self.tokenizer, self._max_model_len)
+    def _open(self, new: NewSequence, index: int) -> OutputStream:
+        return OutputStream(new, index, self.tokenizer, self._max_model_len)
 
     def _keep_prompt(self, seq_id: int, start: int, entries: list[TokenLogprobs]) -> None:
         """Stores log-probabilities by position: a preempted prompt is computed again from its start."""
@@ -225,7 +226,7 @@ class OutputProcessor:
             embedding=stream.embedding,
         )
 
-    def _take_logprobs(self, stream: _Stream) -> list[TokenLogprobs] | None:
+    def _take_logprobs(self, stream: OutputStream) -> list[TokenLogprobs] | None:
         entries = stream.logprobs
         return None if entries is None else [self._spell(entry) for entry in entries]
 
@@ -237,7 +238,7 @@ class OutputProcessor:
         )
 
 
-def _take_prompt(stream: _Stream) -> list[TokenLogprobs | None] | None:
+def _take_prompt(stream: OutputStream) -> list[TokenLogprobs | None] | None:
     """Returns the log-probabilities of the prompt, once."""
     entries, stream.prompt_logprobs = stream.prompt_logprobs, None
     return entries

@@ -34,7 +34,7 @@ from cloister.types.processes import count_threads, end_with_parent, name_proces
 THREADED_LIBRARIES: Final = ("torch",)
 """Libraries with threads that a fork would lack."""
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("cloister.engine.template")  # it runs as `__main__`, whose messages no log shows
 
 
 def main(descriptor: int) -> int:

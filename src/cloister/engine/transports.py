@@ -126,6 +126,7 @@ class ProcessTransport(_ChannelTransport):
         spawn: starts the child process. Default: executes the interpreter, with an allocator that overwrites freed memory if
             the profile requires it.
         kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
+        replica: which of several replicas it is (`Boot.replica`).
         fork_server: starts the child process in place of `spawn`, as a fork of a template.
         keep_listener: called with the near end of the listener of each engine process (`engine.sealed_channels`), and takes
             ownership of it; None: engines have no listener.
@@ -141,6 +142,7 @@ class ProcessTransport(_ChannelTransport):
         fork_server: ForkServer | None = None,
         keep_listener: Callable[[socket.socket], None] | None = None,
         kv_secret: bytes | None = None,
+        replica: int | None = None,
     ) -> None:
         self.ready: Ready | None = None
         self._supervision = supervision or Supervision()
@@ -151,6 +153,7 @@ class ProcessTransport(_ChannelTransport):
         self._fork_server = fork_server
         self._keep_listener = keep_listener
         self._kv_secret = kv_secret
+        self._replica = replica
         self._process: ProcessHandle | None = None
         self._stacks_fd: int | None = None
         self._has_left = False
@@ -191,7 +194,7 @@ class ProcessTransport(_ChannelTransport):
                 unused.enter_context(listener)
             import_path = [path for path in sys.path if path]
             is_restart = self.ready is not None
-            boot = channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret, is_restart)
+            boot = channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret, is_restart, self._replica)
             near, far = socket.socketpair()
             on_failure = unused.enter_context(contextlib.ExitStack())
             on_failure.enter_context(near)

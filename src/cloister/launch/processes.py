@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from cloister.launch.backend import chosen_backend
@@ -59,6 +60,7 @@ def _make_client(
     fork_server: ForkServer | None,
     keep_listener: Callable[[socket.socket], None] | None = None,
     kv_secret: bytes | None = None,
+    replica: int | None = None,
 ) -> EngineClient:
     from cloister.engine import EngineClient, ProcessTransport, Supervision
 
@@ -71,6 +73,7 @@ def _make_client(
         fork_server=fork_server,
         keep_listener=keep_listener,
         kv_secret=kv_secret,
+        replica=replica,
     )
     return EngineClient(transport, config)
 
@@ -86,10 +89,12 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 
     def make_release() -> MakeClient:
         """A template of its own loads what is installed now."""
-        server = _make_fork_server(config, front)
-        return lambda lora: _make_client(replace(each, lora=lora), front, server, kv_secret=kv_secret)
+        return partial(make, _make_fork_server(config, front))
 
-    clients = [_make_client(each, front, fork_server, kv_secret=kv_secret) for _ in range(front.replicas)]
+    def make(server: ForkServer | None, index: int, lora: str | None = config.lora) -> EngineClient:
+        return _make_client(replace(each, lora=lora), front, server, kv_secret=kv_secret, replica=index)
+
+    clients = [make(fork_server, index) for index in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
     return ReplicaSet(
         clients,
@@ -122,7 +127,9 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         )
     )
     clients = [
-        EngineClient(RemoteTransport(placer.placement(index), identity, ENGINE_ENTRY, log_format=front.log_format), config)
+        EngineClient(
+            RemoteTransport(placer.placement(index), identity, ENGINE_ENTRY, log_format=front.log_format, replica=index), config
+        )
         for index in range(front.replicas)
     ]
     return PlacedReplicas(

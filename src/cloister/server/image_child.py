@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from cloister.server.pdf.child import bound_resources, confine
+from cloister.server.confinement import bound_resources, confine
 
 if TYPE_CHECKING:
     from PIL.Image import Image

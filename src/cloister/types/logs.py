@@ -38,7 +38,15 @@ _PLACES: Final = re.compile(r"%(\(\w+\))?[-#0 +]*[\d*]*(\.[\d*]+)?[a-zA-Z]")
 
 
 class _Formatter(logging.Formatter):
-    """Selects the fields of a record that may be written."""
+    """Selects the fields of a record that may be written.
+
+    Args:
+        replica: which replica's engine logs; None: this is none of several.
+    """
+
+    def __init__(self, replica: int | None = None) -> None:
+        super().__init__()
+        self._replica = replica
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -47,6 +55,8 @@ class _Formatter(logging.Formatter):
             "logger": record.name,
             "message": _message(record),
         }
+        if self._replica is not None:
+            fields["replica"] = self._replica
         fields.update((name, record.__dict__[name]) for name in FIELDS if name in record.__dict__)
         if record.exc_info and record.exc_info[1] is not None:
             fields["exception"] = _describe(record.exc_info[1])
@@ -75,14 +85,15 @@ class TextFormatter(_Formatter):
 FORMATS: Final = {"text": TextFormatter, "json": JsonFormatter}
 
 
-def set_up_logging(log_format: str, stream: TextIO | None = None) -> None:
+def set_up_logging(log_format: str, stream: TextIO | None = None, *, replica: int | None = None) -> None:
     """Writes log records of this process to a stream (default: standard error): ours from INFO on, others from WARNING on.
 
     Args:
         log_format: a name in `FORMATS`.
+        replica: every line names this replica; None: no line does.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(FORMATS[log_format]())
+    handler.setFormatter(FORMATS[log_format](replica))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)

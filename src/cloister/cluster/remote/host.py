@@ -37,7 +37,7 @@ MAX_UNREAD: Final = 512
 _STREAM_LIMIT_BYTES: Final = 2**20
 _ACCEPT_AGAIN_S: Final = 0.1
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("cloister.cluster.remote.host")  # it runs as `__main__`, whose messages no log shows
 
 
 class HostRequest(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ class RemoteTransport:
         identity: this side's key; its certificate is what the host expects.
         entry: "module:function" that takes the configuration there and returns its EngineCore.
         log_format: log format there.
+        replica: which of several replicas it is (`Boot.replica`).
         import_path: folders that are searched for `entry` there, after those of the interpreter.
     """
 
@@ -47,12 +48,14 @@ class RemoteTransport:
         log_format: str = "text",
         supervision: Supervision | None = None,
         import_path: Sequence[str] = (),
+        replica: int | None = None,
     ) -> None:
         self.ready: Ready | None = None
         self._supervision = supervision or Supervision()
         self.supervision: Supervision | None = self._supervision
         self._placement, self._identity = placement, identity
         self._entry, self._log_format, self._import_path = entry, log_format, list(import_path)
+        self._replica = replica
         self._session: HostSession | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -82,7 +85,8 @@ class RemoteTransport:
             memory_share=config.memory_share * place.memory_share,
         )
         session = HostSession(place, self._identity)
-        session.send(channel.encode(channel.Boot(self._entry, config, self._import_path, self._log_format)))
+        boot = channel.Boot(self._entry, config, self._import_path, self._log_format, replica=self._replica)
+        session.send(channel.encode(boot))
         return session
 
     async def _watch_host(self, session: HostSession) -> None:

@@ -21,7 +21,8 @@ _SLACK_OF_STEPS_S: Final = 0.1
 """A deadline is enforced between steps."""
 _TINY_S: Final = 1e-6
 _RUN_S: Final = 600.0
-_GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
+GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
+"""An answer that ends like this is whole."""
 
 
 @dataclass(slots=True)
@@ -58,6 +59,11 @@ class JobAnswer:
         if output.finish_reason is not None:
             self.ends[output.index].append(output.finish_reason)
 
+    def as_given(self) -> list[tuple[list[int], str, FinishReason]]:
+        """Returns tokens, text and finish reason of each sequence as they came; one that did not end counts as cut."""
+        ends = [next(iter(ends), FinishReason.LENGTH) for ends in self.ends]
+        return list(zip(self.token_ids, self.texts, ends, strict=True))
+
 
 class RunRecord(Protocol):
     """What is known of a run.
@@ -83,7 +89,7 @@ def check_answer(answer: JobAnswer, alone: list[tuple[list[int], str, FinishReas
         if len(ends) > 1 or not (ends or answer.has_left or answer.is_cut):
             wrong.append(f"{where} ended {len(ends)} times")
         end = ends[0] if ends else None
-        is_whole = end in _GOOD_ENDS
+        is_whole = end in GOOD_ENDS
         if is_whole and (answer.token_ids[index], answer.texts[index], end) != (token_ids, text, reason):
             wrong.append(f"{where} got another answer than from one engine alone")
         if not is_whole and answer.token_ids[index] != token_ids[: len(answer.token_ids[index])]:

@@ -6,66 +6,117 @@ So code that sleeps, waits for deadlines and keeps timers runs unchanged, withou
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context, copy_context
+from heapq import heappop, heappush
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from cloister.types.clock import VirtualClock
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 STUCK = "everything waits, and no timer runs: nothing would ever happen again"
 BUSY = "something runs again and again without any time passing"
 MOST_TURNS = 20_000
 """Turns of the loop in one instant; after more, what runs will not stop."""
+_RESOLUTION_S: Final = 1e-9
+"""Timers so close to each other run in one turn, as with the clock of a machine."""
 
 
-class _TimeSelector(selectors.BaseSelector):
-    """Waits for no file: it lets the time of a wait pass at once."""
+class _Call(asyncio.TimerHandle):
+    """A callback that is due. Of asyncio's handles it has the methods; what they keep for debugging costs half of a turn."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-        self._num_turns = 0
-        self._keys: dict[Any, selectors.SelectorKey] = {}
+    __slots__ = ()
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        key = self._keys[fileobj] = selectors.SelectorKey(fileobj, fd, events, data)
-        return key
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None,
+    ) -> None:
+        self._when, self._callback, self._args, self._loop = when, callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled, self._source_traceback = False, None
 
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj)
+    def cancel(self) -> None:
+        self._cancelled = True
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise RuntimeError(STUCK)
-        self._num_turns += 1
-        if timeout > 0:
-            self._clock.advance(timeout)
-            self._num_turns = 0
-        elif self._num_turns > MOST_TURNS:
-            self._num_turns = 0
-            self._clock.advance(1.0)  # so that what runs can be cancelled
-            raise RuntimeError(BUSY)
-        return []
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self._when}>"
 
 
-class VirtualEventLoop(asyncio.SelectorEventLoop):
+class VirtualEventLoop(asyncio.BaseEventLoop):
     """An event loop in virtual time. Nothing may wait for a file, a socket or another thread.
+
+    Equal timers run in the order in which they were set.
 
     Attributes:
         clock: its time.
     """
 
+    _stopping: bool
+
     def __init__(self, start_s: float = 0.0) -> None:
         self.clock = VirtualClock(start_s)
-        super().__init__(_TimeSelector(self.clock))
+        self._due: deque[_Call] = deque()
+        self._timers: list[tuple[float, int, _Call]] = []
+        self._num_timers = 0
+        self._num_turns = 0
+        super().__init__()
 
     def time(self) -> float:
         return self.clock.now()
+
+    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+        call = _Call(0.0, callback, args, self, context)
+        self._due.append(call)
+        return call
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.clock.now() + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        call = _Call(when, callback, args, self, context)
+        self._num_timers += 1
+        heappush(self._timers, (when, self._num_timers, call))
+        return call
+
+    def _run_once(self) -> None:
+        """Runs what is due; if nothing is, lets time pass first. Overrides the one method of asyncio that waits."""
+        timers, due = self._timers, self._due
+        while timers and timers[0][2]._cancelled:
+            heappop(timers)
+        if not (due or self._stopping):
+            self._wait()
+        self._num_turns += 1
+        if self._num_turns > MOST_TURNS:
+            self._num_turns = 0
+            self.clock.advance(1.0)  # so that what runs can be cancelled
+            raise RuntimeError(BUSY)
+        end_s = self.clock.now() + _RESOLUTION_S
+        while timers and timers[0][0] < end_s:
+            due.append(heappop(timers)[2])
+        for _ in range(len(due)):
+            call = due.popleft()
+            if not call._cancelled:
+                call._run()
+
+    def _wait(self) -> None:
+        """Lets time pass until the next timer. Raises RuntimeError if there is none."""
+        if not self._timers:
+            raise RuntimeError(STUCK)
+        wait_s = self._timers[0][0] - self.clock.now()
+        if wait_s > 0:
+            self.clock.advance(wait_s)
+            self._num_turns = 0
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:

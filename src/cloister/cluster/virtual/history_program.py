@@ -5,7 +5,9 @@ A wrong block table, a copy not made, a wipe too many, a position off by one: ea
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ class HistoryProgram(Program):
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.slots = np.zeros((num_blocks, block_size, 2), np.int64)
+        self._positions = np.arange(num_blocks * block_size).tobytes()
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
         """Computes one step (`backends.base.Program.step`)."""
@@ -38,14 +41,16 @@ class HistoryProgram(Program):
 
     def compute(self, batch: ForwardBatch) -> FloatArray:
         """Writes the batch's tokens, then returns logits [num_rows, vocab] of what the block tables lead to."""
-        logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
-        for i, (start, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
+        starts = batch.query_starts.tolist()
+        for i, (start, end) in enumerate(pairwise(starts)):
             self._write(batch.block_tables[i], batch.positions[start:end], batch.token_ids[start:end])
-        for i, (start, end) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
-            history = self._read(batch.block_tables[i], int(batch.context_lens[i]))
-            for row in np.flatnonzero((batch.logit_rows >= start) & (batch.logit_rows < end)):
-                seen = history[: batch.positions[batch.logit_rows[row]] + 1]
-                logits[row] = self.logits_after(seen)
+        histories = [
+            self._read(table, length) for table, length in zip(batch.block_tables, batch.context_lens.tolist(), strict=True)
+        ]
+        logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
+        for row, token in enumerate(batch.logit_rows.tolist()):
+            history = histories[bisect_right(starts, token) - 1]
+            logits[row] = self.logits_after(history[: batch.positions[token] + 1])
         return logits
 
     def logits_after(self, seen: npt.NDArray[np.int64]) -> FloatArray:
@@ -72,26 +77,34 @@ class HistoryProgram(Program):
             self.slots[block] = np.frombuffer(content, np.int64).reshape(self.slots[block].shape)
 
     def _write(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], tokens: npt.ArrayLike) -> None:
-        blocks, offsets = table[positions // self.block_size], positions % self.block_size
-        self.slots[blocks, offsets] = np.stack([np.asarray(tokens) + 1, positions], axis=1)
+        where = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        slots = self.slots.reshape(-1, 2)
+        slots[where, 0] = np.add(tokens, 1)
+        slots[where, 1] = positions
 
     def _read(self, table: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(length)
-        slots = self.slots[table[positions // self.block_size], positions % self.block_size]
-        if not (slots[:, 0] > 0).all():
+        slots = self.slots[table[: -(-length // self.block_size)]].reshape(-1, 2)[:length]
+        if not slots[:, 0].all():
             raise WrongSlotError("a slot is read that was never written, or was wiped")
-        if not (slots[:, 1] == positions).all():
+        if slots[:, 1].tobytes() != self._positions[: slots[:, 1].nbytes]:
             raise WrongSlotError("a slot is read that another position wrote")
-        return slots[:, 0] - 1
+        tokens: npt.NDArray[np.int64] = slots[:, 0] - 1
+        return tokens
 
 
 def history_logits(token_ids: npt.ArrayLike, vocab_size: int) -> FloatArray:
     """Returns the logits [vocab] that follow a history: uniform in [0, 8), a function of all its tokens in order."""
+    history: FloatArray = prefix_logits(token_ids, np.size(token_ids), vocab_size)[0]
+    return history
+
+
+def prefix_logits(token_ids: npt.ArrayLike, first: int, vocab_size: int) -> FloatArray:
+    """Returns the logits [num_tokens - first + 1, vocab] that follow each beginning of a history from `first` tokens on."""
     tokens = np.asarray(token_ids, np.uint64)
     with np.errstate(over="ignore"):
-        mixed: npt.NDArray[Any] = tokens * np.uint64(0x9E3779B97F4A7C15) + np.arange(tokens.size, dtype=np.uint64)
-        history = np.asarray(_mix(mixed).sum(dtype=np.uint64))
-        bits = _mix(_mix(history) + np.arange(vocab_size, dtype=np.uint64))
+        mixed = _mix(tokens * np.uint64(0x9E3779B97F4A7C15) + np.arange(tokens.size, dtype=np.uint64))
+        histories = np.append(np.uint64(0), mixed.cumsum(dtype=np.uint64))[first:]
+        bits = _mix(_mix(histories)[:, None] + np.arange(vocab_size, dtype=np.uint64))
     logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * (_SPREAD / np.float32(2**24))
     return logits
 

@@ -44,12 +44,14 @@ class VirtualProcess:
         messages, replies = self._server.receive(decode_frame(data), self._loop.time())
         for reply in replies:
             self._send_datagram(encode_frame(reply))
-        if self._server.link is not self._link:
+        core, is_new = self.engine.core, self._server.link is not self._link
+        if is_new:
             self._leave_front()
             self._link, self._is_told = self._server.link, False
         for message in messages:
-            self.engine.core.input_queue.put(channel.decode_front(message))
-        self._woken.set()
+            core.input_queue.put(channel.decode_front(message))
+        if messages or is_new or core.is_done:  # an acknowledgement is news for an engine that ends
+            self._woken.set()
         self._poll()
 
     def exchange_kv(self, index: int, switch: KVSwitch) -> None:
@@ -120,14 +122,17 @@ class VirtualProcess:
             elif core.is_done:
                 await self._woken.wait()
             else:
-                patience_s = core.patience_s()
-                if 0.0 < patience_s < TIMER_ERROR_S:
-                    patience_s = TIMER_ERROR_S  # a shorter wait may run out before its time, again and again
-                try:
-                    await asyncio.wait_for(self._woken.wait(), patience_s)
-                except TimeoutError:
-                    if core.waits_for_others:
-                        self._send(link, Outputs([], []))
+                await self._wait(link)
+
+    async def _wait(self, link: Link | None) -> None:
+        """Waits for news, as long as the engine can; one that waits for others shows that it lives."""
+        core = self.engine.core
+        # a shorter wait may run out before its time, again and again
+        timer = self._loop.call_later(max(core.patience_s(), TIMER_ERROR_S), self._woken.set)
+        await self._woken.wait()
+        timer.cancel()
+        if core.waits_for_others:
+            self._send(link, Outputs([], []))
 
     def _describe(self) -> None:
         """Describes the engine to a new front, once the requests of the last one have ended."""

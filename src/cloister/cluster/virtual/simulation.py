@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +22,7 @@ from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
+from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.cluster.virtual.transport import LinkTransport
@@ -38,7 +39,10 @@ from cloister.types.scope import Scope, ScopeKind
 LONGEST_S: Final = 400.0
 """Virtual time within which all requests must have ended."""
 REST_S: Final = 70.0
-"""Virtual time in which the cluster comes to rest after the last request."""
+"""Virtual time within which the cluster comes to rest after the last request."""
+QUIET_S: Final = 6.0
+"""A cluster without anything left for so long is at rest: it would have lost links and made up for lost frames by then."""
+LOOK_EVERY_S: Final = 1.0
 DRAIN_S: Final = 5.0
 NUM_RESTARTS: Final = 20
 """More than faults and requests that kill can use up, so that no front gives an engine up."""
@@ -73,7 +77,8 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
         run_virtually(simulation.run())
     except RuntimeError as error:  # nothing will ever happen again
         return simulation.outcome([str(error)])
-    expected = _answer_alone(simulation)
+    is_right = are_right(simulation.answers, simulation.shape, tokenizer)
+    expected = [answer.as_given() for answer in simulation.answers] if is_right else answer_alone(simulation)
     for answer, alone in zip(simulation.answers, expected, strict=True):
         simulation.violations += check_answer(answer, alone, simulation)
     simulation.violations += check_events(simulation)
@@ -334,9 +339,12 @@ class _Simulation:
                 await self._start_front()
 
     async def _rest(self) -> None:
-        """Waits until nothing is left to do, and checks that nothing is left."""
-        await asyncio.sleep(REST_S)
-        self._check_rest()
+        """Waits until nothing is left and nothing comes after it, and says what is left for too long."""
+        ends_s, quiet_s = self.loop.time() + REST_S, 0.0
+        while quiet_s < QUIET_S and self.loop.time() < ends_s:
+            await asyncio.sleep(LOOK_EVERY_S)
+            quiet_s = 0.0 if self._is_starting or self._leftovers() else quiet_s + LOOK_EVERY_S
+        self.violations += self._leftovers()
         if self.front is not None:
             await self.front.drain(DRAIN_S)
         await asyncio.sleep(DRAIN_S)
@@ -344,42 +352,52 @@ class _Simulation:
 
     # What must be
 
-    def _check_rest(self) -> None:
-        for index, host in enumerate(self.hosts):
-            if (process := host.process) is None or self.loop.time() < process.hangs_until_s:
-                continue  # one that hangs while nothing waits for it is noticed with the next request
-            scheduler = process.engine.scheduler
-            if scheduler.requests:
-                self.violations.append(f"engine {index} still has {sorted(scheduler.requests)}")
-            if self.loop.time() < process.hangs_until_s and not scheduler.requests:
-                continue  # nobody waits for it, so nobody knows; its leases end when it goes on
-            if scheduler.pool.num_used:
-                self.violations.append(f"engine {index} still uses {scheduler.pool.num_used} blocks")
-            left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports)
-            num_open = 0 if process.kv_links is None else process.kv_links.num_open
-            if any(left) or num_open:
-                self.violations.append(f"engine {index} still has leases, loads or exports {left}, and {num_open} connections")
-            scheduler.pool.check()
+    @property
+    def _is_starting(self) -> bool:
+        """Whether an engine is started, or started again."""
+        return self.front is not None and any(replica.state == "starting" for replica in self.front.snapshots())
+
+    def _leftovers(self) -> list[str]:
+        """Returns what must not be in a cluster that has come to rest."""
+        left = [leftover for index, host in enumerate(self.hosts) for leftover in self._leftovers_of_engine(index, host)]
         for index, client in enumerate(self.clients):
             if client.num_requests:
-                self.violations.append(f"the client of engine {index} still has {client.num_requests} requests")
+                left.append(f"the client of engine {index} still has {client.num_requests} requests")
             if client.num_leaving:
-                self.violations.append(f"the client of engine {index} still waits for {client.num_leaving} that left it")
+                left.append(f"the client of engine {index} still waits for {client.num_leaving} that left it")
         num_starts, most = sum(host.num_starts for host in self.hosts), most_starts(self.scenario)
         if most is not None and num_starts > most:
-            self.violations.append(f"engines were started {num_starts} times, where {most} were enough")
-        slowed = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}
-        for replica in self.front.snapshots() if self.front is not None else ():
+            left.append(f"engines were started {num_starts} times, where {most} were enough")
+        return left if self.front is None else left + self._leftovers_of_front(self.front)
+
+    def _leftovers_of_engine(self, index: int, host: Host) -> Iterator[str]:
+        if (process := host.process) is None or self.loop.time() < process.hangs_until_s:
+            return  # one that hangs while nothing waits for it is noticed with the next request
+        scheduler = process.engine.scheduler
+        if scheduler.requests:
+            yield f"engine {index} still has {sorted(scheduler.requests)}"
+        if scheduler.pool.num_used:
+            yield f"engine {index} still uses {scheduler.pool.num_used} blocks"
+        left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports)
+        num_open = 0 if process.kv_links is None else process.kv_links.num_open
+        if any(left) or num_open:
+            yield f"engine {index} still has leases, loads or exports {left}, and {num_open} connections"
+        scheduler.pool.check()
+
+    def _leftovers_of_front(self, front: ReplicaSet) -> list[str]:
+        slowed, left = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}, []
+        for replica in front.snapshots():
             if replica.num_mismatches:
-                self.violations.append(f"replica {replica.index} computed something else than another one")
+                left.append(f"replica {replica.index} computed something else than another one")
             if replica.is_slow and replica.index not in slowed:
-                self.violations.append(f"replica {replica.index} counts as slow, and is not")
-        if self.front is not None and self.front.num_forecasts:
-            self.violations.append(f"the front still predicts the lengths of {self.front.num_forecasts} requests")
-        if self.front is not None and self.front.num_shadows:
-            self.violations.append(f"the front still has {self.front.num_shadows} shadows of requests")
-        if self.front is not None and self.front.num_places:
-            self.violations.append(f"the front still knows the places of {self.front.num_places} requests")
+                left.append(f"replica {replica.index} counts as slow, and is not")
+        if front.num_forecasts:
+            left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
+        if front.num_shadows:
+            left.append(f"the front still has {front.num_shadows} shadows of requests")
+        if front.num_places:
+            left.append(f"the front still knows the places of {front.num_places} requests")
+        return left
 
     def _observe(self, event: Event) -> None:
         self.digest.update(msgspec.msgpack.encode(event))
@@ -390,7 +408,7 @@ class _Simulation:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")
 
 
-def _answer_alone(simulation: _Simulation) -> list[list[tuple[list[int], str, FinishReason]]]:
+def answer_alone(simulation: _Simulation) -> list[list[tuple[list[int], str, FinishReason]]]:
     """Returns what one engine alone answers without faults: (tokens, text, finish reason) of each sequence of each job."""
     clock = VirtualClock()
     engine = make_engine(simulation.shape, simulation.tokenizer, clock)

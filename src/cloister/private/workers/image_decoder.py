@@ -11,9 +11,9 @@ import struct
 from contextlib import suppress
 from typing import Final
 
+from cloister.server.confinement import bound_resources, confine
 from cloister.server.image_child import CPU_S, HEAD, MAX_IMAGE_PIXELS, MEMORY_BYTES, answer_file, load_readers
 from cloister.server.image_decoding import DEADLINE_S
-from cloister.server.pdf.child import bound_resources, confine
 from cloister.trust import hardening
 from cloister.types.processes import name_process
 

@@ -35,7 +35,7 @@ class BodyMiddleware:
         budget: memory budget of all request bodies, each charged until its request has ended.
         timeout_s: timeout for receiving a body.
         paths: paths that read a body. For other paths (some are unauthenticated) its media type is not checked and nothing of
-            it is kept; the router reports errors.
+            it is kept but its size (`num_unread_bytes` of the request's state); the router reports errors.
         forms: paths among them whose body is a form with a file.
         origins: origins of pages that may send a form or no body, in addition to the server's own.
     """
@@ -97,7 +97,9 @@ class BodyMiddleware:
         if _declared_bytes(scope) > self._limit_bytes:
             raise self._too_large()
         try:
-            return await self._collect(receive, charge, keeps=is_wanted)
+            body, num_bytes = await self._collect(receive, charge, keeps=is_wanted)
+            scope.setdefault("state", {})["num_unread_bytes"] = num_bytes - len(body)
+            return body
         except TimeoutError:
             raise BodyTimeoutError(
                 f"The body came too slowly, or did not arrive within {self._timeout_s:g} s; send the request again, in one go."
@@ -105,7 +107,8 @@ class BodyMiddleware:
         except ShedError:
             raise OverloadedError("There is no memory for the request now; try again in a moment.") from None
 
-    async def _collect(self, receive: Receive, charge: BodyCharge, *, keeps: bool) -> bytes:
+    async def _collect(self, receive: Receive, charge: BodyCharge, *, keeps: bool) -> tuple[bytes, int]:
+        """Returns the body, empty unless it is kept, and its size."""
         body, num_bytes, more = bytearray(), 0, True
         pace = BodyPace(asyncio.get_running_loop().time(), self._timeout_s)
         while more:
@@ -123,7 +126,7 @@ class BodyMiddleware:
                 charge.add(len(piece))
                 if charge.is_shed:
                     raise ShedError
-        return bytes(body)
+        return bytes(body), num_bytes
 
     def _too_large(self) -> RequestTooLargeError:
         return RequestTooLargeError(f"The body is larger than this server's limit of {self._limit_bytes // 1024} KiB.")

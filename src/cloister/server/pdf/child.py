@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
-import os
 import re
-import resource
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from cloister.trust.hardening import Measure, Missing, Needs, kernel
-from cloister.trust.hardening.dumps import CoreLimit, Dumpable
-from cloister.trust.hardening.landlock import Landlock
-from cloister.trust.hardening.privileges import Capabilities, NoNewPrivileges
-from cloister.trust.hardening.seccomp import Closing, Condition, Rule, Seccomp, install
+from cloister.server.confinement import bound_resources, confine
 
 
 class PdfLimits(msgspec.Struct, frozen=True):
@@ -53,99 +42,6 @@ class PdfAnswer(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
-NEEDS: Final = Needs("pdf")
-LATE: Final = ("_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_multibytecodec")
-"""Extension modules that pypdf loads on demand for some fonts, which a locked-down process cannot do."""
-CHANGING_RIGHTS: Final = (
-    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
-    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
-)
-"""Not covered by Landlock."""
-DISTURBING: Final = (
-    *("kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open", "pidfd_send_signal"),
-    *("setpriority", "ioprio_set", "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler"),
-)
-"""Actions on other processes of the same user."""
-
-
-class Disturbing:
-    """Filter for actions that a sealed node's processes need but this one does not."""
-
-    name = "disturbing"
-    stops = "signals to other processes, changes of their priority and limits, changed rights of files"
-
-    def apply(self, needs: Needs) -> str:
-        return f"{install(_rules(os.getpid()))} instructions"
-
-    def probe(self) -> str:
-        return Seccomp().probe()
-
-
-MEASURES: Final[tuple[Measure, ...]] = (
-    CoreLimit(),
-    Capabilities(),
-    NoNewPrivileges(),
-    Landlock(),
-    Dumpable(),
-    Disturbing(),
-    Seccomp(),
-    Closing(),
-)
-"""In the order of application; `Closing` once everything is loaded."""
-
-
-def bound_resources(cpu_s: int, memory_bytes: int) -> None:
-    """Bounds processor time and address space of this process, which writes no files and yields to others."""
-    os.nice(10)  # answers have priority
-    for kind, bound in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_AS, memory_bytes),
-    ):
-        if resource.getrlimit(kind) != (bound, bound):  # a sealed node's processes have no core files, and may not say so again
-            resource.setrlimit(kind, (bound, bound))
-
-
-def confine(parent: int) -> bool:
-    """Irrevocably applies every available measure to this process, before it sees a byte of the file.
-
-    Landlock removes access to files and TCP; system call filters remove sockets, programs, processes, signals, generated code
-    and files opened for writing. The process cannot be traced, leaves no core dump, ends with the server, and is the first
-    victim of the OOM killer. So a file that exploits the parser gains little. Call it once pypdf is loaded.
-
-    Args:
-        parent: pid of the process with which it ends.
-
-    Returns:
-        Whether all measures are in force.
-    """
-    for name in LATE:
-        with suppress(ImportError):
-            importlib.import_module(name)
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # not the engine, if memory does not suffice for both
-    results = [_apply(measure) for measure in MEASURES]
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the capabilities: the kernel forgets it when they change
-    if os.getppid() != parent:
-        os._exit(1)
-    return all(results)
-
-
-def _apply(measure: Measure) -> bool:
-    try:
-        measure.apply(NEEDS)
-    except (Missing, OSError):
-        return False
-    return True
-
-
-def _rules(pid: int) -> Iterator[Rule]:
-    yield from (Rule(name) for name in (*CHANGING_RIGHTS, *DISTURBING))
-    yield Rule("tgkill", (Condition(0, pid, equal=False),))  # abort(3) sends it to its own process
-    yield Rule("prlimit64", (Condition(0, 0, equal=False),))
-
-
 UNSEEN: Final = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but for tabs and new lines
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # that turn the direction of text (Trojan Source, CVE-2021-42574)
@@ -156,7 +52,7 @@ UNSEEN: Final = re.compile(
 def main() -> None:
     """Reads a file under the limits of the first argument, as JSON, and writes a `PdfAnswer`.
 
-    The second argument is the process that started this one, the third is `strict` if every measure of `MEASURES` is required.
+    The second argument is the process that started this one, the third is `strict` if it needs every `confinement.MEASURES`.
     """
     limits = msgspec.json.decode(sys.argv[1], type=PdfLimits)
     logging.disable()  # pypdf's warnings may contain content

@@ -34,7 +34,7 @@ class PdfReader:
     """Reads PDF files, `SIDE_BY_SIDE` concurrently, and one for each owner. Used from one event loop.
 
     Args:
-        is_strict: read files only if every measure of `pdf.child.MEASURES` is available.
+        is_strict: read files only if every measure of `confinement.MEASURES` is available.
     """
 
     def __init__(self, limits: PdfLimits = PdfLimits(), *, is_strict: bool = False) -> None:  # noqa: B008 (it is frozen)

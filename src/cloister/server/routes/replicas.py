@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role, UpdateProgress
 from cloister.policy.policy import Use
+from cloister.server.errors import invalid
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 
 router = APIRouter()
@@ -135,14 +136,14 @@ def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
 @router.post("/v1/replicas/{index:int}/drain")
 async def drain(request: Request, index: int) -> Response:
     """Moves the requests of a replica to others while they run, and gives it no new ones."""
-    state = _check_operator(request)
+    state = _check_command(request)
     return json_response(DrainedReplica(index, await state.engine.drain_replica(index)))
 
 
 @router.post("/v1/replicas/{index:int}/return")
 async def give_back(request: Request, index: int) -> Response:
     """Gives a replica requests again."""
-    state = _check_operator(request)
+    state = _check_command(request)
     state.engine.return_replica(index)
     return json_response(ReturnedReplica(index))
 
@@ -150,10 +151,23 @@ async def give_back(request: Request, index: int) -> Response:
 @router.post("/v1/replicas/update")
 async def update(request: Request) -> Response:
     """Begins to replace the engines of all replicas, one after another, while their requests go on."""
-    state = _check_operator(request)
+    state = _check_command(request)
     state.reader.gate.policy.check({"rolling-update": Use(True, "a request")})
     state.engine.update_replicas()
     return json_response(_report_update(state.engine.update_progress))
+
+
+def _check_command(request: Request) -> ServerState:
+    """Returns the server's state.
+
+    Raises:
+        PolicyError: the requester is no operator.
+        InvalidRequestError: there is a body, which would do nothing.
+    """
+    state = _check_operator(request)
+    if request.state.num_unread_bytes:
+        raise invalid("This request takes no body and no fields; leave them out.", code="unknown_parameter")
+    return state
 
 
 def _check_operator(request: Request) -> ServerState:
