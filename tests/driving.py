@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends import BACKENDS
-from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVLayout, Program, Weights
+from cloister.backends.base import LOGITS, FloatArray, ForwardBatch, KVGroup, KVLayout, Program, Weights
+from cloister.backends.kivi import KIVI, RECENT_WINDOW
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from cloister.backends.tensors import Tensor
 from cloister.models import load
@@ -79,7 +80,12 @@ def build(
 ) -> Driver:  # fmt: skip
     """Builds a program and a driver for it; `options` are the back end's own."""
     maker = BACKENDS.get(backend)(num_threads=num_threads, device="cpu", dtype=dtype, **options)
-    return Driver(maker.build(spec, weights, KVLayout(num_blocks, block_size)), num_blocks, block_size)
+    layout = KVLayout(num_blocks, block_size)
+    if options.get("kv_dtype") == KIVI:
+        layers = frozenset(range(len(spec.layers)))
+        groups = KVGroup(num_blocks, layers), KVGroup(num_blocks, layers, RECENT_WINDOW, is_recent=True)
+        layout = KVLayout.of_groups(groups, block_size)
+    return Driver(maker.build(spec, weights, layout), num_blocks, block_size, len(layout.groups) or 1)
 
 
 def build_from(path: Path, max_model_len: int | None = None, **settings: Any) -> Driver:
@@ -98,8 +104,9 @@ def _shuffled(num_blocks: int) -> tuple[int, ...]:
 class Driver:
     """Runs steps of any raggedness; blocks are handed out in a shuffled order, so no table is contiguous."""
 
-    def __init__(self, program: Program, num_blocks: int, block_size: int) -> None:
-        self.program, self.block_size = program, block_size
+    def __init__(self, program: Program, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
+        self.program, self.block_size, self._num_groups = program, block_size, num_groups
+        self._num_blocks = num_blocks
         self._free = list(_shuffled(num_blocks))
         self._tables: dict[object, list[int]] = {}
         self._lengths: dict[object, int] = {}
@@ -111,7 +118,8 @@ class Driver:
         self._lengths[target] = num_tokens
         if rest:
             self._tables[target].append(self._free.pop())
-            self.program.copy_blocks([(self._tables[source][whole], self._tables[target][whole])])
+            pair = self._tables[source][whole], self._tables[target][whole]
+            self.program.copy_blocks(list(zip(*map(self.entry, pair), strict=True)))
 
     def length(self, seq: object) -> int:
         """Positions of a sequence."""
@@ -120,6 +128,15 @@ class Driver:
     def slot(self, seq: object, position: int) -> int:
         """Where a position lies, as `backends.base.Program` counts."""
         return self._tables[seq][position // self.block_size] * self.block_size + position % self.block_size
+
+    def entry(self, block: int) -> list[int]:
+        """The blocks of all groups that go with a block of the first one."""
+        return [block, *((group + 1) * self._num_blocks - 1 - block for group in range(1, self._num_groups))]
+
+    def slots(self, seq: object, position: int) -> list[int]:
+        """`slot` in every group."""
+        block, place = divmod(self.slot(seq, position), self.block_size)
+        return [other * self.block_size + place for other in self.entry(block)]
 
     def blocks(self, seq: object) -> list[int]:
         """The block table of a sequence."""
@@ -138,7 +155,7 @@ class Driver:
         kept = self._tables.get(owner, [])
         blocks = [block for block in self._tables.pop(seq) if block not in kept]
         del self._lengths[seq]
-        self.program.wipe_blocks(blocks)
+        self.program.wipe_blocks([other for block in blocks for other in self.entry(block)])
         self._free += blocks
 
     def step(self, parts: Mapping[Any, Sequence[int]]) -> dict[Any, FloatArray]:
@@ -157,9 +174,11 @@ class Driver:
                 self._tables[seq].append(self._free.pop())
         counts = [len(tokens) for tokens in parts.values()]
         ends = [self._lengths[seq] for seq in parts]
-        tables = np.full((len(parts), max(len(self._tables[seq]) for seq in parts)), -1, np.int32)
+        most = self._num_groups * max(len(self._tables[seq]) for seq in parts)
+        tables = np.full((len(parts), most), -1, np.int32)
         for row, seq in enumerate(parts):
-            tables[row, : len(self._tables[seq])] = self._tables[seq]
+            blocks = [other for block in self._tables[seq] for other in self.entry(block)]
+            tables[row, : len(blocks)] = blocks
         positions = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
         return ForwardBatch(
             token_ids=np.concatenate([np.asarray(tokens) for tokens in parts.values()]).astype(np.int32),

@@ -48,7 +48,10 @@ def keep_path(driver: Driver, seq: object, num_nodes: int, path: Sequence[int]) 
     """Keeps one path of the tree that a sequence ends with, and forgets the other nodes."""
     start = driver.length(seq) - num_nodes
     moves = [
-        (driver.slot(seq, start + node), driver.slot(seq, start + place)) for place, node in enumerate(path) if node != place
+        move
+        for place, node in enumerate(path)
+        if node != place
+        for move in zip(driver.slots(seq, start + node), driver.slots(seq, start + place), strict=True)
     ]
     driver.program.move_positions(np.array(moves, np.int32).reshape(-1, 2))
     driver.cut(seq, start + len(path))

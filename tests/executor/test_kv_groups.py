@@ -7,6 +7,7 @@ import pytest
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import KVGroup, KVLayout
+from cloister.backends.kivi import KIVI, RECENT_WINDOW
 from cloister.backends.spec import StreamsSpec, group_layers
 from cloister.executor import ModelRunner
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
@@ -72,25 +73,25 @@ def wishes():
 class Served:
     """What came of some requests on one program."""
 
-    def __init__(self, name, backend, options, *, grouped, num_blocks, answers=(), num_seqs=6):
+    def __init__(self, name, backend, options, *, grouped, num_blocks, answers=(), num_seqs=6, block=BLOCK):
         spec, speculation = SPECS[name], Erratic(most=5) if answers else None
         drafters = {"prophet": Prophet(answers, VOCAB)} if answers else {}
+        self._block, self._recent = block, RECENT_WINDOW if options.get("kv_dtype") == KIVI else 0
         groups = self._groups(spec, num_blocks) if grouped else (KVGroup(num_blocks),)
-        self.layout = KVLayout.of_groups(groups, BLOCK)
+        self.layout = KVLayout.of_groups(groups, block)
         maker = BACKENDS.get(backend)(num_threads=1, device="cpu", **{"dtype": "float32", **options})
         program = maker.build(spec, WEIGHTS[name], self.layout)
-        self.pool = BlockPool([BlockGroup(g.num_blocks, g.window, self._held(g.window)) for g in groups], BLOCK)
+        self.pool = BlockPool([BlockGroup(g.num_blocks, g.window, self._held(g.window)) for g in groups], block)
         config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=num_seqs, budget=BudgetConfig(max_tokens=MAX_TOKENS))
-        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", BLOCK), speculation)
+        self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", block), speculation)
         self.runner = ModelRunner(
-            program, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, block_size=BLOCK, drafters=drafters, groups=groups
+            program, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, block_size=block, drafters=drafters, groups=groups
         )
         self.speculation = speculation
         self.num_preempted = self.num_hit = self.most_used = 0
 
-    @staticmethod
-    def _held(window):
-        return None if window is None else -(-(window + MAX_TOKENS) // BLOCK) + 1
+    def _held(self, window):
+        return None if window is None else -(-(window + MAX_TOKENS) // self._block) + 1
 
     def _groups(self, spec, num_blocks):
         return tuple(
@@ -98,8 +99,9 @@ class Served:
                 num_blocks if group.window is None else min(num_blocks, 3 * self._held(group.window)),
                 group.layers,
                 group.window,
+                is_recent=group.is_recent,
             )
-            for group in group_layers(spec, MAX_MODEL_LEN)
+            for group in group_layers(spec, MAX_MODEL_LEN, self._recent)
         )
 
     def serve(self, requests):
@@ -161,6 +163,41 @@ def test_answers_are_the_same_with_drafts(backend, options, name):
     drafting = Served(name, backend, options, grouped=True, num_blocks=200, answers=answers)
     assert drafting.serve(wishes()) == expected
     assert drafting.speculation.num_accepted > 50
+
+
+PACKED = {"block": 32, "grouped": True}
+ALONE = {**PACKED, "num_blocks": 80}
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "name"),
+    [
+        pytest.param("torch", {"kv_dtype": KIVI}, "all windowed", marks=pytest.mark.slow),  # tests/backends has it
+        *(("native", {"dtype": "bfloat16", "kv_dtype": KIVI}, name) for name in SPECS),
+    ],
+)
+def test_packed_answers_are_those_of_each_request_alone(backend, options, name):
+    expected = {}
+    for wish in wishes():
+        expected |= Served(name, backend, options, **ALONE).serve([wish])
+    for num_blocks in (80, 7):
+        served = Served(name, backend, options, **PACKED, num_blocks=num_blocks)
+        assert served.serve(wishes()) == expected
+        assert served.num_hit, "no prefix was found, so none was tried"
+        assert bool(served.num_preempted) == (num_blocks == 7 and name != "all windowed")
+    answers = [[*wish.token_ids, *expected[wish.request_id, 0]] for wish in wishes()]
+    drafting = Served(name, backend, options, **PACKED, num_blocks=80, answers=answers)
+    assert drafting.serve(wishes()) == expected
+    assert drafting.speculation.num_accepted > 50
+
+
+def test_packing_changes_answers():
+    options = {"dtype": "bfloat16"}
+    packed, whole = (
+        Served("mixed", "native", {**options, "kv_dtype": kv_dtype}, **PACKED, num_blocks=80).serve(wishes())
+        for kv_dtype in (KIVI, "bfloat16")
+    )
+    assert packed != whole
 
 
 def test_a_long_sequence_holds_what_its_windows_see():

@@ -170,12 +170,15 @@ class KVGroup:
         window: what lies behind so many positions is never read, and its blocks may be others' by then; None keeps all of them.
         is_state: a block holds the state of the layers at one position of one sequence (`LayerSpec.state`), not KV. A layer
             with attention beside its state is in two groups.
+        is_recent: a block holds the newest keys and values unpacked, of layers that pack all others (`backends.kivi`) in the
+            blocks of another group.
     """
 
     num_blocks: int
     layers: frozenset[int] = frozenset()
     window: int | None = None
     is_state: bool = False
+    is_recent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +216,25 @@ class KVLayout:
     @property
     def state_blocks(self) -> range:
         """The numbers of the blocks that hold states; all blocks where layers are not in groups."""
-        first = 0
-        for group in self.groups:
-            if group.is_state:
-                return range(first, first + group.num_blocks)
-            first += group.num_blocks
-        return range(0 if self.groups else self.num_blocks)
+        number = next((i for i, group in enumerate(self.groups) if group.is_state), None)
+        if number is None:
+            return range(0 if self.groups else self.num_blocks)
+        return self.blocks_of_group(number)
+
+    @property
+    def recent_group(self) -> int | None:
+        """The number of the group of the newest keys and values; None where no layer packs the others."""
+        return next((i for i, group in enumerate(self.groups) if group.is_recent), None)
+
+    @property
+    def recent_blocks(self) -> range:
+        """The numbers of the blocks of that group."""
+        return range(0) if self.recent_group is None else self.blocks_of_group(self.recent_group)
+
+    def blocks_of_group(self, number: int) -> range:
+        """Returns the numbers of the blocks of a group."""
+        first = sum(group.num_blocks for group in self.groups[:number])
+        return range(first, first + self.groups[number].num_blocks)
 
 
 class Capability(Flag):
@@ -522,6 +538,8 @@ class MemoryNeed:
         state_bytes: of a block that holds the state of every layer that has one.
         draft_bytes: of what layers with a state keep of one draft until it is accepted or forgotten.
         draft_state_bytes: of the copies of states that one node of the largest token tree of a step reads.
+        recent_window: newest positions whose keys and values are kept unpacked too (`KVGroup.is_recent`); 0 for none.
+        recent_layer_bytes: of one block of those in each layer.
     """
 
     weights_bytes: int
@@ -533,6 +551,13 @@ class MemoryNeed:
     state_bytes: int = 0
     draft_bytes: int = 0
     draft_state_bytes: int = 0
+    recent_window: int = 0
+    recent_layer_bytes: tuple[int, ...] = ()
+
+    @property
+    def unpacked_block_bytes(self) -> int:
+        """Bytes of one block in every layer of a cache without groups, where nothing is packed: that of a drafter."""
+        return sum(self.recent_layer_bytes) or self.kv_block_bytes
 
 
 class Backend(Protocol):

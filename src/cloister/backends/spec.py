@@ -546,19 +546,22 @@ class LayerGroup:
         layers: their numbers. A layer with attention beside a state is in two groups.
         window: positions that their queries see; None: all.
         is_state: a block holds their states at one position.
+        is_recent: a block holds their newest keys and values, unpacked (decisions/0034).
     """
 
     layers: frozenset[int]
     window: int | None = None
     is_state: bool = False
+    is_recent: bool = False
 
 
-def group_layers(spec: DecoderSpec, max_model_len: int) -> list[LayerGroup]:
-    """Returns the groups of a decoder's layers: those with attention by what their queries see, widest first, then those with a
-    state.
+def group_layers(spec: DecoderSpec, max_model_len: int, recent_window: int = 0) -> list[LayerGroup]:
+    """Returns the groups of a decoder's layers: those with attention by what their queries see, widest first, then all of these
+    for their newest positions, then those with a state.
 
     Args:
         max_model_len: a window that no sequence outgrows counts as none.
+        recent_window: newest positions that are kept unpacked too (`MemoryNeed.recent_window`); 0 for none.
     """
     layers: dict[int | None, set[int]] = {}
     for number, layer in enumerate(spec.layers):
@@ -567,6 +570,8 @@ def group_layers(spec: DecoderSpec, max_model_len: int) -> list[LayerGroup]:
             layers.setdefault(None if window is None or window >= max_model_len else window, set()).add(number)
     widest_first = sorted(layers, key=lambda window: -(window or 2**62))
     groups = [LayerGroup(frozenset(layers[window]), window) for window in widest_first]
+    if recent_window and layers:
+        groups.append(LayerGroup(frozenset().union(*layers.values()), recent_window, is_recent=True))
     states = frozenset(number for number, layer in enumerate(spec.layers) if layer.state is not None)
     return [*groups, LayerGroup(states, is_state=True)] if states else groups
 

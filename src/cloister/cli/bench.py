@@ -43,7 +43,7 @@ Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
 
 _WIDE = 120
-_WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0}
+_WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0, "kivi2": 3.0}
 _TYPICAL_INPUTS = 4096  # number of inputs over which a scale per output is spread
 
 

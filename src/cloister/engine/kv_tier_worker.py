@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cloister.engine.buffer_pool import BufferPool
 from cloister.engine.kv_tier_files import PROBE_BLOCKS, TierFile
 from cloister.kv import KVFormat
-from cloister.kv.objects import KVEntry, KVHeader
+from cloister.kv.objects import RestoredEntry, KVHeader
 from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.logs import describe
@@ -68,7 +68,7 @@ class _Read:
         self.read, self.cipher = read, cipher
         self.deadline_s = time.monotonic() + read.timeout_s
         self.is_cancelled = False
-        self.objects: list[KVEntry] = []
+        self.objects: list[RestoredEntry] = []
         self.measure = ReadMeasure(len(read.tier_bytes))
         self.num_arrived = 0
         self.unreadable: TierBlock | None = None
@@ -104,7 +104,7 @@ class TierArrival(msgspec.Struct, frozen=True):
     """
 
     read: TierRead
-    objects: list[KVEntry]
+    objects: list[RestoredEntry]
     num_arrived: int
     measured: list[tuple[int, float]]
     saved_s: float
@@ -344,9 +344,9 @@ class TierWorker:
         if part:
             yield part, tier
 
-    def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, memoryview]) -> list[KVEntry]:
+    def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, memoryview]) -> list[RestoredEntry]:
         """Returns the entries of a part as far as all of their blocks were opened, and notes the one that could not be."""
-        objects: list[KVEntry] = []
+        objects: list[RestoredEntry] = []
         for entry in part:
             contents: list[bytes | memoryview] = []
             for block in entry.blocks:
@@ -356,7 +356,7 @@ class TierWorker:
                     return objects
                 contents.append(content)
             header = KVHeader(self._format, job.read.root, entry.key, entry.entry, tuple(map(len, contents)))
-            objects.append(KVEntry(header, tuple(contents)))
+            objects.append(RestoredEntry(header, tuple(contents)))
         return objects
 
     def _open(self, job: _Read, part: Sequence[TierEntry]) -> dict[int, memoryview]:

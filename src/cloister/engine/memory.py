@@ -19,6 +19,8 @@ OVERHEAD_BYTES: Final = 384 * MIB
 WINDOWS_PER_PREFIX: Final = 8
 """Assumed length of a cached prefix, in windows; layers with a window keep the last window of each prefix, which a
 hit reads."""
+RECENT_WINDOWS_PER_PREFIX: Final = 32
+"""The same of the newest positions of layers that pack the others: their window is short."""
 STATES_PER_SEQ: Final = 4
 """States for each sequence: its running one, one more while a step copies it, and two that the prefix cache keeps: where its
 prompt ended and where its answer did."""
@@ -147,12 +149,13 @@ class _GroupSizes:
             if group.is_state:
                 self._groups.append((KVGroup(0, group.layers, is_state=True), need.state_bytes))
                 continue
-            size_bytes = sum(need.kv_layer_bytes[layer] for layer in group.layers) + (0 if self._groups else extra)
+            layer_bytes = need.recent_layer_bytes if group.is_recent else need.kv_layer_bytes
+            size_bytes = sum(layer_bytes[layer] for layer in group.layers) + (0 if self._groups else extra)
             most = 2**62
             if group.window is not None:
                 per_seq = math.ceil(group.window / block_size) + 1
                 most = max_num_seqs * per_seq + math.ceil(max_batched_tokens / block_size) + 1
-            self._groups.append((KVGroup(most, group.layers, group.window), size_bytes))
+            self._groups.append((KVGroup(most, group.layers, group.window, is_recent=group.is_recent), size_bytes))
         self._groups = self._groups or [(KVGroup(2**62), need.kv_block_bytes)]
 
     def groups(self, num_blocks: int) -> tuple[KVGroup, ...]:
@@ -171,7 +174,8 @@ class _GroupSizes:
         if group.is_state:
             num_more = max(0, num_blocks - self._blocks_per_seq) * SEQS_PER_LENGTH // self._blocks_per_seq
             return STATES_PER_SEQ * min(self._max_num_seqs, 1 + num_more)
-        return min(num_blocks, group.num_blocks + num_blocks // WINDOWS_PER_PREFIX)
+        per_prefix = RECENT_WINDOWS_PER_PREFIX if group.is_recent else WINDOWS_PER_PREFIX
+        return min(num_blocks, group.num_blocks + num_blocks // per_prefix)
 
     def count_blocks(self, num_bytes: int) -> int:
         """Returns the largest `num_blocks` that fits into this many bytes."""

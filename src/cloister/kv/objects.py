@@ -55,7 +55,7 @@ class KVObject(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.header.sizes)
 
 
-class KVEntry(msgspec.Struct, frozen=True):
+class RestoredEntry(msgspec.Struct, frozen=True):
     """One entry of a block table, from a tier of this engine, which has checked it.
 
     Attributes:
@@ -67,7 +67,7 @@ class KVEntry(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         """Shows no content."""
-        return f"KVEntry(entry={self.header.entry}, sizes={self.header.sizes})"
+        return f"RestoredEntry(entry={self.header.entry}, sizes={self.header.sizes})"
 
     @property
     def num_bytes(self) -> int:

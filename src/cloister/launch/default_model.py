@@ -112,7 +112,7 @@ def budget_model(config: EngineConfig, model: LoadedModel) -> MemoryBudget:
         block_size=config.block_size,
         max_model_len=config.max_model_len or model.spec.max_positions,
         max_num_seqs=config.max_num_seqs,
-        groups=group_layers(model.spec, config.max_model_len or model.spec.max_positions),
+        groups=group_layers(model.spec, config.max_model_len or model.spec.max_positions, need.recent_window),
         max_batched_tokens=num_tokens,
         kv_memory_mb=config.kv_memory_mb,
     )

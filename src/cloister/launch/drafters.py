@@ -53,7 +53,7 @@ class SmallModel:
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its KV; blocks are of the engine's size."""
-        return self._need.kv_block_bytes * block_size // self._block_size
+        return self._need.unpacked_block_bytes * block_size // self._block_size
 
     def build(self, kv: KVLayout) -> Program:
         """Builds its program in addition to the model's: programs of one back end take turns."""
@@ -89,7 +89,7 @@ class MtpLayer:
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its KV; blocks are of the engine's size."""
-        return self._need.kv_block_bytes * block_size // self._block_size
+        return self._need.unpacked_block_bytes * block_size // self._block_size
 
     def build(self, kv: KVLayout) -> Program:
         """Builds its program beside the model's, which lends its embedding and head."""

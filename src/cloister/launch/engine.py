@@ -96,7 +96,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_rows)
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
-    groups = group_layers(model.spec, longest) if need.kv_layer_bytes else []
+    groups = group_layers(model.spec, longest, need.recent_window) if need.kv_layer_bytes else []
     if drafters.names and groups and groups[0].window is not None:
         groups = _without_windows(groups)  # drafters keep KV of every position, with the block ids of the first group
     budget = budget_memory(
@@ -355,7 +355,7 @@ def _check_prefill_only(longest: int, num_positions: int) -> None:
 def _without_windows(groups: Sequence[LayerGroup]) -> list[LayerGroup]:
     """Returns groups in which all layers with attention keep every position."""
     layers = frozenset[int]().union(*(group.layers for group in groups if not group.is_state))
-    return [LayerGroup(layers), *(group for group in groups if group.is_state)]
+    return [LayerGroup(layers), *(group for group in groups if group.is_state or group.is_recent)]
 
 
 def _block_group(group: KVGroup, config: EngineConfig) -> BlockGroup:

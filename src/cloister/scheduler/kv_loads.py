@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
-from cloister.kv.objects import KVEntry
+from cloister.kv.objects import RestoredEntry
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.request_table import RequestTable, kept_root
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
@@ -82,7 +82,7 @@ class KVLoad:
         self.keys, self.root, self.owner = list(keys), root, owner
         self.table: list[int] = []
         self.num_known = self.next_entry = self.num_bytes = self.num_in_flight = 0
-        self.arrived: deque[KVObject | KVEntry] = deque()
+        self.arrived: deque[KVObject | RestoredEntry] = deque()
         self.started_s, self.deadline_s = now, now + KV_LOAD_TIMEOUT_S
         self.is_complete: bool | None = None
         self.is_open, self.is_alone = True, False
@@ -182,7 +182,7 @@ class KVLoads:
         """Reports a load that this engine cannot make."""
         self._requests.events.append(KVLoaded(request_id, now, 0, 0, 0.0, complete=False))
 
-    def arrive(self, request_id: str, objects: Iterable[KVObject | KVEntry]) -> None:
+    def arrive(self, request_id: str, objects: Iterable[KVObject | RestoredEntry]) -> None:
         """Takes genuine objects, in the order of their entries. What comes late, or leaves a gap, is dropped."""
         load = self.loading.get(request_id)
         if load is None or load.is_complete is not None:
@@ -277,7 +277,7 @@ class KVLoads:
             else:
                 self._settle_in_flight(load, now)
 
-    def _place(self, load: KVLoad, found: KVObject | KVEntry, step: PlannedStep) -> bool:
+    def _place(self, load: KVLoad, found: KVObject | RestoredEntry, step: PlannedStep) -> bool:
         pool, num_groups, entry = self._pool, self._pool.num_groups, found.header.entry
         groups = [
             group
@@ -321,7 +321,7 @@ class KVLoads:
         load.table += [NO_BLOCK] * ((len(load.keys) - load.num_known) * self._pool.num_groups)
         return True
 
-    def _follows(self, load: KVLoad, found: KVObject | KVEntry) -> bool:
+    def _follows(self, load: KVLoad, found: KVObject | RestoredEntry) -> bool:
         """Whether an object is the next of its load. Layers that see all positions need every entry."""
         entry = found.header.entry
         if self._full is not None and not found.contents[self._full]:

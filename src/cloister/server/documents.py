@@ -34,8 +34,8 @@ def read_documents(body: CompletionBody, tokenizer: Tokenizer, block_size: int) 
     """
     if not block_size:
         raise invalid(
-            "This model cannot encode documents separately: some of its layers do not see all positions, or it has no "
-            "implementation here. Put the documents into `prompt`.",
+            "This model cannot encode documents separately: some of its layers do not see all positions, transformers computes "
+            "it, or the server keeps KV as `kivi2`. Put the documents into `prompt`.",
             "documents",
             "no_documents",
         )

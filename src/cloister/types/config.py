@@ -60,7 +60,7 @@ class EngineConfig:
     kv_dtype: str | None = setting(
         None,
         "Number format of KV; unset, the one that suits `quant`, else `dtype`.",
-        choices=("float32", "bfloat16", "int8", "int4"),
+        choices=("float32", "bfloat16", "int8", "int4", "kivi2"),
     )
     strict_config: bool = setting(
         False,

@@ -184,7 +184,7 @@ class Program:
         num_rows: int,
     ) -> None: ...
     def add_rope(self, inv_freq: list[float], scale: float, axes: list[int]) -> None: ...
-    def add_group(self, *, first_block: int, num_blocks: int, window: int, is_state: bool) -> None: ...
+    def add_group(self, *, first_block: int, num_blocks: int, window: int, is_state: bool, is_recent: bool) -> None: ...
     def add_layer(
         self,
         *,
@@ -218,6 +218,7 @@ class Program:
         parallel: bool,
         residual_scale: float,
         cache: _Bytes | None,
+        recent_cache: _Bytes | None,
         kv_kind: int,
         block_size: int,
         group: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cloister.backends.availability import load_torch
 from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Program, Weights
+from cloister.backends.kivi import KIVI, RECENT_WINDOW, check_block_size
 from cloister.backends.native import _native
 from cloister.backends.native.limits import check_computable
 from cloister.backends.native.memory import Arena
@@ -71,9 +72,10 @@ class NativeBackend:
             ConfigError: the kernels do not compute such a decoder.
         """
         check_computable(spec, self._kv_dtype)
-        layer_bytes = tuple(
-            kv_block_bytes(layer.attention, self._kv_dtype, block_size) if layer.attention else 0 for layer in spec.layers
-        )
+        is_packed = self._kv_dtype == KIVI
+        if is_packed:
+            check_block_size(block_size)
+        layer_bytes = _layer_bytes(spec, self._kv_dtype, block_size)
         return MemoryNeed(
             weights_bytes=packed_model_bytes(spec, weights, self._dense) + self._tower_weights_bytes(spec),
             kv_block_bytes=sum(layer_bytes),
@@ -90,6 +92,8 @@ class NativeBackend:
             logit_row_bytes=4 * spec.vocab_size,
             draft_bytes=draft_bytes(spec),
             draft_state_bytes=self._pool.num_threads * draft_state_bytes(spec),
+            recent_window=RECENT_WINDOW if is_packed else 0,
+            recent_layer_bytes=_layer_bytes(spec, "bfloat16", block_size) if is_packed else (),
         )
 
     def build(
@@ -106,6 +110,10 @@ class NativeBackend:
         check_computable(spec, self._kv_dtype)
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
+        # a drafter has no groups of layers, and packs nothing
+        kv_dtype = "bfloat16" if self._kv_dtype == KIVI and kv.recent_group is None else self._kv_dtype
+        if kv_dtype == KIVI:
+            check_block_size(kv.block_size)
         model, packer = self._pack(spec, weights, identity), Packer(self._pool, self._dense)
         return NativeProgram(
             spec,
@@ -113,7 +121,7 @@ class NativeBackend:
             kv,
             kernels=self.kernels,
             pool=self._pool,
-            kv_dtype=self._kv_dtype,
+            kv_dtype=kv_dtype,
             packer=packer,
             table=None if spec.streams is None else InputTable(weights, packer),
             encoder=None if spec.vision is None else self._load_tower(spec.vision, weights),
@@ -148,3 +156,8 @@ class NativeBackend:
             model = pack_model(spec, weights, packer)
             self._store.save(identity, model)
         return model
+
+
+def _layer_bytes(spec: DecoderSpec, kv_dtype: str, block_size: int) -> tuple[int, ...]:
+    """Returns the bytes of a block of each layer's cache."""
+    return tuple(kv_block_bytes(layer.attention, kv_dtype, block_size) if layer.attention else 0 for layer in spec.layers)

@@ -28,6 +28,7 @@ from cloister.backends.base import (
     plan_cells,
 )
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
+from cloister.backends.kivi import KIVI
 from cloister.backends.native import _native
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import BESIDE, MERGE_NORMS, PackedModel, qk_norm_length
@@ -135,7 +136,7 @@ class DraftHeadStore:
         return top.reshape(num_heads, len(hidden), num_top)
 
 
-KV_KINDS: Final[Mapping[str, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+KV_KINDS: Final[Mapping[str, int]] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, KIVI: 4}
 _ACTIVATIONS: Final[Mapping[str, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
 
@@ -227,6 +228,7 @@ class NativeProgram(Program):
         self._set_ends(spec)
         self._num_layers = len(spec.layers)
         self._caches: list[LayerCache] = []
+        self._recent: dict[int, ByteArray] = {}  # by layer, the cache of its newest keys
         self._shared_kv: dict[int, int] = {}  # by layer, the one whose cache it reads
         self._ones: list[FloatArray] = []  # weights of norms that have none
         self._cells = self._make_cells(spec, kv, kv_dtype)
@@ -237,7 +239,11 @@ class NativeProgram(Program):
         first = 0
         for group in kv.groups or (KVGroup(kv.num_blocks),):
             self._program.add_group(
-                first_block=first, num_blocks=group.num_blocks, window=group.window or 0, is_state=group.is_state
+                first_block=first,
+                num_blocks=group.num_blocks,
+                window=group.window or 0,
+                is_state=group.is_state,
+                is_recent=group.is_recent,
             )
             first += group.num_blocks
         ropes: dict[RopeSpec, int] = {}
@@ -282,13 +288,18 @@ class NativeProgram(Program):
         prefix = f"layers.{number}."
         mixer = prefix + BESIDE if beside else prefix
         cache: ByteArray | None = None
+        recent: ByteArray | None = None
         if attention is not None:
             shared = attention.shared_kv if isinstance(attention, AttentionSpec) else None
             if shared is None:
                 cache = self._make_cache(attention, number, kv, kv_dtype)
                 self._caches.append(LayerCache(number, cache, kv.blocks_of(number)))
+                if kv_dtype == KIVI:
+                    recent = self._recent[number] = self._make_recent_cache(attention, kv)
+                    self._caches.append(LayerCache(number, recent, kv.recent_blocks))
             else:
                 cache = next(each.cache for each in self._caches if each.layer == shared)
+                recent = self._recent.get(shared)
                 self._shared_kv[number] = shared
         elif layer.state is not None:
             cache = self._states.add_layer(layer.state)
@@ -324,6 +335,7 @@ class NativeProgram(Program):
             parallel=layer.parallel,
             residual_scale=layer.residual_scale,
             cache=None if cache is None else cache.reshape(-1),
+            recent_cache=None if recent is None else recent.reshape(-1),
             kv_kind=KV_KINDS[kv_dtype],
             block_size=kv.block_size,
             group=kv.group_of(number),
@@ -347,6 +359,10 @@ class NativeProgram(Program):
         num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
         num_blocks = len(kv.blocks_of(number)) + num_empty
         block_bytes = kv_block_bytes(attention, kv_dtype, kv.block_size)
+        return reserve(block_bytes * num_blocks, streamed=False).reshape(num_blocks, block_bytes)
+
+    def _make_recent_cache(self, attention: AnyAttentionSpec, kv: KVLayout) -> ByteArray:
+        num_blocks, block_bytes = len(kv.recent_blocks) + 1, kv_block_bytes(attention, "bfloat16", kv.block_size)
         return reserve(block_bytes * num_blocks, streamed=False).reshape(num_blocks, block_bytes)
 
     def _convolution(self, state: StateSpec | None, prefix: str) -> _native.ShortConv | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from cloister.backends.availability import load_torch
 from cloister.backends.base import BACKENDS, Backend, BackendFactory
 from cloister.backends.spec import FOREIGN_FAMILY
-from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
 
 THREAT = ThreatProfile(
@@ -20,12 +19,8 @@ THREAT = ThreatProfile(
 )
 
 
-def _make_factory(module: str, backend: str, refusal: str) -> BackendFactory:
-    """Returns what makes a back end of a module that is imported only when it was chosen: torch takes a second.
-
-    Args:
-        refusal: begins the error for KV of another type than everything else (`%s` is that type).
-    """
+def _make_factory(module: str, backend: str) -> BackendFactory:
+    """Returns what makes a back end of a module that is imported only when it was chosen: torch takes a second."""
 
     def make(
         *,
@@ -45,17 +40,11 @@ def _make_factory(module: str, backend: str, refusal: str) -> BackendFactory:
         load_torch(device)
         kind = getattr(import_module(f"cloister.backends.torch.{module}"), backend)
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-        if kv_dtype not in (None, dtype):
-            raise ConfigError(f"{refusal % dtype}; leave kv_dtype out", param="kv_dtype")
-        made: Backend = kind(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics)
+        made: Backend = kind(num_threads=num_threads, device=device, dtype=dtype, numerics=numerics, kv_dtype=kv_dtype)
         return made
 
     return make
 
 
-BACKENDS.register("torch", THREAT)(
-    _make_factory("backend", "TorchBackend", "the torch back end keeps KV in %s, as everything else")
-)
-BACKENDS.register(FOREIGN_FAMILY, THREAT)(
-    _make_factory("fallback", "FallbackBackend", "a model without a spec keeps KV in %s too")
-)
+BACKENDS.register("torch", THREAT)(_make_factory("backend", "TorchBackend"))
+BACKENDS.register(FOREIGN_FAMILY, THREAT)(_make_factory("fallback", "FallbackBackend"))

@@ -12,6 +12,7 @@ from torch import Tensor
 from cloister.backends.torch.cache import SlotLayout
 from cloister.backends.torch.layers import cap
 from cloister.backends.torch.linear import FEWEST_COLUMNS, measure_tiles
+from cloister.backends.torch.packing import TwoForms
 from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch
 
 _NOTHING_YET = -1e30  # a running maximum that is finite, so that a hidden split leaves exp(0) = 1 and no NaN
@@ -28,6 +29,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     chosen: Tensor | None = None,
+    forms: TwoForms | None = None,
 ) -> None:
     """Writes the attention outputs of one batch of units.
 
@@ -38,6 +40,7 @@ def attend(
         softcap: bends scores (`backends.spec.AttentionSpec`).
         sinks: [num_heads] float32, the logit of each head that takes part in the softmax without a value; None for none.
         chosen: [num_tokens, num_chosen] int64, the only positions that each token sees of those before it; None for all.
+        forms: where `slots` has the newest positions only and all others are packed; None where `slots` has all.
     """
     shape = (layout.num_kv_heads, batch.num_units, batch.num_rows)
     rows = queries.index_select(0, batch.sources).view(*shape, layout.key_dim)
@@ -48,15 +51,31 @@ def attend(
         total = torch.ones_like(highest)
     state = _State(highest, total, mixed=queries.new_zeros(*shape, layout.value_dim))
     for run in batch.runs:
-        pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
-        found = pages.index_select(0, run.pages).float()
+        newest = None
+        if forms is None:
+            pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
+            found = pages.index_select(0, run.pages).float()
+        else:
+            found, numbers = forms.read(run)
+            num_heads = len(queries) // len(forms.positions)
+            is_recent = forms.is_recent(batch, run, layout.num_kv_heads, num_heads)
+            newest = _Newest(numbers.view(-1, run.width, layout.size), is_recent)
         found = found.view(-1, run.width, layout.size)
         hidden = run.hidden
         if chosen is not None:
             tokens = (batch.sources // (len(queries) // len(chosen))).view(shape)[0, : run.num_units]
             hidden = _hide_unchosen(chosen[tokens], run)
-        _attend_run(rows[:, : run.num_units], found, layout, run, hidden, state, softcap)
+        _attend_run(rows[:, : run.num_units], found, newest, layout, run, hidden, state, softcap)
     out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, layout.value_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """What rows read unpacked of a run: numbers [num_splits * num_units, width, size], and which rows read which of them
+    [num_splits * num_units, num_rows, width]."""
+
+    numbers: Tensor
+    is_recent: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +103,14 @@ def _hide_unchosen(chosen: Tensor, run: Run) -> Tensor:
 
 
 def _attend_run(
-    rows: Tensor, found: Tensor, layout: SlotLayout, run: Run, hidden: Tensor | None, state: _State, softcap: float | None
+    rows: Tensor,
+    found: Tensor,
+    newest: _Newest | None,
+    layout: SlotLayout,
+    run: Run,
+    hidden: Tensor | None,
+    state: _State,
+    softcap: float | None,
 ) -> None:
     """Computes every split of a run against the running maximum at that split, then joins them in order.
 
@@ -98,6 +124,9 @@ def _attend_run(
     scores = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, run.width)
     for head in range(num_kv_heads):
         torch.bmm(rows[head], _keys(found, layout, head).transpose(1, 2), out=scores[head])
+        if newest is not None:
+            others = torch.bmm(rows[head], _keys(newest.numbers, layout, head).transpose(1, 2))
+            scores[head] = torch.where(newest.is_recent, others, scores[head])
     if softcap is not None:
         cap(scores, softcap)
     if hidden is not None:
@@ -110,7 +139,14 @@ def _attend_run(
     sums = weights.sum(-1, keepdim=True)
     values = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, layout.value_dim)
     for head in range(num_kv_heads):
-        _mix(weights[head].flatten(0, 1), _values(found, layout, head), values[head])
+        of_keys = weights[head].flatten(0, 1)
+        if newest is None:
+            _mix(of_keys, _values(found, layout, head), values[head])
+            continue
+        _mix(of_keys.masked_fill(newest.is_recent, 0), _values(found, layout, head), values[head])
+        others = torch.empty_like(values[head])
+        _mix(of_keys.masked_fill(~newest.is_recent, 0), _values(newest.numbers, layout, head), others)
+        values[head] += others
     values = values.view(num_kv_heads, run.num_splits, num_units, num_rows, layout.value_dim)
     total, mixed = state.total[:, :num_units], state.mixed[:, :num_units]
     for split in range(run.num_splits):

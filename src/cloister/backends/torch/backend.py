@@ -10,10 +10,12 @@ import torch
 
 from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
 from cloister.backends.encoder_spec import EncoderSpec
+from cloister.backends.kivi import KIVI, RECENT_WINDOW, check_block_size
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
 from cloister.backends.torch.cuda.limits import check_computable, check_numbers
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.encoder import EncoderProgram, encoder_need
+from cloister.backends.torch.packing import packed_sizes
 from cloister.backends.torch.program import TorchProgram
 from cloister.backends.torch.schedule import Team
 from cloister.backends.torch.streams import INPUT_TABLE, table_bytes
@@ -33,12 +35,15 @@ class TorchBackend:
         device: "cpu" or "cuda".
         dtype: "float32" or "bfloat16".
         numerics: "exact" keeps batch invariance; "fast" lets cuBLAS and FlashInfer compute on CUDA.
+        kv_dtype: of KV: None for `dtype`, or "kivi2" on a CPU.
 
     Raises:
         ConfigError: an argument is not one of those, there is no CUDA device, or a library is missing.
     """
 
-    def __init__(self, *, num_threads: int, device: str, dtype: str, numerics: str = "exact") -> None:
+    def __init__(
+        self, *, num_threads: int, device: str, dtype: str, numerics: str = "exact", kv_dtype: str | None = None
+    ) -> None:
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"the torch back end computes on cpu or cuda, not {device!r}", param="device")
         if device == "cuda" and not torch.cuda.is_available():
@@ -48,11 +53,19 @@ class TorchBackend:
         if num_threads < 1:
             raise ConfigError("num_threads must be at least 1", param="num_threads")
         check_libraries(device, dtype, numerics)
+        if kv_dtype not in (None, dtype, KIVI) or (kv_dtype == KIVI and device != "cpu"):
+            also = f", or on a CPU in {KIVI}" if kv_dtype != KIVI else f" on {device}"
+            raise ConfigError(
+                f"the torch back end keeps KV in {dtype}, as everything else{also}; leave kv_dtype out", param="kv_dtype"
+            )
+        self._packs = kv_dtype == KIVI
         self._device, self._dtype, self._is_exact = torch.device(device), DTYPES[dtype], numerics == "exact"
         self._team = Team(num_threads if device == "cpu" else 1)
         chip = torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name()
         kernels = "" if device == "cpu" else f"-triton-{version('triton')}-{numerics}"
-        self.fingerprint = f"torch-{torch.__version__}-{chip}-{dtype}{kernels}-{NUMERICS}".replace(" ", "-")
+        self.fingerprint = (
+            f"torch-{torch.__version__}-{chip}-{dtype}{kernels}-{NUMERICS}{'-' + KIVI if self._packs else ''}".replace(" ", "-")
+        )
 
     def need(self, spec: DecoderSpec, weights: Weights, *, block_size: int, max_batched_tokens: int) -> MemoryNeed:
         """Says what `build` and `step` will take (`backends.base.Backend.need`)."""
@@ -62,13 +75,20 @@ class TorchBackend:
             check_numbers(weights)
             return device_need(spec, weights, self._dtype, **sizes, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
+            if self._packs:
+                raise ConfigError("an encoder keeps no KV; leave kv_dtype out", param="kv_dtype")
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
         mapped = {"positions.weight", INPUT_TABLE, *(() if spec.tied_embeddings else ("embed.weight",))}
         held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
         states = [layer.state for layer in spec.layers if layer.state is not None]
-        layer_bytes = tuple(
+        layer_bytes = unpacked_bytes = tuple(
             (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
         )
+        if self._packs:
+            check_packable(spec, block_size)
+            layer_bytes = tuple(
+                sum(packed_sizes(layer.attention, block_size)) if layer.attention else 0 for layer in spec.layers
+            )
         return MemoryNeed(
             weights_bytes=held * self._dtype.itemsize + (0 if spec.streams is None else table_bytes(weights)),
             kv_block_bytes=sum(layer_bytes),
@@ -77,6 +97,8 @@ class TorchBackend:
             activations_bytes=max_batched_tokens * _row_bytes(spec) + self._team.num_threads * self._thread_bytes(spec),
             draft_bytes=4 * sum(state.step_size for state in states),
             draft_state_bytes=4 * self._team.num_threads * max((state.state_size for state in states), default=0),
+            recent_window=RECENT_WINDOW if self._packs else 0,
+            recent_layer_bytes=unpacked_bytes if self._packs else (),
         )
 
     @staticmethod
@@ -100,10 +122,21 @@ class TorchBackend:
             return CudaProgram(spec, weights, kv, dtype=self._dtype, device=self._device, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return EncoderProgram(spec, weights, kv, team=self._team, dtype=self._dtype)
+        if kv.recent_group is not None:
+            check_packable(spec, kv.block_size)
         if spec.merges_hidden and not isinstance(beside, TorchProgram):
             raise TypeError("a module without an embedding and a head is built beside the program that lends both")
         lender = beside if isinstance(beside, TorchProgram) else None
         return TorchProgram(spec, weights, kv, team=self._team, dtype=self._dtype, device=self._device, beside=lender)
+
+
+def check_packable(spec: DecoderSpec, block_size: int) -> None:
+    """Raises ConfigError, which says what to choose, where KV of a model cannot be packed."""
+    check_block_size(block_size)
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"latents of the family {spec.family!r} are not kept in {KIVI}; leave out --kv-dtype", param="kv_dtype"
+        )
 
 
 def check_libraries(device: str, dtype: str, numerics: str) -> None:

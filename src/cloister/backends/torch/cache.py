@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cloister.backends.base import ByteArray, IntArray, KVLayout
 from cloister.backends.spec import AnyAttentionSpec, LatentAttentionSpec, StateSpec, kv_size
+from cloister.backends.torch.packing import PackedBlocks, pack_moved
 from cloister.types.layerwise import CellLayout
 
 
@@ -48,7 +49,9 @@ class KVCache:
         cells: where single layers may use the memory of all of them; None where they may not.
 
     Attributes:
-        layers: one tensor [num_slots + 1, size] each (`SlotLayout`); size 0 where a layer has no KV of its own.
+        layers: one tensor [num_slots + 1, size] each (`SlotLayout`); size 0 where a layer has no KV of its own. It holds the
+            newest positions only where layers pack the others.
+        packed: by layer, the packed KV of those that do and have KV of their own.
         cells: with `cells`, the slots of all layers one after the other, and a zero slot: [num_slots of all + 1, size].
     """
 
@@ -63,7 +66,13 @@ class KVCache:
         self.layout = layout
         self.cells: Tensor | None = None
         self._num_blocks = 0 if cells is None else cells.num_blocks
-        self._blocks = [layout.blocks_of(number) for number in range(len(layers))]
+        is_packed = layout.recent_group is not None
+        self._blocks = [layout.recent_blocks if is_packed else layout.blocks_of(number) for number in range(len(layers))]
+        self.packed = {
+            number: PackedBlocks(layer, len(layout.blocks_of(number)), layout.block_size, device)
+            for number, layer in enumerate(layers)
+            if is_packed and layer is not None and kv_size(layer)
+        }
         sizes = [0 if layer is None else kv_size(layer) for layer in layers]
         if cells is None:
             self.layers = [
@@ -120,14 +129,25 @@ class KVCache:
             for slots, blocks in zip(self.layers, self._blocks, strict=True):
                 if source // size in blocks:
                     slots[target - blocks.start * size] = slots[source - blocks.start * size]
+        for number in self.packed:
+            pairs = pack_moved(moves, self.layout, number)
+            if pairs:
+                self.pack(number, *torch.tensor(pairs, device=self.layers[number].device).unbind(1))
+
+    def pack(self, layer: int, blocks: Tensor, sources: Tensor) -> None:
+        """Packs blocks of the newest positions of a layer, all of which are there (`packing.StepBlocks`)."""
+        if len(blocks):
+            newest = self.layers[layer][:-1].view(-1, self.layout.block_size, self.layers[layer].shape[1])
+            self.packed[layer].pack(blocks, newest.index_select(0, sources))
 
     def _pages(self) -> list[tuple[Tensor, range]]:
         """Returns the pages of each layer, and the numbers of its blocks."""
         size = self.layout.block_size
-        return [
+        pages = [
             (slots[:-1].view(len(blocks), size * slots.shape[1]), blocks)
             for slots, blocks in zip(self.layers, self._blocks, strict=True)
         ]
+        return pages + [(packed.pages[:-1], self.layout.blocks_of(number)) for number, packed in self.packed.items()]
 
 
 class StateCache:

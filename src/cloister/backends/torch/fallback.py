@@ -40,11 +40,13 @@ class FallbackBackend:
         ConfigError: a setting is not one of those that it has.
     """
 
-    def __init__(self, *, num_threads: int, device: str, dtype: str, numerics: str) -> None:
+    def __init__(self, *, num_threads: int, device: str, dtype: str, numerics: str, kv_dtype: str | None = None) -> None:
         if dtype not in _DTYPES:
             raise ConfigError(f"transformers computes in {', '.join(_DTYPES)} here, not in {dtype!r}", param="dtype")
         if numerics != "exact":
             raise ConfigError("a model without a spec has one way to be computed; leave `numerics` out", param="numerics")
+        if kv_dtype not in (None, dtype):
+            raise ConfigError(f"a model without a spec keeps KV in {dtype} too; leave kv_dtype out", param="kv_dtype")
         self._device, self._dtype, self._num_threads = torch.device(device), _DTYPES[dtype], num_threads
         self.fingerprint = f"transformers-{transformers.__version__}-{torch.__version__}-{dtype}-{num_threads}-{NUMERICS}"
 

@@ -39,6 +39,7 @@ from cloister.backends.torch.cache import KVCache, export_rows, import_rows, slo
 from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles, pad_rows
+from cloister.backends.torch.packing import StepBlocks, TwoForms, match_blocks
 from cloister.backends.torch.reading import WeightReader, to_torch
 from cloister.backends.torch.schedule import (
     AttentionShape,
@@ -261,7 +262,7 @@ class TorchProgram(Program):
         units, keys_of = self._schedule(unfolded, nodes, num_rows, cells)
         slots_of = self._adapters.of_step(batch)
         adapters = [self._adapters.of_rows(slots_of, rows) for rows in _chunks(num_rows)]
-        written = self._written_slots(batch)
+        written, blocks_of = self._written_slots(batch), self._match_blocks(batch)
         state_step = None if self._states is None else self._states.schedule(batch)
         numbers = range(len(self._layers)) if batch.residual is None else range(batch.layer, batch.layer + 1)
         for number in numbers:
@@ -274,15 +275,22 @@ class TorchProgram(Program):
                 if isinstance(layer.attention, AttentionSpec) and layer.attention.query_growth is not None:
                     queries[:num_tokens].mul_(grow(layer.attention.query_growth, batch.positions).to(self._device))
                 if new_slots.shape[1]:
-                    rows_written = written[self._cache.layout.group_of(number)]
+                    rows_written = written[self._written_group(number)]
                     slots.index_copy_(0, rows_written, new_slots[:num_tokens].to(slots.dtype))
+                owner, group = kv_layer(layer.attention, number), self._cache.layout.group_of(number)
                 if cells is None:
-                    slots = self._cache.layers[kv_layer(layer.attention, number)]
-                keys = keys_of[self._cache.layout.group_of(number)]
+                    slots = self._cache.layers[owner]
+                keys, forms = keys_of[group], None
+                if group in blocks_of:
+                    blocks = blocks_of[group]
+                    if new_slots.shape[1]:
+                        self._cache.pack(number, blocks.packed, blocks.sources)
+                    size = self._cache.layout.block_size
+                    forms = TwoForms(self._cache.packed[owner], slots, blocks.recent_of, positions, size)
                 chosen = (
                     None if index_features is None else self._choose(layer.attention, index_features, slots, unfolded, keys)
                 )
-                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)], chosen)
+                mixed = self._attend(queries, slots, layer, layer.attention, units[work_shape(layer.attention)], chosen, forms)
             if features is not None and state_step is not None:
                 state_mixed = self._advance(number, features, state_step)
             own = None if layer_inputs is None else layer_inputs[:, number]
@@ -348,11 +356,22 @@ class TorchProgram(Program):
     def _written_slots(self, batch: ForwardBatch) -> dict[int, Tensor]:
         """Returns the slots that the tokens of a step are written to, for each group of layers with attention."""
         layout = self._cache.layout
-        layers = {layout.group_of(number): number for number, layer in enumerate(self._layers) if layer.attention is not None}
+        groups = {self._written_group(number) for number, layer in enumerate(self._layers) if layer.attention is not None}
         return {
-            group: torch.from_numpy(token_slots(of_group(batch, layout, layer), layout.block_size)).to(self._device)
-            for group, layer in layers.items()
+            group: torch.from_numpy(token_slots(of_group(batch, layout, group), layout.block_size)).to(self._device)
+            for group in groups
         }
+
+    def _written_group(self, layer: int) -> int:
+        """Returns the number of the group whose blocks a layer writes keys and values to."""
+        recent = self._cache.layout.recent_group
+        return self._cache.layout.group_of(layer) if recent is None else recent
+
+    def _match_blocks(self, batch: ForwardBatch) -> dict[int, StepBlocks]:
+        """Returns the blocks of a step in both forms, for each group of layers that packs its KV."""
+        layout = self._cache.layout
+        layers = {layout.group_of(number): number for number in self._cache.packed}
+        return {group: match_blocks(batch, layout, layer, self._device) for group, layer in layers.items()}
 
     def _schedule(
         self, batch: ForwardBatch, nodes: Sequence[TreeNode], num_rows: int, cells: Tensor | None = None
@@ -370,7 +389,7 @@ class TorchProgram(Program):
                 continue
             shape, spec, group = work_shape(layer.attention), layer.attention, layout.group_of(number)
             if group not in keys_of:
-                tables, window = of_group(batch, layout, number), layout.groups[group].window if layout.groups else None
+                tables, window = of_group(batch, layout, group), layout.groups[group].window if layout.groups else None
                 zero_slot = len(layout.blocks_of(number)) * layout.block_size if cells is None else len(cells) - 1
                 keys_of[group] = KeySlots(tables, layout.block_size, zero_slot, nodes, window)
             keys = keys_of[group]
@@ -427,11 +446,12 @@ class TorchProgram(Program):
         spec: AnyAttentionSpec,
         units: Sequence[UnitBatch],
         chosen: Tensor | None,
+        forms: TwoForms | None,
     ) -> Tensor:
         """Returns [num_rows, num_heads * value_dim]; a batch of units is a task for one thread."""
         layout, rows = slot_layout(spec), queries.view(-1, spec.head_dim)
         out = rows.new_zeros(len(rows) + 1, layout.value_dim)
-        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks, chosen) for unit in units]
+        tasks = [partial(attend, rows, slots, layout, unit, out, spec.softcap, layer.sinks, chosen, forms) for unit in units]
         self._team.run(tasks, 4.0 * slots.shape[1] / 2 * sum(unit.num_pairs for unit in units))
         return out[:-1].view(-1, spec.num_heads * layout.value_dim)
 

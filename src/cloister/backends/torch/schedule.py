@@ -146,12 +146,12 @@ class KeySlots:
                 self.slots[self.starts[node.seq] + position // SPLIT, position % SPLIT] = slot
 
 
-def of_group(batch: ForwardBatch, layout: KVLayout, layer: int) -> ForwardBatch:
-    """Returns a batch with the block tables of a layer's group, and blocks numbered from 0."""
+def of_group(batch: ForwardBatch, layout: KVLayout, group: int) -> ForwardBatch:
+    """Returns a batch with the block tables of a group of layers, and blocks numbered from 0."""
     if len(layout.groups) < 2:
         return batch
-    first, number = layout.blocks_of(layer).start, layout.group_of(layer)
-    return replace(batch, block_tables=batch.block_tables[:, number :: len(layout.groups)] - first)
+    first = layout.blocks_of_group(group).start
+    return replace(batch, block_tables=batch.block_tables[:, group :: len(layout.groups)] - first)
 
 
 def token_slots(batch: ForwardBatch, block_size: int) -> Int64Array:

@@ -8,6 +8,8 @@
 //   bfloat16  K [D / 2][B][2], V [B / 2][D][2]       pairs of dimensions of K and pairs of keys of V stand together, as the
 //   int8      the same in bytes, then scales K [G][B], V [G][B]     instructions for products of pairs want them
 //   int4      K as int8, V [B][D / 2] in bytes of two codes, then scales K [G][B] and V [G][B] of (scale, zero)
+//   kivi2     K in codes of 2 bits [B / 32][D][2] (16 keys in a word), V [B][D / 16] (16 dimensions in a word), then K [B / 32][D] and
+//             V [B][D / 32] of (scale, zero), both bfloat16
 // Latent attention has K alone, in float32 or bfloat16: values are the first dimensions of keys, and are transposed when gathered.
 // G is the number of groups of 64 dimensions. Keys keep 8 bits: in 4 they cost five times what values do (docs/quantization.md).
 #pragma once
@@ -37,6 +39,7 @@ INLINE HeadPlace head_place(const Cache& cache, const AttentionShape& shape, int
         case KVKind::bf16: keys = 2 * dim * size; values = 2 * dim * even; break;
         case KVKind::int8: keys = dim * size; values = dim * even; scales = 4 * size * groups; break;
         case KVKind::int4: keys = dim * size; values = dim / 2 * size; scales = 4 * size * groups; break;
+        case KVKind::kivi2: keys = values = dim * size / 4; scales = dim * size / 8; break;
     }
     if (shape.value_dim) values = 0;
     size_t value_scales = cache.kind == KVKind::int4 ? 2 * scales : scales;
@@ -102,6 +105,69 @@ INLINE void put_few_bits(const float* keys, const float* values, const Attention
     }
 }
 
+// How 32 numbers become codes of 2 bits: code * scale + zero, both rounded to bfloat16 before the codes are chosen. Those of keys reach
+// from the least to the greatest; those of values are the middles of four equal parts of that range (backends/kivi.py).
+struct KiviScale {
+    float scale, zero, inverse;
+
+    // `seen` of them are the head's, the others padding.
+    KiviScale(const float* x, int seen, bool keys) {
+        float low = x[0], high = x[0];
+        bool finite = true;
+        for (int i = 0; i < seen; i++) {
+            low = x[i] < low ? x[i] : low;
+            high = x[i] > high ? x[i] : high;
+            finite = finite && std::isfinite(x[i]);
+        }
+        float range = high - low;
+        scale = from_bf16(to_bf16(keys ? range / 3.0f : range * 0.25f));
+        zero = from_bf16(to_bf16(!finite ? NAN : keys ? low : low + range * 0.125f));
+        inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    }
+    uint32_t packed() const { return uint32_t(to_bf16(scale)) | uint32_t(to_bf16(zero)) << 16; }
+    // Of sixteen numbers, the first in the lowest bits.
+    uint32_t codes(const float* x) const {
+        uint32_t word = 0;
+        for (int i = 0; i < 16; i++) {
+            float v = (x[i] - zero) * inverse;
+            v = v > 0 ? (v < 3 ? v : 3) : 0;
+            word |= uint32_t(__builtin_rintf(v)) << (2 * i);
+        }
+        return word;
+    }
+};
+
+// Keys by channel, values by token (KIVI, Liu et al. 2024, section 3.3).
+static void pack_block(const AttentionShape& shape, const Cache& cache, int from, int to) {
+    int dim = shape.padded_dim, size = cache.block_size;
+    float x[kivi_group];
+    for (int h = 0; h < shape.num_kv_heads; h++) {
+        HeadPlace source = head_place(cache.recent(), shape, from, h), target = head_place(cache, shape, to, h);
+        uint32_t *keys = (uint32_t*)target.keys, *key_scales = (uint32_t*)target.key_scales;
+        uint32_t *values = (uint32_t*)target.values, *value_scales = (uint32_t*)target.value_scales;
+        for (int key = 0; key < size; key += kivi_group) {
+            for (int d = 0; d < dim; d++, keys += 2) {
+                const uint16_t* numbers = (const uint16_t*)source.keys + (size_t(d / 2) * size + key) * 2 + d % 2;
+                for (int i = 0; i < kivi_group; i++) x[i] = from_bf16(numbers[2 * i]);
+                KiviScale scale(x, kivi_group, true);
+                *key_scales++ = scale.packed();
+                keys[0] = scale.codes(x);
+                keys[1] = scale.codes(x + 16);
+            }
+        }
+        for (int key = 0; key < size; key++) {
+            const uint16_t* numbers = (const uint16_t*)source.values + size_t(key / 2) * dim * 2 + key % 2;
+            for (int d = 0; d < dim; d += kivi_group, values += 2) {
+                for (int i = 0; i < kivi_group; i++) x[i] = from_bf16(numbers[2 * (d + i)]);
+                KiviScale scale(x, std::min(kivi_group, shape.head_dim - d), false);
+                *value_scales++ = scale.packed();
+                values[0] = scale.codes(x);
+                values[1] = scale.codes(x + 16);
+            }
+        }
+    }
+}
+
 static void put_keys(const float* keys, const float* values, const AttentionShape& shape, const Cache& cache, int block, int slot) {
     int dim = shape.head_dim, padded = shape.padded_dim, size = cache.block_size;
     for (int h = 0; h < shape.num_kv_heads; h++, keys += dim, values += dim) {
@@ -159,6 +225,8 @@ static void move_keys(const AttentionShape& shape, const Cache& cache, int from,
                 copy_column<uint8_t>(source.values, target.values, size_t(a) * dim / 2, size_t(b) * dim / 2, 1, dim / 2);
                 copy_column<float>((uint8_t*)source.key_scales, (uint8_t*)target.key_scales, a, b, size, shape.kv_groups());
                 copy_column<uint64_t>((uint8_t*)source.value_scales, (uint8_t*)target.value_scales, a, b, size, shape.kv_groups());
+                break;
+            case KVKind::kivi2: break;  // a whole block is packed from the recent cache
         }
     }
 }
@@ -284,6 +352,32 @@ static void gather_latent_values(const Cache& cache, const AttentionShape& shape
     }
 }
 
+// Sixteen numbers of kivi2.
+INLINE f32x16 kivi_numbers(uint32_t codes, uint32_t scale_zero) {
+    u32x16 places;
+    UNROLL for (int p = 0; p < pieces; p++) places.at[p] = set_piece(codes) >> (u32p)(lane_numbers().at[p] * 2);
+    f32x16 scale = as<float>(set(scale_zero << 16)), zero = as<float>(set(scale_zero & 0xffff0000u));
+    return fma(to_f32(as<int32_t>(places & 3u)), scale, zero);
+}
+
+// The same of kivi2, where `from`, `to` and `column` are multiples of 32.
+static void gather_kivi(const HeadPlace& at, int dim, int from, int to, int column, Panels p) {
+    uint32_t* keys = (uint32_t*)p.keys + column;
+    uint16_t* values = (uint16_t*)p.values + size_t(column) * dim;
+    for (int key = from; key < to; key += 16, keys += 16) {
+        size_t group = size_t(key / kivi_group) * dim;
+        const uint32_t *codes = (const uint32_t*)at.keys + 2 * group + key / 16 % 2, *scales = (const uint32_t*)at.key_scales + group;
+        for (int d = 0; d < dim; d += 2)
+            store(keys + size_t(d / 2) * split_keys, pair_up(kivi_numbers(codes[2 * d], scales[d]), kivi_numbers(codes[2 * d + 2], scales[d + 1])));
+    }
+    for (int key = from; key < to; key += 2, values += 2 * dim) {
+        const uint32_t *codes = (const uint32_t*)at.values + size_t(key) * dim / 16, *scales = (const uint32_t*)at.value_scales + size_t(key) * dim / kivi_group;
+        const uint32_t *others = codes + dim / 16, *other_scales = scales + dim / kivi_group;
+        for (int d = 0; d < dim; d += 16)
+            store(values + 2 * d, pair_up(kivi_numbers(codes[d / 16], scales[d / kivi_group]), kivi_numbers(others[d / 16], other_scales[d / kivi_group])));
+    }
+}
+
 // Keys [from, to) of a block, all in one split, to column `column` of the panels.
 static void gather_run(const Cache& cache, const AttentionShape& shape, const HeadPlace& at, int from, int to, int column, Panels p) {
     int dim = shape.padded_dim, size = cache.block_size, count = to - from;
@@ -316,6 +410,7 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
         }
         return;
     }
+    if (cache.kind == KVKind::kivi2) return gather_kivi(at, dim, from, to, column, p);
     bool wide = cache.kind == KVKind::int8;
     for (int j = 0; j < count; j += 16) {
         int some = count - j < 16 ? count - j : 16;
@@ -347,8 +442,8 @@ static void gather_run(const Cache& cache, const AttentionShape& shape, const He
     }
 }
 
-// Gathers keys [start, end) that lie where their positions say; without a panel for keys the values of latents alone.
-static void gather(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end, Panels p) {
+// Gathers keys [start, end) that lie where their positions say, to column `column` on; without a panel for keys the values of latents alone.
+static void gather(const Cache& cache, const AttentionShape& shape, const Sequence& sequence, int head, int start, int end, Panels p, int column = 0) {
     for (int key = start; key < end;) {
         int place = key % cache.block_size, run = cache.block_size - place;
         if (run > end - key) run = end - key;
@@ -357,7 +452,7 @@ static void gather(const Cache& cache, const AttentionShape& shape, const Sequen
             HeadPlace next = head_place(cache, shape, sequence.block((key + run) / cache.block_size), head);
             for (const uint8_t* line = next.keys; line < (const uint8_t*)next.key_scales; line += 64) __builtin_prefetch(line, 0, 3);
         }
-        gather_run(cache, shape, head_place(cache, shape, block, head), place, place + run, key - start, p);
+        gather_run(cache, shape, head_place(cache, shape, block, head), place, place + run, column + key - start, p);
         key += run;
     }
 }
@@ -782,27 +877,63 @@ template <bool floats> NOINLINE void attend_split(const Attending& at, int split
     }
 }
 
+// The first column of a split whose key a row reads as bfloat16: those before it are packed. 0 in a cache of one form.
+INLINE int first_recent(const Attending& at, int row, int start, int count) {
+    if (!at.cache.recent_window) return 0;
+    if (at.task.rows) return count;  // which sequences share packed keys only
+    return std::max(0, std::min(at.cache.first_recent(at.sequence.position((at.task.begin + row) / at.shape.group())) - start, count));
+}
+
+// Gathers columns [from, to) of a split in the forms that a row reads whose recent keys begin at column `recent`.
+static void gather_forms(const Attending& at, int start, int from, int to, int recent) {
+    int middle = std::max(from, std::min(recent, to));
+    if (!at.cache.recent_window) return gather(at.cache, at.shape, at.sequence, at.task.kv_head, start + from, start + to, at.panels(), from);
+    gather(at.cache, at.shape, at.sequence, at.task.kv_head, start + from, start + middle, at.panels(), from);
+    gather(at.cache.recent(), at.shape, at.sequence.recent(), at.task.kv_head, start + middle, start + to, at.panels(), middle);
+}
+
+// Where the panels hold other forms than a row reads, gathers those columns again.
+INLINE void change_forms(const Attending& at, int start, int& held, int recent) {
+    if (held != recent) gather_forms(at, start, std::min(held, recent), std::max(held, recent), recent);
+    held = recent;
+}
+
+// A split of a cache with two forms of keys: rows that read the same forms stand together, and meet one split as in one form.
+template <bool floats> static void attend_forms(const Attending& at, int start, int split, int count) {
+    int num_rows = at.num_rows(), held = first_recent(at, 0, start, count);
+    gather_forms(at, start, 0, count, held);
+    clear_rest(at.cache, at.shape, count, at.panels());
+    for (int first = 0, rows; first < num_rows; first += rows) {
+        change_forms(at, start, held, first_recent(at, first, start, count));
+        for (rows = 1; first + rows < num_rows && rows < query_rows && first_recent(at, first + rows, start, count) == held;) rows++;
+        attend_split<floats>(at, split, first, rows, at.view(first + rows - 1, start).high);
+    }
+}
+
 // A split in which a tree has keys of its own, node by node: the panels hold what stands before the tree, and then each node's
 // path in the order of its positions, as a chain would have it. What a node shares with the one before it stays there.
 template <bool floats> static void attend_nodes(const Attending& at, int split) {
     const Sequence& sequence = at.sequence;
-    const Cache& cache = at.cache;
+    const Cache cache = at.cache.recent_window ? at.cache.recent() : at.cache;  // which nodes are in
+    const Sequence written = at.cache.recent_window ? sequence.recent() : sequence;
     int start = split * split_keys, tree = sequence.first_position, group = at.shape.group(), num_rows = at.num_rows();
     int own = tree > start ? tree - start : 0;  // the first column that the tree has
-    if (own) gather(cache, at.shape, sequence, at.task.kv_head, start, tree, at.panels());
+    int recent = first_recent(at, 0, start, own);
+    if (own) gather_forms(at, start, 0, own, recent);
     int32_t held[split_keys];
     for (int column = own; column < split_keys; column++) held[column] = -1;
     for (int first = 0, rows; first < num_rows; first += rows) {
         int token = (at.task.begin + first) / group, next = (token + 1) * group - at.task.begin;
         rows = std::min(std::min(next, num_rows) - first, query_rows);
         const Node& node = sequence.nodes[token];
+        change_forms(at, start, recent, first_recent(at, first, start, own));
         int end = std::max(0, std::min(sequence.seen(token) + 1 - start, split_keys)), padded = (end + 31) / 32 * 32;
         for (int column = own; column < end; column++) {
             int position = start + column;  // one after the node's is that of a known token, which lies where its position says
             int slot = position > node.position ? position : sequence.paths[node.path + position - tree], place = slot % cache.block_size;
             if (held[column] == slot) continue;
             held[column] = slot;
-            HeadPlace from = head_place(cache, at.shape, sequence.block(slot / cache.block_size), at.task.kv_head);
+            HeadPlace from = head_place(cache, at.shape, written.block(slot / cache.block_size), at.task.kv_head);
             gather_run(cache, at.shape, from, place, place + 1, column, at.panels());
         }
         clear_values(cache, at.shape.padded_values(), end, padded, at.panels());
@@ -834,6 +965,10 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
         int start = split * split_keys, count = std::min(last_end - start, split_keys);
         if (sequence.nodes && count < split_keys) {
             attend_nodes<floats>(at, split);
+            continue;
+        }
+        if (cache.recent_window) {
+            attend_forms<floats>(at, start, split, count);
             continue;
         }
         Runs runs;

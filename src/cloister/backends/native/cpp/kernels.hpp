@@ -8,17 +8,26 @@
 
 namespace cloister {
 
-enum class KVKind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+enum class KVKind : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3, kivi2 = 4 };
 
 // The cache of one layer. A block holds, for each KV head, K then V (layout in attention.hpp), then their scales; latents are K alone.
+// With a recent window the newest keys are bfloat16 in blocks of another cache, and the others are read as `kind` says.
 struct Cache {
     uint8_t* base = nullptr;
     size_t block_bytes = 0;
     int block_size = 0;
     KVKind kind = KVKind::bf16;
+    uint8_t* recent_base = nullptr;
+    size_t recent_bytes = 0;  // of a block
+    int recent_window = 0;    // 0: none
+
+    Cache recent() const { return {recent_base, recent_bytes, block_size, KVKind::bf16}; }
+    // The first position whose key a query reads from `recent`: the first of a block, whatever was computed with it.
+    int first_recent(int position) const { return std::max(0, position - recent_window + 1) / block_size * block_size; }
 };
 
 constexpr int kv_group_dims = 64;
+constexpr int kivi_group = 32;  // keys of one channel, or channels of one value, that share a scale (backends/kivi.py)
 
 // What attention of one layer computes.
 struct AttentionShape {
@@ -33,7 +42,7 @@ struct AttentionShape {
     // rounded (rows.hpp); queries are rotated too, and outputs back.
     int kv_groups() const { return (padded_dim + kv_group_dims - 1) / kv_group_dims; }
     int kv_rotation(KVKind kind) const {
-        if (kind == KVKind::f32 || kind == KVKind::bf16) return 0;
+        if (kind != KVKind::int8 && kind != KVKind::int4) return 0;
         return head_dim % 64 == 0 ? 64 : head_dim % 16 == 0 ? 16 : 0;
     }
     int group() const { return num_heads / num_kv_heads; }
@@ -63,6 +72,7 @@ struct Sequence {
     const int32_t* table = nullptr;  // blocks: of each entry one for each group of layers
     int num_groups = 1, first_block = 0;  // the number of the first block of the group whose layer is computed
     int first_entry = 0, empty_block = 0;  // entries before this one are behind the window: an empty block stands for them
+    int recent_table = 0, first_recent_block = 0, first_recent_entry = 0, empty_recent_block = 0;  // the same of the newest keys' cache
     int first_token = 0, num_tokens = 0, first_position = 0;
     // Of a token tree, whose keys from `first_position` on do not lie where their positions say; else null.
     const Node* nodes = nullptr;     // [num_tokens]
@@ -73,6 +83,15 @@ struct Sequence {
 
     // A block of the layer's cache.
     int block(int entry) const { return entry < first_entry ? empty_block : table[size_t(entry) * size_t(num_groups)] - first_block; }
+    // The sequence as the cache of its newest keys has it.
+    Sequence recent() const {
+        Sequence other = *this;
+        other.table += recent_table;
+        other.first_block = first_recent_block;
+        other.first_entry = first_recent_entry;
+        other.empty_block = empty_recent_block;
+        return other;
+    }
     int position(int token) const { return nodes ? nodes[token].position : first_position + token; }
     int seen(int token) const { return last_seen ? last_seen[token] : position(token); }
     // Tokens [begin, end): the first of their positions, and the one after the last that they see.
@@ -172,6 +191,8 @@ struct Kernels {
     // Writes queries [num_heads][padded_dim] of one token, scaled: bfloat16, or float32 with a float32 cache.
     void (*put_queries)(const float* heads, const AttentionShape& shape, float scale, KVKind kind, uint8_t* out);
     void (*put_keys)(const float* keys, const float* values, const AttentionShape& shape, const Cache& cache, int block, int slot);
+    // Packs a block of the recent cache, all of whose keys are there, into block `to`.
+    void (*pack_block)(const AttentionShape& shape, const Cache& cache, int from, int to);
     // Copies what `put_keys` wrote, bit for bit; a slot of block b is b * block_size more here.
     void (*move_keys)(const AttentionShape& shape, const Cache& cache, int from, int to);
 
@@ -254,6 +275,7 @@ inline size_t kv_block_bytes(const AttentionShape& shape, KVKind kind, int block
         case KVKind::bf16: head = 2 * dim * (size_t(block_size) + even); break;
         case KVKind::int8: head = dim * (size_t(block_size) + even) + 8 * size_t(shape.kv_groups()) * size_t(block_size); break;
         case KVKind::int4: head = dim * size_t(block_size) + dim / 2 * size_t(block_size) + 12 * size_t(shape.kv_groups()) * size_t(block_size); break;
+        case KVKind::kivi2: head = dim * size_t(block_size) / 4 * 3; break;
     }
     return (head * size_t(shape.num_kv_heads) + 63) / 64 * 64;
 }

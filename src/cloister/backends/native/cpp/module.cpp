@@ -335,6 +335,18 @@ void check_stream_layer(const Program& program, const Layer& layer) {
             its.input_gate.outputs == size && its.input_out.inputs == size && its.input_out.outputs == hidden, "the matrices of a layer do not fit together");
 }
 
+// The cache of the newest keys of a layer that packs the others.
+void set_recent(const Program& program, Layer& layer, const nb::object& cache) {
+    Bytes memory;
+    require(program.recent_group() >= 0 && nb::try_cast(cache, memory, false), "a layer that packs its keys has no cache of the newest ones");
+    require(layer.cache.block_size % kivi_group == 0, "keys are packed in blocks of a multiple of 32");
+    const KVGroup& group = program.groups[size_t(program.recent_group())];
+    layer.cache.recent_base = memory.data();
+    layer.cache.recent_bytes = kv_block_bytes(layer.shape, KVKind::bf16, layer.cache.block_size);
+    layer.cache.recent_window = group.window;
+    require(memory.size() / layer.cache.recent_bytes >= size_t(group.num_blocks) + 1, "a cache has fewer blocks than its group");
+}
+
 void check_layer(const Program& program, const Layer& layer) {
     require(!program.streams == !layer.stream, "all layers have several residual streams, or none");
     if (layer.stream) check_stream_layer(program, layer);
@@ -582,14 +594,15 @@ NB_MODULE(_native, m) {
             require(fits && std::all_of(axes.begin(), axes.end(), [](int axis) { return axis >= 0 && axis < 3; }), "a rotation does not have an axis for each frequency");
             self.ropes.push_back({std::move(inv_freq), scale, std::move(axes)});
         })
-        .def("add_group", [](Program& self, int first_block, int num_blocks, int window, bool is_state) {
+        .def("add_group", [](Program& self, int first_block, int num_blocks, int window, bool is_state, bool is_recent) {
             require(first_block >= 0 && num_blocks > 0 && window >= 0, "a group of layers has no such blocks");
-            self.groups.push_back({first_block, num_blocks, window, is_state});
-        }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"), nb::arg("is_state"))
+            require(!is_recent || (window > 0 && self.recent_group() < 0), "a program has one group of recent keys at most, with a window");
+            self.groups.push_back({first_block, num_blocks, window, is_state, is_recent});
+        }, nb::arg("first_block"), nb::arg("num_blocks"), nb::arg("window"), nb::arg("is_state"), nb::arg("is_recent"))
         .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix* qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const DeltaNet* delta_net, bool gated, const Matrix* output, std::tuple<float, float> scales,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm, nb::object v_norm,
-                             bool norms_projection, bool shares_kv, const StreamLayer* stream, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, nb::object cache, int kv_kind, int block_size, int group, bool beside) {
+                             bool norms_projection, bool shares_kv, const StreamLayer* stream, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, nb::object cache, nb::object recent_cache, int kv_kind, int block_size, int group, bool beside) {
             Layer layer;
             Bytes memory;
             require((qkv != nullptr) == (output != nullptr), "a layer mixes tokens with two matrices, or not at all");
@@ -645,6 +658,7 @@ NB_MODULE(_native, m) {
             layer.cache = {qkv ? memory.data() : nullptr, layer.attends() ? kv_block_bytes(layer.shape, KVKind(kv_kind), block_size) : 0, block_size, KVKind(kv_kind)};
             layer.num_blocks = layer.attends() ? int(std::min(memory.size() / layer.cache.block_bytes, size_t(INT32_MAX))) : short_conv ? short_conv->num_blocks : 0;
             layer.group = group;
+            if (layer.attends() && KVKind(kv_kind) == KVKind::kivi2) set_recent(self, layer, recent_cache);
             check_layer(self, layer);
             if (!beside) return self.layers.push_back(layer);
             require(layer.short_conv && !layer.feeds() && !self.layers.empty() && self.layers.back().attends() && !self.layers.back().beside,
@@ -652,7 +666,7 @@ NB_MODULE(_native, m) {
             self.layers.back().beside = std::make_shared<Layer>(std::move(layer));
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv").none(), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("delta_net").none(), nb::arg("gated"), nb::arg("output").none(), nb::arg("scales"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("v_norm").none(), nb::arg("norms_projection"), nb::arg("shares_kv"), nb::arg("stream").none(), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").none(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"), nb::arg("beside"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("v_norm").none(), nb::arg("norms_projection"), nb::arg("shares_kv"), nb::arg("stream").none(), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").none(), nb::arg("recent_cache").none(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"), nb::arg("beside"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");

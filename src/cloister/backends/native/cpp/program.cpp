@@ -129,6 +129,10 @@ void Program::check(const Batch& batch) const {
         }
         if (batch.last_seen) check_last_seen(batch, first, end, context);
     }
+    for (int s = 0; recent_group() >= 0 && batch.parents && s < batch.num_sequences; s++)
+        for (int i = starts[s]; i < starts[s + 1]; i++)
+            require(batch.positions[i] - (contexts[s] - (starts[s + 1] - starts[s])) < groups[size_t(recent_group())].window || batch.parents[i] == i - 1,
+                    "a token tree is deeper than the window of recent keys");
     for (int i = 0; i < batch.num_tokens; i++) require(within(batch.token_ids[i], vocab_size_), "a batch has a token id outside of the vocabulary");
     for (int i = 0; positions.codes && i < batch.num_tokens; i++)
         require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
@@ -235,6 +239,7 @@ const float* Program::angles(const Rope& rope, const Batch& batch, int row, floa
 void Program::place_tokens(const Batch& batch) {
     sequences_.clear();
     paths_.clear();
+    completed_.clear();
     sequence_of_.resize(size_t(batch.num_tokens));
     slot_of_.resize(size_t(batch.num_tokens));
     if (batch.parents) nodes_.resize(size_t(batch.num_tokens));
@@ -245,6 +250,8 @@ void Program::place_tokens(const Batch& batch) {
         sequence.num_tokens = count;
         sequence.first_position = batch.context_lens[s] - count;
         if (batch.last_seen) sequence.last_seen = batch.last_seen + first;
+        int size = layers.empty() ? 1 : layers[0].cache.block_size;
+        for (int entry = sequence.first_position / size; recent_group() >= 0 && entry < batch.context_lens[s] / size; entry++) completed_.push_back({s, entry});
         bool is_tree = false;
         for (int i = 0; i < count; i++) {
             sequence_of_[size_t(first + i)] = s;
@@ -270,7 +277,19 @@ void Program::enter_group(const Batch& batch, int number) {
         sequence.first_block = group.first_block;
         sequence.first_entry = first_entry(group, sequence.first_position, layers[0].cache.block_size);
         sequence.empty_block = group.num_blocks;
+        if (recent_group() < 0) continue;
+        const KVGroup& recent = groups[size_t(recent_group())];
+        sequence.recent_table = recent_group() - number;
+        sequence.first_recent_block = recent.first_block;
+        sequence.first_recent_entry = first_entry(recent, sequence.first_position, layers[0].cache.block_size);
+        sequence.empty_recent_block = recent.num_blocks;
     }
+}
+
+int Program::recent_group() const {
+    for (size_t i = 0; i < groups.size(); i++)
+        if (groups[i].is_recent) return int(i);
+    return -1;
 }
 
 // A node's path is its parent's and its own slot.
@@ -304,14 +323,14 @@ void Program::find_shared_splits(const AttentionShape& shape) {
 
 // Those of `members` that have the same blocks at a split share it, and perhaps the next ones.
 void Program::share_split(const AttentionShape& shape, std::vector<int> members, int split) {
-    int block_size = layers[0].cache.block_size, first = split * split_keys, end = first + split_keys;
+    int block_size = layers[0].cache.block_size, first = split * split_keys, end = first + split_keys, recent = recent_group();
     auto alike = [&](int a, int b) {
         const Sequence &one = sequences_[size_t(a)], &other = sequences_[size_t(b)];
         for (int entry = first / block_size; entry <= (end - 1) / block_size; entry++)
             if (one.block(entry) != other.block(entry)) return false;
         return true;
     };
-    auto rest = std::partition(members.begin(), members.end(), [&](int s) { return sequences_[size_t(s)].first_position >= end; });
+    auto rest = std::partition(members.begin(), members.end(), [&](int s) { return (recent < 0 ? sequences_[size_t(s)].first_position : sequences_[size_t(s)].first_position - groups[size_t(recent)].window + 1) >= end; });
     members.erase(rest, members.end());
     while (members.size() > 1) {
         auto others = std::stable_partition(members.begin(), members.end(), [&](int s) { return alike(members.front(), s); });
@@ -497,10 +516,28 @@ void Program::move_positions(const int32_t* moves, int num_moves) {
         const Layer& layer = layers[size_t(i)];
         if (!layer.attends() || layer.shares_kv) return;
         const KVGroup& group = groups[size_t(layer.group)];
+        if (layer.cache.recent_window) return move_recent(layer, moves, num_moves);
         int first = group.first_block * layer.cache.block_size;
         for (int move = 0; move < num_moves; move++)
             if (lies_in(group, moves[2 * move])) kernels_.move_keys(layer.shape, layer.cache, moves[2 * move] - first, moves[2 * move + 1] - first);
     });
+}
+
+// Moves keys in the recent cache and packs the blocks that they went to again, as some may be full now. Moves of all groups come in the
+// same order.
+void Program::move_recent(const Layer& layer, const int32_t* moves, int num_moves) const {
+    const KVGroup &group = groups[size_t(layer.group)], &recent = groups[size_t(recent_group())];
+    int size = layer.cache.block_size, first = recent.first_block * size;
+    std::vector<int> packed, source;
+    for (int move = 0; move < num_moves; move++) {
+        int from = moves[2 * move] / size, to = moves[2 * move + 1] / size;
+        if (within(to - group.first_block, group.num_blocks)) packed.push_back(to - group.first_block);
+        if (!within(from - recent.first_block, recent.num_blocks)) continue;
+        kernels_.move_keys(layer.shape, layer.cache.recent(), moves[2 * move] - first, moves[2 * move + 1] - first);
+        source.push_back(to - recent.first_block);
+    }
+    for (size_t i = 0; i < std::min(packed.size(), source.size()); i++)
+        if (i + 1 == source.size() || source[i + 1] != source[i]) kernels_.pack_block(layer.shape, layer.cache, source[i], packed[i]);
 }
 
 void Program::embed(const Batch& batch) {
@@ -610,7 +647,15 @@ void Program::place_heads(const Layer& layer, const Batch& batch, float* qkv, si
         kernels_.put_queries(q, shape, layer.scale * layer.growth(batch.positions[row]), layer.cache.kind, queries + size_t(row) * query_bytes);
         if (layer.shares_kv) return;
         int slot = slot_of_[size_t(row)], size = layer.cache.block_size;
-        kernels_.put_keys(k, v, shape, layer.cache, sequences_[size_t(sequence_of_[size_t(row)])].block(slot / size), slot % size);
+        const Sequence& sequence = sequences_[size_t(sequence_of_[size_t(row)])];
+        if (layer.cache.recent_window) kernels_.put_keys(k, v, shape, layer.cache.recent(), sequence.recent().block(slot / size), slot % size);
+        else kernels_.put_keys(k, v, shape, layer.cache, sequence.block(slot / size), slot % size);
+    });
+    if (!layer.cache.recent_window || layer.shares_kv || completed_.empty()) return;
+    phase("pack", int(completed_.size()), [&](int i, int) {
+        auto [s, entry] = completed_[size_t(i)];
+        const Sequence& sequence = sequences_[size_t(s)];
+        kernels_.pack_block(shape, layer.cache, sequence.recent().block(entry), sequence.block(entry));
     });
 }
 

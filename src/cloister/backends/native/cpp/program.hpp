@@ -161,10 +161,11 @@ struct Layer {
 };
 
 // Layers that share block tables. Blocks are numbered through all groups. With a window, what lies behind it need not be there:
-// caches have one block more, the last, which stays empty. Blocks of a group with `is_state` hold states in place of keys.
+// caches have one block more, the last, which stays empty. Blocks of a group with `is_state` hold states in place of keys, those of one
+// with `is_recent` the newest keys of layers that pack the others, which are in another group too.
 struct KVGroup {
     int first_block = 0, num_blocks = 0, window = 0;
-    bool is_state = false;
+    bool is_state = false, is_recent = false;
 };
 
 // [head][block]: x + down(activation(up(x))), the next block after that. Float32 or bfloat16, all of one shape.
@@ -265,6 +266,8 @@ public:
     // Copies K and V of single positions from slot to slot in every layer, one move after the other. A slot is a block and a
     // position in it, as one number. Throws std::invalid_argument, before anything is written, where there is no such slot.
     void move_positions(const int32_t* moves, int num_moves);
+    // The number of the group of the newest keys, or -1.
+    int recent_group() const;
 
     // Lets accepted drafts of the last step change states, and forgets the others: pairs of a token of that step and the block of its
     // state, parents first. Throws std::invalid_argument, before anything is written, where there is no such draft or block.
@@ -319,6 +322,7 @@ private:
     const float* angles(const Rope& rope, const Batch& batch, int row, float* chosen) const;
     void place_tokens(const Batch& batch);
     void enter_group(const Batch& batch, int number);
+    void move_recent(const Layer& layer, const int32_t* moves, int num_moves) const;
     void list_paths(const Batch& batch, const Sequence& sequence);
     int rows_at_once(const Sequence& sequence, const AttentionShape& shape) const;
     void embed(const Batch& batch);
@@ -440,6 +444,7 @@ private:
     int pieces_ = 0, kept_rows_ = 0, num_step_tokens_ = 0;
     std::vector<int> head_rows_;  // tokens of the last step whose logits were asked for
     std::vector<Sequence> sequences_;
+    std::vector<std::pair<int, int>> completed_;  // (sequence, entry of its table): all keys of these are there after a step has put its own
     std::vector<int> sequence_of_;           // [num_tokens]
     std::vector<int> slot_of_;               // [num_tokens]
     std::vector<int> given_;                 // [num_tokens] rows of `Batch::embeddings`, or -1; empty where there are none
