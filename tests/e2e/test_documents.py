@@ -119,8 +119,10 @@ def test_drafts_do_not_change_an_answer_about_documents(path: Path) -> None:
     assert (answer.token_ids, answer.logprobs) == (plain.token_ids, plain.logprobs)
 
 
-def test_a_model_whose_layers_have_windows_takes_no_documents(tmp_path: Path) -> None:
+def test_documents_are_refused_where_layers_or_kv_see_a_window(path: Path, tmp_path: Path) -> None:
     core = open_core(make_model(tmp_path, "gemma2", sliding_window=32), "native")
-    assert core.model.document_block_size == 0
-    with pytest.raises(AssertionError, match="see all positions"):
-        ask(core, [make_request("asked", A, B)])
+    packed = open_core(path, "torch", dtype="bfloat16", kv_dtype="kivi2", block_size=32)
+    assert core.model.document_block_size == packed.model.document_block_size == 0
+    for refusing in (core, packed):
+        with pytest.raises(AssertionError, match="see all positions"):
+            ask(refusing, [make_request("asked", A, B)])
