@@ -6,7 +6,7 @@ import pytest
 
 from cloister.kv import PrefixKeys
 from cloister.types.documents import Documents
-from cloister.types.events import Ended
+from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.request import FinishReason
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
 from tests.scheduler.test_scheduler import Bench
@@ -129,6 +129,8 @@ def test_documents_survive_preemption_and_eviction_whatever_their_order():
         bench.scheduler.prefix_cache.check()
     assert {end.reason for end in bench.ended()} == {FinishReason.LENGTH}
     assert len(bench.ended()) == 18
+    assert bench.of(Preempted)
+    assert any(event.num_cached_tokens for event in bench.of(Scheduled) if event.resumed)
     assert bench.pool.num_used == 0
 
 
