@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Literal
 
+from cloister.types.documents import Documents
 from cloister.types.step import Sample, StepPlan, StepResult
 
 EMPTY = None
@@ -44,19 +45,21 @@ class CheckedRunner:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.indexes: dict[int, int] = {}
+        self.documents: dict[int, Documents | None] = {}
         self.layerwise_ends: dict[int, int] = {}
         self.num_computed = self.num_layerwise = 0
         self.num_snapshots = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.departures:
-            for held in (self.tokens, self.tables, self.indexes, self.layerwise_ends):
+            for held in (self.tokens, self.tables, self.indexes, self.documents, self.layerwise_ends):
                 held.pop(seq_id, None)
         for new in plan.arrivals:
             assert new.seq_id not in self.tokens, "a sequence arrived twice"
             self.tokens[new.seq_id] = list(new.token_ids)
             self.tables[new.seq_id] = []
             self.indexes[new.seq_id] = new.index
+            self.documents[new.seq_id] = new.documents
         for block in plan.wipes:
             self.slots[block] = [EMPTY] * self.block_size
             self.states[block] = ()
@@ -85,8 +88,11 @@ class CheckedRunner:
             if window == STATE:
                 continue
             for position in range(0 if window is None else max(0, part.start - window + 1), part.start):
+                shift = self._shift(part.seq_id, position)
+                if self._shift(part.seq_id, part.start) not in (0, shift) and position >= self._prefix_end(part.seq_id):
+                    continue  # another document
                 held = self.slots[self._block(table, position, group)][position % self.block_size]
-                assert held == (position, tokens[position]), "a sequence reads KV that is not its own"
+                assert held == (position - shift, tokens[position]), "a sequence reads KV that is not its own"
         end = part.start + part.num_tokens - part.num_drafts
         for position in range(part.start, end):
             self._write(part.seq_id, table, position, tokens[position])
@@ -102,6 +108,7 @@ class CheckedRunner:
             self.tokens[fork.child_id] = list(tokens)
             self.tables[fork.child_id] = list(table)
             self.indexes[fork.child_id] = fork.index
+            self.documents[fork.child_id] = self.documents[part.seq_id]
         samples = [self._sample(seq_id) for seq_id in (part.seq_id, *(fork.child_id for fork in forks))]
         return [self._verify(part, table, end), *samples[1:]] if part.num_drafts else samples
 
@@ -157,10 +164,18 @@ class CheckedRunner:
             if window == STATE:
                 continue
             block, offset = self._block(table, position, group), position % self.block_size
-            held = self.slots[block][offset]
-            is_own = held is EMPTY or held == (position, token) or held == (seq_id, REJECTED)
+            held, place = self.slots[block][offset], position - self._shift(seq_id, position)
+            is_own = held is EMPTY or held == (place, token) or held == (seq_id, REJECTED)
             assert is_own, "a block was not wiped before it was given away"
-            self.slots[block][offset] = (seq_id, REJECTED) if token == REJECTED else (position, token)
+            self.slots[block][offset] = (seq_id, REJECTED) if token == REJECTED else (place, token)
+
+    def _shift(self, seq_id: int, position: int) -> int:
+        documents = self.documents[seq_id]
+        return 0 if documents is None else documents.shift(position)
+
+    def _prefix_end(self, seq_id: int) -> int:
+        documents = self.documents[seq_id]
+        return 0 if documents is None else documents.starts[0]
 
     def _sample(self, seq_id: int) -> Sample:
         tokens = self.tokens[seq_id]

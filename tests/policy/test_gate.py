@@ -214,3 +214,14 @@ def test_a_prompt_cache_key_counts_inside_its_scope_and_only_where_load_may_deci
     assert anns[0] == anns[1] != b""
     assert anns[4] == anns[5] == b""
     assert len({*anns, *cys}) == 7  # three each, and none
+
+
+@pytest.mark.parametrize("profile", Profile)
+def test_documents_are_encoded_separately_where_their_kv_may_be_used_again(profile: Profile) -> None:
+    gate = LAB.gate(profile)
+    admission = gate.admit(LAB.ann)
+    if profile is Profile.PARANOID:
+        with pytest.raises(PolicyError, match="documents"):
+            gate.with_request_options(admission, documents=True)
+    else:
+        assert gate.with_request_options(admission, documents=True) == admission

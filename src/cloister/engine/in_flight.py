@@ -79,6 +79,7 @@ class EngineStats:
                 self.preempted_s.append(event.now_s)
             case Ended():
                 self.reasons.append(event.reason.value)
+                self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)  # documents may be found later
                 self.num_output_tokens += event.num_output_tokens
                 self.first_token_s, self.ended_s = event.first_token_s, event.now_s
             case _:

@@ -116,7 +116,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     # Growable C arrays: for the few numbers of a decode step a numpy call costs more than a loop.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = has_tree = has_images = has_grids = False
+    has_adapter = has_tree = has_images = has_grids = has_documents = False
     block_size, num_groups = tables.block_size, tables.num_groups
     block_positions = block_size if num_groups == 1 else block_size / num_groups  # positions for each number in a block table
     for part in parts:
@@ -134,10 +134,12 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
             has_grids = has_grids or part.state.grids is not None
             continue
         _check(part, block_positions)
+        shift = 0 if part.state.documents is None else part.state.documents.shift(start)
+        has_documents = has_documents or shift > 0
         token_ids += known[start:end]
-        positions.extend(range(start, end))
+        positions.extend(range(start - shift, end - shift))
         if draft is NOTHING:
-            context_lens.append(end)
+            context_lens.append(end - shift)
         else:
             token_ids.extend(draft.token_ids)
             positions.extend([end - 1 + depth for depth in draft.depths[1:]])
@@ -162,7 +164,10 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         positions=as_ints(positions),
         query_starts=as_ints(query_starts),
         context_lens=as_ints(context_lens),
-        block_tables=block_tables([*map(_blocks_of, parts)], -(-max(context_lens) // block_size) * num_groups)
+        block_tables=block_tables(
+            [_seen_blocks(part, block_size) for part in parts] if has_documents else [*map(_blocks_of, parts)],
+            -(-max(context_lens) // block_size) * num_groups,
+        )
         if layer_rows is None
         else layer_rows.cells,
         logit_rows=as_ints(logit_rows),
@@ -176,6 +181,16 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         residual=None if layer_rows is None else layer_rows.residual,
         layer=0 if layer_rows is None else layer_rows.layer,
     )
+
+
+def _seen_blocks(part: ScheduledSequence, block_size: int) -> array[int]:
+    """Returns the block table of a part: a document sees the prefix and itself, as if there were nothing in between."""
+    blocks, documents = part.state.blocks, part.state.documents
+    shift = 0 if documents is None else documents.shift(part.plan.start)
+    if documents is None or not shift:
+        return blocks
+    first = documents.starts[0] // block_size
+    return blocks[:first] + blocks[first + shift // block_size :]
 
 
 def _images(
@@ -238,6 +253,9 @@ def _parents(parts: Sequence[ScheduledSequence]) -> IntArray:
 def _check(part: ScheduledSequence, block_positions: float) -> None:
     plan, num_known, end = part.plan, len(part.state.tokens), part.end
     num_drafts = 0 if part.draft is NOTHING else len(part.draft.token_ids)
+    documents = part.state.documents
+    if documents is not None and end > (documents.find_piece_end(plan.start) or end):
+        raise EngineError(f"the step plan computes two documents of sequence {plan.seq_id} at once")
     if end <= plan.start or plan.start < 0 or end > num_known:
         raise EngineError(f"the step plan asks for positions of sequence {plan.seq_id} that have no token yet")
     if plan.num_samples:

@@ -15,6 +15,7 @@ from cloister.executor.grammar import Grammars, GrammarState
 from cloister.executor.images import GridPositions, SequenceImages, find_objection
 from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
 from cloister.executor.pooling import Pool
+from cloister.types.documents import Documents
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
@@ -40,6 +41,7 @@ class SequenceState:
         failure: why it cannot continue, as a message for the client; set once, after which the sequence computes nothing.
         images: images of its prompt; None once all their positions are computed.
         grids: what its tokens turn by, where that is not their position; None where it is.
+        documents: parts of its prompt that are encoded separately.
     """
 
     seq_id: int
@@ -61,6 +63,7 @@ class SequenceState:
     num_groups: int = 1
     images: SequenceImages | None = None
     grids: GridPositions | None = None
+    documents: Documents | None = None
 
     @property
     def first_group_blocks(self) -> array[int]:
@@ -179,6 +182,7 @@ class BatchState:
             failure=self._objection(new),
             adapter=-1 if new.adapter is None else self._adapters.get(new.adapter, -1),
             num_groups=self._num_groups,
+            documents=new.documents,
         )
         self._file(state)
         self.num_pooled += state.pool is not None
@@ -221,6 +225,7 @@ class BatchState:
             grammar=None if parent.grammar is None else parent.grammar.copy(),
             stops=parent.stops,
             failure=parent.failure,
+            documents=parent.documents,
             adapter=parent.adapter,
             grids=parent.grids,
         )

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from cloister.types.documents import Documents
 from cloister.types.images import ImageTile
 from cloister.types.scope import PUBLIC_SCOPE, Scope
 
@@ -58,17 +59,22 @@ class PrefixKeys:
         *,
         reads_public: bool = True,
         images: Sequence[ImageTile] = (),
+        documents: Documents | None = None,
     ) -> None:
         """Appends keys to `chain` until it covers the first `num_blocks` blocks of `token_ids`.
 
         Args:
             reads_public: the chain may begin with public prefixes; False if an adapter is used.
             images: images among the tokens: equal placeholders of other images have other keys.
+            documents: parts that are encoded separately: each has the keys that it has directly behind the prefix, and what
+                follows them has keys that cover all of them, in their order.
         """
         size = self.block_size
         parent = chain[-1] if chain else None
         for i in range(len(chain), num_blocks):
             block = token_ids[i * size : (i + 1) * size]
+            if documents is not None and (piece := self._open_piece(documents, chain, root)) is not None:
+                parent = piece
             image_digests = digest_images(images, i * size, (i + 1) * size) if images else b""
             if reads_public and self.public and (parent is None or parent in self.public):
                 key = self.next(parent or self._public_root, block, image_digests)
@@ -79,6 +85,19 @@ class PrefixKeys:
                 parent = root if parent is None else hashlib.sha256(root + parent).digest()
             parent = self.next(root if parent is None else parent, block, image_digests)
             chain.append(parent)
+
+    def _open_piece(self, documents: Documents, chain: Sequence[bytes], root: bytes) -> bytes | None:
+        """Returns what precedes the next key of a chain, if a document or what follows the last one begins there."""
+        position, size = len(chain) * self.block_size, self.block_size
+        if position in documents.starts:
+            return chain[documents.starts[0] // size - 1]
+        if position != documents.end:
+            return None
+        # The root is in it because the prefix and all documents may be public.
+        digest = hashlib.sha256(b"cloister/documents/1\0" + root)
+        for end in (*documents.starts[1:], documents.end):
+            digest.update(chain[end // size - 1])
+        return digest.digest()
 
 
 def digest_images(images: Sequence[ImageTile], start: int, end: int) -> bytes:

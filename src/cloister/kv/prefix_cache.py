@@ -17,6 +17,7 @@ from cloister.kv.kept_blocks import KeptBlocks
 from cloister.kv.pool import NO_BLOCK, BlockPool
 from cloister.kv.table import BlockTable, first_seen
 from cloister.kv.tiers import KVTiers
+from cloister.types.documents import Documents
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFIX_CACHE_THREAT = ThreatProfile(
@@ -191,6 +192,7 @@ class PrefixCache:
         owner: bytes | None = None,
         *,
         expires: bool = False,
+        documents: Documents | None = None,
     ) -> None:
         """Caches the entries [start, len(keys)) of a block table in use by the caller under their keys.
 
@@ -198,6 +200,7 @@ class PrefixCache:
             blocks: the table (`BlockTable.blocks`).
             root: root of the chain; empty if nobody will look for it again, so that no tier keeps it.
             expires: its blocks have a deadline (`renew`).
+            documents: parts of the prompt that are encoded separately, each a branch of its own behind the prefix.
             owner: owner whose share is charged, if there are quotas. Blocks beyond the share are not cached; None: the blocks
                 may be evicted for any request.
 
@@ -209,14 +212,21 @@ class PrefixCache:
         num_groups, full = len(self._windows), self._full
         # Ancestors may belong to another sequence, or be missing: its equal blocks were kept in place of the caller's, then
         # evicted.
-        while full is not None and start and not self._keeps(keys[start - 1], blocks[(start - 1) * num_groups + full]):
+        while full is not None and start:
+            before = start - 1 if documents is None else self._entry_before(start, documents)
+            if self._keeps(keys[before], blocks[before * num_groups + full]):
+                break
             start -= 1
-        parent = self._nodes[keys[start - 1]] if start and full is not None else None
         for i in range(start, len(keys)):
             entry = blocks[i * num_groups : (i + 1) * num_groups]
             node = self._nodes.get(keys[i])
             if node is None:
-                node = self._add(keys[i], i, entry, parent, root, owner, expires)
+                before, number = i - 1, i
+                if documents is not None:
+                    before = self._entry_before(i, documents)
+                    number -= documents.shift(i * self._pool.block_size) // self._pool.block_size
+                parent = self._nodes[keys[before]] if i and full is not None else None
+                node = self._add(keys[i], number, entry, parent, root, owner, expires)
                 if node is None:
                     if full is not None:
                         return
@@ -226,7 +236,32 @@ class PrefixCache:
             node.last_used = self._tick
             if full is not None and node.blocks[full] != entry[full]:
                 return
-            parent = node if full is not None else None
+
+    def _entry_before(self, entry: int, documents: Documents) -> int:
+        """Returns the entry before one in its chain: the prefix's last entry, for the first one of a document."""
+        size = self._pool.block_size
+        return (documents.starts[0] if entry * size in documents.starts else entry * size) // size - 1
+
+    def find_known(self, keys: Sequence[bytes], blocks: Sequence[int], start: int, documents: Documents) -> list[int]:
+        """Returns the cached blocks of the entries from `start` on, where a document begins, up to the first that is unknown or
+        the last one of `keys`. Marks them as used, and the caller must share them.
+
+        None if the cache keeps another block than the table's as the one before: whoever uses a kept block uses all before it.
+
+        Args:
+            blocks: the table, up to `start` at least.
+        """
+        before = self._entry_before(start, documents)
+        if len(self._windows) != 1 or self._full is None or not self._keeps(keys[before], blocks[before]):
+            return []
+        self._tick += 1
+        found = []
+        for key in keys[start:]:
+            if (node := self._nodes.get(key)) is None:
+                break
+            node.last_used = self._tick
+            found.append(node.blocks[0])
+        return found
 
     def renew(self, root: bytes, deadline_s: float) -> None:
         """Sets the deadline of blocks inserted with `root`; it applies while they are unused."""

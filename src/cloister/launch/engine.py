@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
-from cloister.backends.spec import DecoderSpec, LayerGroup, group_layers
+from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec, LayerGroup, group_layers
 from cloister.backends.vision import AnyVisionSpec, QwenVisionSpec
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.machine import read_machine, return_free_memory
@@ -140,6 +140,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         num_parameters=sum(prod(model.weights.shape(name)) for name in model.weights.names()),
         number_format="" if config.quant == NO_QUANT else config.quant,
         is_on_device=(config.device or "cpu") != "cpu",
+        document_block_size=config.block_size if _takes_documents(model.spec, budget.groups) else 0,
         max_prefill_only_len=longest if longest > max_model_len else 0,
     )
     vocab_size = model.spec.vocab_size
@@ -175,6 +176,11 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
         kv_blocks=_kv_blocks(info, budget.groups, config.block_size, program),
     )
+
+
+def _takes_documents(spec: DecoderSpec, groups: Sequence[KVGroup]) -> bool:
+    """Whether documents can be encoded separately: every layer sees all positions, and a step computes its own ones only."""
+    return len(groups) == 1 and groups[0].window is None and not groups[0].is_state and spec.family != FOREIGN_FAMILY
 
 
 def _host_tier_bytes(config: EngineConfig) -> int:

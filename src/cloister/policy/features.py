@@ -90,6 +90,10 @@ def _feature(
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
+_DOCUMENTS_BY_SCOPE = mitigate(
+    "their keys are seeded by the scope and cover the prefix, as those of prompts, so what other scopes sent is never found; "
+    "replies say how many tokens were encoded separately"
+)
 _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
 )
@@ -295,6 +299,19 @@ _FEATURES: Final = (
         private=_ORDER_TELLS,
         paranoid=_ORDER_TELLS,
         instead="choose another setting `scheduler`",
+    ),
+    _feature(
+        "documents",
+        row="prefix-cache",
+        setting="request field `documents`",
+        title="Documents encoded separately",
+        does="computes each document of a request on its own, so that later requests find it in any company and order",
+        endangers="a quicker answer reveals that a single document was sent before, not only a whole prompt",
+        open=_DOCUMENTS_BY_SCOPE,
+        team=_DOCUMENTS_BY_SCOPE,
+        private=_DOCUMENTS_BY_SCOPE,
+        paranoid=refuse("it serves reuse only, and nothing is reused at all"),
+        instead="put the documents into the prompt",
     ),
     _feature(
         "load-routing",

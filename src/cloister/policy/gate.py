@@ -208,6 +208,7 @@ class Gate:
         priority: int | None = None,
         cache_salt: str | None = None,
         prompt_cache_key: str | None = None,
+        documents: bool = False,
     ) -> Admission:
         """Returns the admission with the request's own `stream`, `priority`, `cache_salt` and `prompt_cache_key` applied.
 
@@ -217,6 +218,7 @@ class Gate:
             cache_salt: the request's field `cache_salt`, which narrows its scope; None when it has none.
             prompt_cache_key: the request's field of this name, which counts inside of its scope only. It has no effect where
                 replicas are drawn.
+            documents: whether the request has the field `documents`.
 
         Raises:
             PolicyError: the profile refuses one of them; the message names the rule.
@@ -225,6 +227,7 @@ class Gate:
             {
                 self._streaming: Use(stream, "the request"),
                 "client-priority": Use(priority is not None, "the request"),
+                "documents": Use(documents, "the request"),
             }
         )
         if cache_salt is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from cloister.types.request import Request, SamplingParams
@@ -23,6 +24,7 @@ class EngineLimits:
         num_kv_tokens: KV positions of the whole pool.
         block_size: positions in one KV block.
         max_step_tokens: tokens of one step.
+        takes_documents: it can encode documents separately: every layer sees all positions.
     """
 
     max_model_len: int
@@ -30,6 +32,7 @@ class EngineLimits:
     num_kv_tokens: int
     block_size: int = 1
     max_step_tokens: int = 2**31
+    takes_documents: bool = True
 
 
 def find_refusal(request: Request, limits: EngineLimits) -> str | None:
@@ -39,6 +42,7 @@ def find_refusal(request: Request, limits: EngineLimits) -> str | None:
         or find_wrong_beams(request.sampling)
         or _find_wrong_pooling(request)
         or _find_wide_image(request, limits)
+        or _find_wrong_documents(request, limits)
         or _find_misfit(request, limits)
     )
 
@@ -107,6 +111,23 @@ def _find_wide_image(request: Request, limits: EngineLimits) -> str | None:
         f"an image of this model takes {widest} tokens of one step, which has {limits.max_step_tokens} for up to "
         f"{limits.max_num_seqs} sequences; the operator can set --max-batched-tokens to {num_needed} or more"
     )
+
+
+def _find_wrong_documents(request: Request, limits: EngineLimits) -> str | None:
+    documents = request.documents
+    if documents is None:
+        return None
+    if not limits.takes_documents:
+        return "some layers of this model do not see all positions; put the documents into the prompt"
+    if request.images or request.pooling is not None or request.sampling.prompt_logprobs is not None:
+        return "documents do not go with images, pooling or prompt_logprobs; leave out one of the two"
+    bounds = (0, *documents.starts, documents.end)
+    is_sorted = all(before < after for before, after in pairwise(bounds))
+    if not documents.starts or not is_sorted or any(bound % limits.block_size for bound in bounds):
+        return f"documents need bounds that ascend from above 0 in multiples of {limits.block_size}"
+    if documents.end >= len(request.token_ids):
+        return "nothing follows the documents; send at least one token behind them"
+    return None
 
 
 def _find_misfit(request: Request, limits: EngineLimits) -> str | None:

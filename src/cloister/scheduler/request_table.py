@@ -127,7 +127,9 @@ class RequestTable:
         root, owner = self._root_of(request)
         keys: list[bytes] = []
         if self._keys is not None and not _wants_every_position(request):
-            num_blocks = (len(token_ids) - 1) // self.pool.block_size
+            documents = request.documents  # of a prompt with documents only the prefix moves between engines
+            num_tokens = len(token_ids) - 1 if documents is None else documents.starts[0]
+            num_blocks = num_tokens // self.pool.block_size
             is_base = request.adapter is None
             self._keys.extend(keys, root, token_ids, num_blocks, reads_public=is_base, images=request.images)
         return keys, root, owner
@@ -231,6 +233,7 @@ class RequestTable:
                 state.kept_root,
                 state.owner,
                 expires=state.request.scope.lifetime_s is not None,
+                documents=state.request.documents,
             )
             sequence.num_kept = num_full
 
@@ -278,6 +281,16 @@ class RequestTable:
         self._extend_keys(sequence, num_blocks)
         return sequence.keys[:num_blocks]
 
+    def find_known_document(self, sequence: SequenceRecord) -> list[int]:
+        """Returns cached blocks of the document that a running sequence comes to next; none if it comes to something else, or
+        to no document's first position."""
+        documents, start = sequence.request_state.request.documents, sequence.num_planned
+        if documents is None or self.prefix_cache is None or start not in documents.starts:
+            return []
+        size, end = self.pool.block_size, documents.find_piece_end(start) or documents.end
+        keys = self.match_keys(sequence)[: end // size]
+        return self.prefix_cache.find_known(keys, table_of(sequence).blocks, start // size, documents)
+
     def count_cached(self, sequence: SequenceRecord) -> int:
         """Returns how many tokens of a waiting sequence are cached, without changing the cache."""
         return (
@@ -288,8 +301,15 @@ class RequestTable:
         if self._keys is not None:
             state = sequence.request_state
             request = state.request
-            is_base, images = request.adapter is None, request.images
-            self._keys.extend(sequence.keys, state.root, sequence.token_ids, num_blocks, reads_public=is_base, images=images)
+            self._keys.extend(
+                sequence.keys,
+                state.root,
+                sequence.token_ids,
+                num_blocks,
+                reads_public=request.adapter is None,
+                images=request.images,
+                documents=request.documents,
+            )
 
     def end_request(self, state: RequestState, reason: FinishReason, now: float, error: str | None = None) -> None:
         """Ends every open sequence of a request, including those not forked yet."""

@@ -269,6 +269,9 @@ class Scheduler:
             num_kv_tokens,
             self.pool.block_size,
             self.config.budget.max_tokens,
+            takes_documents=len(self.pool.groups) == 1
+            and self.pool.groups[0].window is None
+            and not self.pool.groups[0].is_state,
         )
         if is_layerwise and self._layerwise is not None:
             longest = self.config.max_prefill_only_len + int(max_output > 0)
@@ -292,7 +295,7 @@ class Scheduler:
         num_most = min(self.config.max_model_len - int(request.sampling.max_tokens != 0), self._count_usable(1))
         if self._layerwise is None or len(request.token_ids) <= num_most:
             return False
-        ends_with_prompt = request.sampling.ends_with_prompt and not request.images
+        ends_with_prompt = request.sampling.ends_with_prompt and not request.images and request.documents is None
         return ends_with_prompt and self.config.max_prefill_only_len > self.config.max_model_len
 
     def _layerwise_of(self, sequence: SequenceRecord) -> LayerwisePrompts | None:
@@ -513,6 +516,8 @@ class Scheduler:
 
     def _extend_chunk(self, step: PlannedStep, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
+        if sequence.request_state.request.documents is not None:
+            self._skip_known_documents(sequence)
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
         has_images = bool(sequence.request_state.request.images)
         if has_images and not (num_most := self._encodings.fit(sequence, num_most)):
@@ -522,6 +527,16 @@ class Scheduler:
             num_tokens = step.keep_images_whole(sequence, num_tokens, strict=strict)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
+
+    def _skip_known_documents(self, sequence: SequenceRecord) -> None:
+        """Takes what is cached of the documents that a running sequence comes to, behind one that was not."""
+        while known := self._requests.find_known_document(sequence):
+            self.pool.share(known)
+            table_of(sequence).blocks.extend(known)
+            sequence.num_planned += len(known) * self.pool.block_size
+            state, num_tokens = sequence.request_state, len(known) * self.pool.block_size
+            if state.first_token_s is None:  # a prompt that was preempted may find the same again
+                state.num_cached_tokens = min(state.num_prompt_tokens - 1, state.num_cached_tokens + num_tokens)
 
     def _admit(self, step: PlannedStep, before: int | None) -> None:
         """Admits waiting sequences while there is capacity for them.
@@ -539,7 +554,9 @@ class Scheduler:
                     continue
                 return
             keys, layerwise = self._requests.match_keys(sequence), self._layerwise_of(sequence)
-            read = None if self.kv_restores is None or layerwise is not None else self.kv_restores.find(sequence, keys)
+            read = None
+            if self.kv_restores is not None and layerwise is None and sequence.request_state.request.documents is None:
+                read = self.kv_restores.find(sequence, keys)
             hits = self.prefix_cache.match(keys) if self.prefix_cache is not None else []
             if layerwise is not None:
                 hits = hits[: layerwise.count_hits(sequence, len(hits))]

@@ -202,8 +202,10 @@ class SequenceRecord:
     @property
     def max_chunk(self) -> int:
         """Positions that one step may compute for it."""
-        scored = self.request_state.request.sampling.prompt_logprobs is not None
-        return min(self.num_wanted, MAX_SCORED_ROWS) if scored else self.num_wanted
+        request, num_most = self.request_state.request, self.num_wanted
+        if request.documents is not None and (end := request.documents.find_piece_end(self.num_planned)) is not None:
+            num_most = min(num_most, end - self.num_planned)
+        return num_most if request.sampling.prompt_logprobs is None else min(num_most, MAX_SCORED_ROWS)
 
     @property
     def cost_start(self) -> int:
@@ -235,4 +237,5 @@ def introduce(sequence: SequenceRecord) -> NewSequence:
         adapter=state.request.adapter,
         pooling=state.request.pooling,
         images=state.request.images,
+        documents=state.request.documents,
     )

@@ -14,8 +14,11 @@ from msgspec import UNSET, UnsetType
 from cloister.types.request import TokenLogprobs
 
 
-class CachedTokens(msgspec.Struct, frozen=True):
+class CachedTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where prompt tokens came from; `document_tokens` are those of documents that were encoded separately."""
+
     cached_tokens: int
+    document_tokens: int = 0
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):

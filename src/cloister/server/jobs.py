@@ -18,6 +18,7 @@ from cloister.server.answers import CachedTokens, Echo, ReasoningTokens, Usage
 from cloister.server.calls import HttpCall
 from cloister.server.errors import TOO_LATE, failure_of
 from cloister.text.answer_parser import AnswerForm
+from cloister.types.documents import Documents
 from cloister.types.errors import DeadlineError
 from cloister.types.images import ImageTile
 from cloister.types.request import FinishReason, ModelInfo, PoolingParams, Request, SamplingParams, SequenceOutput
@@ -90,6 +91,7 @@ def make_job(
     pooling: PoolingParams | Sequence[PoolingParams] | None = None,
     adapter: str | None = None,
     images: tuple[ImageTile, ...] = (),
+    documents: Documents | None = None,
 ) -> GenerationJob:
     """Returns a job for tokenized prompts.
 
@@ -99,6 +101,7 @@ def make_job(
         pooling: pooling of the prompts to vectors: one for all, or one each.
         adapter: digest of the adapter to use.
         images: images of the only prompt.
+        documents: parts of the only prompt that are encoded separately.
     """
     job_id = f"{prefix}-{secrets.token_hex(12)}"
     ways = pooling if isinstance(pooling, Sequence) else [pooling] * len(prompts)
@@ -114,6 +117,7 @@ def make_job(
             pooling=way,
             adapter=adapter,
             images=images,
+            documents=documents,
             cache_key=admission.cache_key,
         )
         for i, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
@@ -219,6 +223,7 @@ class Tally:
 
     def __init__(self, job: GenerationJob) -> None:
         self._num_prompt_tokens = job.num_prompt_tokens
+        self._num_document_tokens = sum(r.documents.num_tokens for r in job.requests if r.documents is not None)
         self._num_cached = [0] * len(job.requests)
         self._num_output_tokens = 0
         self._num_reasoning_tokens = 0
@@ -238,7 +243,7 @@ class Tally:
             self._num_prompt_tokens,
             self._num_output_tokens,
             self._num_prompt_tokens + self._num_output_tokens,
-            CachedTokens(sum(self._num_cached)),
+            CachedTokens(sum(self._num_cached), self._num_document_tokens),
             ReasoningTokens(self._num_reasoning_tokens),
         )
 

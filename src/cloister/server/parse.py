@@ -146,6 +146,10 @@ REFUSED: Final[Mapping[str, Refused]] = {
     "store": Refused("nothing is kept here, so there is nothing to store in", (False,)),
     "service_tier": Refused("a request's class comes from its API key", ("auto", "default")),
 }
+CHAT_REFUSED: Final[Mapping[str, Refused]] = {
+    **REFUSED,
+    "documents": Refused("chats take no documents; put them into a message, or ask at /v1/completions", ([],)),
+}
 
 
 def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, Refused] = REFUSED) -> dict[str, Any]:

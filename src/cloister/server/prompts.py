@@ -16,12 +16,13 @@ import msgspec
 from cloister.policy.gate import Admission, Gate
 from cloister.server.answers import Echo
 from cloister.server.conversation import ChatFormat
+from cloister.server.documents import DocumentPrompt, read_documents
 from cloister.server.errors import invalid
 from cloister.server.jobs import GenerationJob, make_job
 from cloister.server.messages import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages import CountBody, MessagesBody
 from cloister.server.messages import to_chat as message_to_chat
-from cloister.server.parse import parse_body, renamed_fields
+from cloister.server.parse import CHAT_REFUSED, parse_body, renamed_fields
 from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.responses.schemas import to_chat as response_to_chat
@@ -157,7 +158,7 @@ class PromptReader:
             InvalidRequestError, ContextLengthError, NotFoundError: the request cannot be answered; the message says why.
             PolicyError: the profile refuses a requested feature.
         """
-        return self.converse(parse_body(raw, ChatBody), admission, prefix="chatcmpl")
+        return self.converse(parse_body(raw, ChatBody, CHAT_REFUSED), admission, prefix="chatcmpl")
 
     def converse(self, body: ChatBody, admission: Admission, *, prefix: str, fits: bool = False) -> GenerationJob:
         """Prepares a conversation from any route; errors as in `read_chat`.
@@ -236,7 +237,8 @@ class PromptReader:
             logprobs = 0 if sampling.logprobs is None else sampling.logprobs
             sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
         check_number_of_sequences(max(sampling.n, body.best_of or 1), len(body.prompt), self.max_n)
-        prompts = [self._tokenize(prompt) for prompt in body.prompt]
+        pieces = self._read_documents(body)
+        prompts = [self._tokenize(prompt) for prompt in body.prompt] if pieces is None else [pieces.token_ids]
         if fits:
             sampling = fit_length(max(map(len, prompts)), sampling, self.model)
         for prompt in prompts:
@@ -253,6 +255,7 @@ class PromptReader:
             answerless=answerless,
             num_kept=num_kept,
             shows_logprobs=body.logprobs is not None,
+            documents=None if pieces is None else pieces.documents,
             **self._reply_fields(body),
         )
 
@@ -278,6 +281,7 @@ class PromptReader:
             priority=body.priority,
             cache_salt=body.cache_salt,
             prompt_cache_key=body.prompt_cache_key,
+            documents=isinstance(body, CompletionBody) and body.documents is not None,
         )
 
     def find_adapter(self, name: str | None) -> str | None:
@@ -295,6 +299,15 @@ class PromptReader:
         """Raises NotFoundError for a name that is not served; a request without a name gets the served model."""
         if name is not None and name != self.model_name and name not in self.other_names:
             raise unknown_model(self.model_name)
+
+    def _read_documents(self, body: CompletionBody) -> DocumentPrompt | None:
+        if body.documents is not None:
+            return read_documents(body, self.tokenizer, self.model.document_block_size)
+        if body.documents_prefix is not None:
+            raise invalid(
+                "`documents_prefix` needs `documents`; put the text into `prompt`, or send documents.", "documents_prefix"
+            )
+        return None
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

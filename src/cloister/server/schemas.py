@@ -24,6 +24,8 @@ MAX_METADATA: Final = 16
 MAX_TOOLS: Final = 128
 MAX_CACHE_SALT: Final = 256
 """Characters of `cache_salt`."""
+MAX_DOCUMENTS: Final = 64
+"""Documents in one request to /v1/completions."""
 MAX_MESSAGES: Final = 16_384
 """Messages in a conversation, and parts in a message."""
 INT64: Final = 2**63
@@ -348,12 +350,20 @@ PromptInput = PromptText | _Tokens | Annotated[list[PromptText], _Several] | Ann
 """The four forms of a prompt, for the reference of the API."""
 
 
+class DocumentInput(Strict):
+    """A document that is encoded separately."""
+
+    text: Annotated[str, Field(min_length=1)]
+
+
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
 
     model_config = COMPLETION
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt, json_schema_input_type=PromptInput)]
+    documents: Annotated[list[DocumentInput], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
+    documents_prefix: str | None = None
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

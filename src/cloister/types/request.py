@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from cloister.types.documents import Documents
 from cloister.types.images import ImageTile
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
@@ -165,6 +166,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         images: images in the prompt, in its order; their positions hold the placeholder token.
         cache_key: stands for its `prompt_cache_key` (`Scope.blind`): a router may give requests with the same one to the same
             replica. Empty for none.
+        documents: parts of the prompt that are encoded separately; None for none.
     """
 
     request_id: str
@@ -178,6 +180,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams | None = None
     images: tuple[ImageTile, ...] = ()
     cache_key: bytes = b""
+    documents: Documents | None = None
 
     @property
     def pixels_bytes(self) -> int:
@@ -299,6 +302,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         number_format: quantization of its weights in memory, if the settings chose one.
         is_on_device: its weights are in device memory, not in the host's.
         encoder: None for a model that generates text.
+        document_block_size: `Request.documents` begin and end at multiples of it; 0 if the engine takes none.
         max_prefill_only_len: longest prompt of a request that ends with it, if that may be longer; 0 if not.
     """
 
@@ -320,6 +324,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     number_format: str = ""
     is_on_device: bool = False
     encoder: EncoderInfo | None = None
+    document_block_size: int = 0
     max_prefill_only_len: int = 0
 
     @property

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from cloister.types.documents import Documents
 from cloister.types.images import ImageTile
 from cloister.types.layerwise import LayerwisePlan
 from cloister.types.request import Embedding, PoolingParams, SamplingParams, TokenLogprobs
@@ -25,6 +26,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
         index: which of the request's n sequences.
         stop_token_ids: ids that end the sequence (including EOS unless ignored); masked until `min_tokens`.
         images: images in the prompt (`Request.images`).
+        documents: parts of the prompt that are encoded separately; no plan's positions of it are in two of them.
     """
 
     seq_id: int
@@ -37,6 +39,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     pooling: PoolingParams | None = None
     images: tuple[ImageTile, ...] = ()
+    documents: Documents | None = None
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""

@@ -50,7 +50,13 @@ class CachedPrompts:
             num_blocks = (len(request.token_ids) - 1) // self._chain.block_size
             root = self._chain.root(request.scope, request.adapter)
             self._chain.extend(
-                keys, root, request.token_ids, num_blocks, reads_public=request.adapter is None, images=request.images
+                keys,
+                root,
+                request.token_ids,
+                num_blocks,
+                reads_public=request.adapter is None,
+                images=request.images,
+                documents=request.documents,
             )
         return keys
 

@@ -1,0 +1,165 @@
+"""M6, M19: documents that are encoded separately, beside full prefill: right answers, and the time to the first token.
+
+Prompt Cache (Gim et al. 2024), APE (Yang et al. 2025), KVLink (Yang et al. 2025). Each prompt has notes with an invented number
+each, and asks for one of them. It is computed as one text, as one text with the newlines that fill up blocks, and with each
+note encoded separately; without notes nobody can know the number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from benchmarks.harness import Bench, make_parser, make_progress, open_engine
+from cloister.engine import EngineCore
+from cloister.models import locate
+from cloister.server.documents import join_documents
+from cloister.text import Tokenizer
+from cloister.types.events import Submit
+from cloister.types.request import Request, SamplingParams
+
+KINDS = ("one text", "one text, filled up", "separately", "no notes")
+NUM_NOTES = (2, 4, 8)
+SENTENCES = (4, 16, 32)
+"""Further sentences of each of eight notes where time is measured."""
+PLACES = (
+    "harbour", "library", "museum", "bakery", "station", "garden", "theatre", "hospital", "airport", "castle", "market",
+    "school", "stadium", "factory", "chapel", "lighthouse",
+)  # fmt: skip
+FILLER = (
+    "It opens early in the morning.", "Many people visit it in summer.", "The roof was repaired two years ago.",
+    "A small road leads to it.", "There is a bench in front of it.", "The walls are painted white.",
+    "Nobody remembers who built it.", "It stands near the river.",
+)  # fmt: skip
+PREFIX = "Read these notes. Then answer the question with the number that they give.\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Notes, what is asked, and the number that is right."""
+
+    notes: list[str]
+    text: str
+    number: str
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", default="cloister-5m,smollm2-135m", help="names or directories, with commas")
+    parser.add_argument("--num-questions", type=int, default=24, help="for each number of notes")
+    parser.add_argument("--num-rounds", type=int, default=3, help="prompts of each length that are timed")
+    options = parser.parse_args()
+    bench = Bench(
+        "prompt_modules",
+        f"Documents encoded separately, {options.models}",
+        "a hit in another order answers sooner the longer the documents are; fewer answers are right than with full prefill, "
+        "since the models were not trained for it",
+    )
+    for name in options.models.split(","):
+        engine = open_engine(options, model=name, prefix_cache=True, max_model_len=8192 if name != "cloister-5m" else None)
+        tokenizer = Tokenizer(locate(name))
+        judge_answers(bench, options, name, engine, tokenizer)
+        time_hits(bench, options, name, engine, tokenizer)
+    return bench.finish(options)
+
+
+def draw(rng: random.Random, num_notes: int, num_sentences: int) -> Question:
+    places = rng.sample(PLACES, num_notes)
+    numbers = [str(rng.randrange(1000, 10000)) for _ in places]
+    notes = []
+    for place, number in zip(places, numbers, strict=True):
+        sentences = [rng.choice(FILLER) for _ in range(num_sentences)]
+        sentences.insert(rng.randrange(num_sentences + 1), f"The number of the {place} is {number}.")
+        notes.append(f"Note about the {place}: {' '.join(sentences)}\n")
+    asked = rng.randrange(num_notes)
+    text = f"\nQuestion: What is the number of the {places[asked]}?\nAnswer: The number of the {places[asked]} is"
+    return Question(notes, text, numbers[asked])
+
+
+def make_request(kind: str, question: Question, tokenizer: Tokenizer, block_size: int, max_tokens: int = 8) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    if kind in ("one text", "no notes"):
+        notes = question.notes if kind == "one text" else []
+        tokens = tokenizer.encode("".join([PREFIX, *notes, question.text]), add_special_tokens=True)
+        return Request(request_id=kind, token_ids=tokens, sampling=sampling)
+    prompt = join_documents(PREFIX, question.notes, question.text, tokenizer, block_size)
+    documents = prompt.documents if kind == "separately" else None
+    return Request(request_id=kind, token_ids=prompt.token_ids, sampling=sampling, documents=documents)
+
+
+def ask(engine: EngineCore, request: Request, name: str) -> tuple[str, float, int]:
+    """Returns the answer, the seconds to its first token, and how many tokens of the prompt were cached."""
+    engine.input_queue.put(Submit(msgspec.structs.replace(request, request_id=name)))
+    started_s, first_s, text, num_cached, is_done = time.perf_counter(), 0.0, "", 0, False
+    while not is_done:
+        brought = engine.step()
+        for output in () if brought is None else brought.outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            first_s = first_s or time.perf_counter() - started_s
+            text, num_cached, is_done = text + output.text, output.num_cached_tokens, output.finish_reason is not None
+    return text, first_s, num_cached
+
+
+def judge_answers(bench: Bench, options: argparse.Namespace, name: str, engine: EngineCore, tokenizer: Tokenizer) -> None:
+    rng, rows = random.Random(options.seed), []
+    with make_progress() as progress:
+        for num_notes in NUM_NOTES:
+            right = dict.fromkeys(KINDS, 0)
+            num_same = 0
+            for number in progress.track(range(options.num_questions), description=f"{name}, {num_notes} notes"):
+                question = draw(rng, num_notes, 3)
+                answers = {}
+                for kind in KINDS:
+                    request = make_request(kind, question, tokenizer, engine.model.document_block_size)
+                    answers[kind] = ask(engine, request, f"{num_notes} {number} {kind}")[0]
+                    right[kind] += answers[kind].strip().startswith(question.number)
+                num_same += answers["separately"] == answers["one text, filled up"]
+            rows.append([num_notes, *(right[kind] / options.num_questions for kind in KINDS), num_same / options.num_questions])
+    headers = ("notes", *KINDS, "separately as filled up")
+    bench.print_rows(f"{name}: share of right answers ({options.num_questions} questions each)", headers, rows)
+    bench.check(f"{name}: right without notes", max(row[KINDS.index("no notes") + 1] for row in rows), high=0.1)
+
+
+def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: EngineCore, tokenizer: Tokenizer) -> None:
+    rng, rows = random.Random(options.seed + 1), []
+    size = engine.model.document_block_size
+    for num_sentences in SENTENCES:
+        times: dict[str, list[float]] = {"one text": [], "all new": [], "another order": []}
+        lengths: list[int] = []
+        for number in range(options.num_rounds):
+            question = draw(rng, 8, num_sentences)
+            requests = [
+                ("one text", make_request("one text", question, tokenizer, size, 1)),
+                ("all new", make_request("separately", question, tokenizer, size, 1)),
+                ("another order", make_request("separately", shuffle(rng, question), tokenizer, size, 1)),
+            ]
+            if len(requests[1][1].token_ids) >= engine.model.max_model_len:
+                break
+            for kind, request in requests:
+                times[kind].append(ask(engine, request, f"{num_sentences} {number} {kind}")[1])
+            lengths.append(len(requests[1][1].token_ids))
+        if lengths:
+            medians = {kind: 1e3 * statistics.median(each) for kind, each in times.items()}
+            rows.append([round(statistics.median(lengths)), *medians.values(), medians["one text"] / medians["another order"]])
+    headers = ("prompt tokens", "one text", "separately, all new", "separately, hit in another order", "hit against one text")
+    bench.print_rows(f"{name}: time to first token, ms (median of {options.num_rounds})", headers, rows)
+    bench.check(f"{name}: a hit of the longest prompt against one text", rows[-1][-1], low=2.0)
+
+
+def shuffle(rng: random.Random, question: Question) -> Question:
+    """Returns the same notes and question with the notes in an order in which none stands where it stood."""
+    shift = rng.randrange(1, len(question.notes))
+    notes: Sequence[str] = question.notes
+    return Question([*notes[shift:], *notes[:shift]], question.text, question.number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

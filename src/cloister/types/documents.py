@@ -1,0 +1,44 @@
+"""Documents in a prompt that are encoded separately, each behind the prefix that they share."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import msgspec
+
+
+class Documents(msgspec.Struct, frozen=True):
+    """Where the documents of a prompt stand: one after another, behind a shared prefix and before what asks about them.
+
+    A document sees the prefix and itself, and is computed as if it stood directly behind the prefix. So its KV depends on
+    nothing else, and is the same in every prompt with this prefix (APE, Yang et al. 2025, arXiv:2502.05431, section 3; Prompt
+    Cache, Gim et al. 2024, arXiv:2311.04934, section 3). What follows the last document sees everything.
+
+    Attributes:
+        starts: first position of each; the first one is the length of the prefix. All are multiples of the block size.
+        end: one past the last document's last position; such a multiple too.
+    """
+
+    starts: tuple[int, ...]
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of all documents."""
+        return self.end - self.starts[0]
+
+    def find_piece_end(self, position: int) -> int | None:
+        """Returns where the next piece begins that is computed elsewhere than what stands at `position`; None for the last."""
+        ends = (*self.starts[1:], self.end)  # the first document stands directly behind the prefix anyway
+        place = bisect_right(ends, position)
+        return ends[place] if place < len(ends) else None
+
+    def shift(self, position: int) -> int:
+        """Returns by how much the token at `position` is computed nearer to the prefix than it stands."""
+        if not self.starts[0] <= position < self.end:
+            return 0
+        return self.starts[bisect_right(self.starts, position) - 1] - self.starts[0]
+
+    def __repr__(self) -> str:
+        """Shows no content (nothing a user sent is logged): lengths tell which documents were sent."""
+        return f"Documents(num_documents={len(self.starts)})"

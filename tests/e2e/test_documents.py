@@ -1,0 +1,128 @@
+"""Documents that are encoded separately, on real back ends: beside transformers, and bit by bit beside themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cloister.engine import EngineCore
+from cloister.launch import build_engine, resolve_settings
+from cloister.types.documents import Documents
+from cloister.types.request import Request, SamplingParams
+from tests.equality import Answer, ask
+from tests.model_factory import make_model
+
+SIZE = 8
+RANDOM = np.random.default_rng(7)
+PREFIX, A, B, C = (RANDOM.integers(2, 300, count).tolist() for count in (16, 40, 24, 8))
+QUESTION = RANDOM.integers(2, 300, 11).tolist()
+PLAIN = [
+    Request(request_id="plain", token_ids=[*PREFIX, *B, *A, *QUESTION], sampling=SamplingParams(max_tokens=5, temperature=0))
+]
+
+
+def make_request(name: str, *texts: Sequence[int], **sampling: Any) -> Request:
+    tokens, starts = list(PREFIX), []
+    for text in texts:
+        starts.append(len(tokens))
+        tokens += text
+    params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "logprobs": 8, "ignore_eos": True, **sampling})
+    documents = Documents(tuple(starts), len(tokens))
+    return Request(request_id=name, token_ids=tokens + QUESTION, sampling=params, documents=documents)
+
+
+def open_core(path: Path, backend: str, **settings: Any) -> EngineCore:
+    chosen = {
+        "model": str(path), "backend": backend, "dtype": "float32", "max_model_len": 256, "block_size": SIZE, "num_threads": 1,
+        "weights_cache": "", "kv_memory_mb": 2, **settings,
+    }  # fmt: skip
+    return build_engine(resolve_settings(chosen, listens=False).engine.config)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("documents"), "llama")
+
+
+def masked_logprobs(path: Path, request: Request, answer: Sequence[int]) -> np.ndarray:
+    """Returns the log-probabilities of each token of the answer by transformers, which gets positions and a mask: a document
+    stands directly behind the prefix and sees nothing else."""
+    documents = request.documents
+    assert documents is not None
+    tokens = torch.tensor([*request.token_ids, *answer[:-1]])
+    positions, sees = torch.arange(len(tokens)), torch.ones(len(tokens), len(tokens)).tril().bool()
+    for start, end in zip(documents.starts, (*documents.starts[1:], documents.end), strict=True):
+        positions[start:end] -= start - documents.starts[0]
+        sees[start:end, documents.starts[0] : start] = False
+    mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(tokens[None], attention_mask=mask[None, None], position_ids=positions[None]).logits[0]
+    logprobs = logits[len(request.token_ids) - 1 :].log_softmax(-1)
+    return logprobs[torch.arange(len(answer)), torch.tensor(answer)].numpy()
+
+
+def said(core: EngineCore, *requests: Request) -> dict[str, Answer]:
+    return {name: answer for (name, index), answer in ask(core, requests).answers.items() if not index}
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_document_sees_the_prefix_and_itself_and_the_answer_sees_all(path: Path, backend: str) -> None:
+    core = open_core(path, backend)
+    assert core.model.document_block_size == SIZE
+    for texts in ((A, B, C), (C, B), (A,)):
+        request = make_request("asked", *texts)
+        answer = said(core, request)["asked"]
+        found = np.array([each.logprob for each in answer.logprobs])
+        wanted = masked_logprobs(path, request, answer.token_ids)
+        assert np.abs(found - wanted).max() < 1e-4
+    separate, plain = said(
+        core, make_request("asked", A, B), msgspec.structs.replace(make_request("p", A, B), documents=None)
+    ).values()
+    assert abs(separate.logprobs[0].logprob - plain.logprobs[0].logprob) > 1e-3, "encoding separately changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings"), [("native", {}), ("native", {"dtype": "bfloat16", "kv_dtype": "int8"}), ("torch", {})]
+)
+def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(
+    path: Path, backend: str, settings: dict[str, str]
+) -> None:
+    request = make_request("asked", C, A, B)
+    alone = said(open_core(path, backend, **settings), request)["asked"]
+    core = open_core(path, backend, **settings)
+    said(core, *PLAIN, make_request("other order", B, A))
+    report = ask(core, [request])
+    assert report.num_hits
+    behind_hits = report.answers["asked", 0]
+    again = said(core, msgspec.structs.replace(request, request_id="again"))["again"]
+    in_chunks = said(open_core(path, backend, max_batched_tokens=13, prefix_cache=False, **settings), request)["asked"]
+    others = [make_request(str(n), *texts, temperature=1.0, seed=n, n=2) for n, texts in enumerate([(B, C), (A, B, C), (A,)])]
+    in_company = said(open_core(path, backend, max_batched_tokens=64, **settings), *PLAIN, *others, request)["asked"]
+    for found in (behind_hits, again, in_chunks, in_company):
+        assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+def test_drafts_do_not_change_an_answer_about_documents(path: Path) -> None:
+    request = make_request("asked", A, B, max_tokens=24)
+    plain = said(open_core(path, "native"), request)["asked"]
+    drafted = ask(open_core(path, "native", speculate="ngram", draft_tokens=4), [request])
+    assert drafted.num_drafted
+    answer = drafted.answers["asked", 0]
+    assert (answer.token_ids, answer.logprobs) == (plain.token_ids, plain.logprobs)
+
+
+def test_documents_are_refused_where_layers_or_kv_see_a_window(path: Path, tmp_path: Path) -> None:
+    core = open_core(make_model(tmp_path, "gemma2", sliding_window=32), "native")
+    packed = open_core(path, "torch", dtype="bfloat16", kv_dtype="kivi2", block_size=32)
+    assert core.model.document_block_size == packed.model.document_block_size == 0
+    for refusing in (core, packed):
+        with pytest.raises(AssertionError, match="see all positions"):
+            ask(refusing, [make_request("asked", A, B)])
