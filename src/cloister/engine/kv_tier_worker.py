@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cloister.engine.buffer_pool import BufferPool
 from cloister.engine.kv_tier_files import PROBE_BLOCKS, TierFile
 from cloister.kv import KVFormat
-from cloister.kv.objects import RestoredEntry, KVHeader
+from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.logs import describe
