@@ -110,6 +110,24 @@ def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(
         assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
 
 
+@pytest.mark.parametrize("warm_is_prefix", [True, False])
+def test_text_that_moves_between_prefix_and_documents_is_another_context(path: Path, warm_is_prefix: bool) -> None:
+    """Then each document has the chain of keys that it had, yet what follows stands elsewhere and sees other KV."""
+    in_prefix = Request(
+        request_id="in the prefix",
+        token_ids=[*PREFIX, *C, *A, *B, *QUESTION],
+        sampling=make_request("asked", A, B).sampling,
+        documents=Documents((24, 64), 88),
+    )
+    in_documents = make_request("in the documents", [*C, *A], [*C, *B])
+    first, second = (in_prefix, in_documents) if warm_is_prefix else (in_documents, in_prefix)
+    alone = said(open_core(path, "native"), second)[second.request_id]
+    core = open_core(path, "native")
+    said(core, first)
+    found = said(core, second)[second.request_id]
+    assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
+
+
 def test_drafts_do_not_change_an_answer_about_documents(path: Path) -> None:
     request = make_request("asked", A, B, max_tokens=24)
     plain = said(open_core(path, "native"), request)["asked"]

@@ -122,10 +122,10 @@ class DiskStorage:
     def open(self, where: TierSetting) -> int:
         if where.num_bytes is not None and where.num_bytes > (free := self._count_free(where)):
             _logger.warning(
-                "the KV tier may take %.1f GiB of %s, where %.1f GiB are free; what has no room there is computed again",
-                where.num_bytes / 2**30,
+                "the KV tier may take %.0f MiB of %s, where %.0f MiB are free; what has no room there is computed again",
+                where.num_bytes / 2**20,
                 where.path,
-                free / 2**30,
+                free / 2**20,
             )
         try:
             with tempfile.TemporaryFile(prefix="cloister-kv-", dir=where.path) as file:

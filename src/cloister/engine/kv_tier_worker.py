@@ -29,6 +29,7 @@ from cloister.kv import KVFormat
 from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
+from cloister.types.errors import ConfigError
 from cloister.types.logs import describe
 
 NUM_READERS: Final = 2
@@ -145,10 +146,20 @@ class TierWorker:
         """Measures reads of each file, chooses how to read it, and reads some blocks; returns (bytes, seconds that this took).
 
         Raises:
-            OSError: one does not work.
-            TimeoutError: one takes very long.
+            ConfigError: one does not work, or takes very long.
         """
-        measured = [readers.submit(self._probe, tier).result(PROBE_TIMEOUT_S) for tier, readers in enumerate(self._readers)]
+        measured = []
+        for tier, readers in enumerate(self._readers):
+            try:
+                measured.append(readers.submit(self._probe, tier).result(PROBE_TIMEOUT_S))
+            except (OSError, TimeoutError) as error:
+                slow = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+                why = slow if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+                raise ConfigError(
+                    f"the KV tier {self.files[tier].name} cannot be written and read: {why}; "
+                    "choose another place, or a smaller size",
+                    param="kv_tier",
+                ) from error
         depth = max(file.pattern.depth for file in self.files)
         if depth > _LEAST_DEPTH:
             self._openers.shutdown(wait=False)

@@ -16,7 +16,6 @@ from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.scheduler.kv_restores import TRIAL
-from cloister.types.errors import ConfigError
 from cloister.types.events import KVStored
 
 FIND_OLDEST_EVERY_S: Final = 1.0
@@ -72,15 +71,8 @@ class EngineTiers:
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)
         self.worker = TierWorker(files, blocks.form)
-        try:
-            for index, measured in zip(indexes, self.worker.probe(), strict=True):
-                index.learn(*measured)
-        except (OSError, TimeoutError) as error:
-            names = " or ".join(setting.name for setting in settings)
-            raise ConfigError(
-                f"the KV tier {names} cannot be written and read in time: {type(error).__name__}; choose another place",
-                param="kv_tier",
-            ) from error
+        for index, measured in zip(indexes, self.worker.probe(), strict=True):
+            index.learn(*measured)
         scheduler.use_tiers(self.tiers)
         assert scheduler.kv_restores is not None
         self._restores = scheduler.kv_restores

@@ -93,8 +93,10 @@ class PrefixKeys:
             return chain[documents.starts[0] // size - 1]
         if position != documents.end:
             return None
-        # The root is in it because the prefix and all documents may be public.
-        digest = hashlib.sha256(b"cloister/documents/1\0" + root)
+        # The root is in it because the prefix and all documents may be public; the bounds are, because documents that begin
+        # alike have the same keys as those behind a prefix that is longer by this beginning, yet are seen elsewhere.
+        digest = hashlib.sha256(b"cloister/documents/2\0" + root)
+        digest.update(array("q", [*documents.starts, documents.end]).tobytes())
         for end in (*documents.starts[1:], documents.end):
             digest.update(chain[end // size - 1])
         return digest.digest()

@@ -171,6 +171,8 @@ def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelI
     if asked <= room or (sampling.ends_with_prompt and num_prompt_tokens <= model.longest_prompt):
         return
     window = f"The context window holds {model.max_model_len} tokens; the prompt has {num_prompt_tokens}"
+    if model.longest_prompt > model.max_model_len:
+        window += f" (up to {model.longest_prompt} where the answer has one token at most, without documents and images)"
     if room < 1:
         raise ContextLengthError(f"{window}. Shorten it to at most {model.max_model_len - 1}.", param=param)
     raise ContextLengthError(
