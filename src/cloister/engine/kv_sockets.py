@@ -330,7 +330,7 @@ def _read(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
 
 
 def _shut(sock: socket.socket | None) -> None:
-    """Wakes whoever waits for a socket."""
+    """Wakes the thread that waits for a socket."""
     if sock is not None:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)

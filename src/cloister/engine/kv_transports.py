@@ -67,7 +67,7 @@ _TCP_THREAT: Final = ThreatProfile(
 
 
 class UnixTransport:
-    """Abstract names: they leave no file behind, whoever dies."""
+    """Abstract names: they leave no file behind when a process dies."""
 
     def listen(self, where: str) -> tuple[socket.socket, str]:
         if where:

@@ -1,7 +1,7 @@
 """KV objects: the blocks of one entry of a block table, which say themselves what they are. Pure: no I/O, no clock, no arrays.
 
 An object is found by its prefix key, which covers the scope, the model, the adapter and all tokens up to its end. What carries
-it need not be trusted: whoever does not know the engines' key cannot make one, or change one. Whatever does not match is a
+it need not be trusted: without the engines' key nobody can make one, or change one. Whatever does not match is a
 miss, and its positions are computed.
 """
 

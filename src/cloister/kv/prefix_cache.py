@@ -246,7 +246,8 @@ class PrefixCache:
         """Returns the cached blocks of the entries from `start` on, where a document begins, up to the first that is unknown or
         the last one of `keys`. Marks them as used, and the caller must share them.
 
-        None if the cache keeps another block than the table's as the one before: whoever uses a kept block uses all before it.
+        There are none if the cache keeps another block than the table's as the one before: a table that uses a kept block uses
+        all kept blocks before it.
 
         Args:
             blocks: the table, up to `start` at least.

@@ -257,7 +257,7 @@ class EngineHost:
 
     async def _send_to_engine(self, session: _EngineSession, boot: bytes, writer: asyncio.StreamWriter) -> None:
         message = boot
-        with contextlib.suppress(OSError):  # it has ended; whoever reads it notices
+        with contextlib.suppress(OSError):  # it has ended; its reader notices
             while True:
                 writer.write(channel.frame_bytes(message))
                 message = b""  # do not keep it alive while waiting for the next

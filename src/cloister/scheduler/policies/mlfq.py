@@ -20,7 +20,7 @@ MLFQ_THREAT = ThreatProfile(
     attack="split a long request into short ones, which go before others'; tell from a pause that short requests came",
     mitigations=(
         "the level follows from lengths and from work done, never from content, identity or cache hits",
-        "whoever waits rises, so nobody can be held back for longer than a multiple of what was computed for them",
+        "a waiting request rises, so none can be held back for longer than a multiple of what was computed for them",
         "`fair` divides between tenants",
     ),
 )

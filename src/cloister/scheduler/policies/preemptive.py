@@ -5,8 +5,8 @@ sequences, and only while a more urgent one lacks a slot or blocks. So prompts d
 of arrival.
 
 What is preempted keeps its KV in the prefix cache while there is room, then in a KV tier if the engine has one, which loads it
-beside the steps when the sequence is next; else it is computed again. Whoever had to compute positions again is preempted only
-after as many new ones: all that is computed again is at most twice what was computed for the first time.
+beside the steps when the sequence is next; else it is computed again. A sequence that had to compute positions again is
+preempted only after as many new ones: all that is computed again is at most twice what was computed for the first time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A reader expects a first token soon and then tokens as fast as they read. The qu
 under the curve of tokens that were read over time, divided by the area under the expected curve (section 3). Tokens that come
 earlier than they can be read bring nothing, so a sequence that is ahead of its reader can pause. A few times a second the
 policy chooses which sequences run: those whose quality gains most over the next seconds for the KV that they hold (section 4:
-greedy packing by gain over context length). A sequence is preempted a bounded number of times, and whoever has waited longest
+greedy packing by gain over context length). A sequence is preempted a bounded number of times, and the one that waited longest
 starts after a bounded number of others.
 """
 
