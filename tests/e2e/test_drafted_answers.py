@@ -20,7 +20,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    return take_prompts(locate(MODEL), 16)
+    return take_prompts(locate(MODEL), 8)
 
 
 @pytest.fixture(scope="module")

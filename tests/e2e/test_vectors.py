@@ -16,7 +16,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def server():
-    server = ServeProcess("--max-batched-tokens", "96")
+    server = ServeProcess("--max-batched-tokens", "96", "--num-threads", "1")
     yield server
     assert server.stop()[0] == 0
 
