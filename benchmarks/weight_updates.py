@@ -74,7 +74,7 @@ async def update_under_load(
         await asyncio.sleep(0.02)
     begun_s = time.monotonic()
     command = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cloister", "cluster", "update", url, "--model", str(new),
+        str(Path(sys.executable).with_name("cloister")), "cluster", "update", url, "--model", str(new),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     said, _ = await asyncio.wait_for(command.communicate(), UPDATE_TIMEOUT_S)
