@@ -130,8 +130,8 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, num_replicas=last, faults=faults, operations=operations, roles=roles)
     for number, operation in enumerate(scenario.operations):
         if operation.trouble != "none":
-            simpler = replace(operation, trouble="none")
-            yield replace(scenario, operations=(*scenario.operations[:number], simpler, *scenario.operations[number + 1 :]))
+            plain = replace(operation, trouble="none")
+            yield replace(scenario, operations=(*scenario.operations[:number], plain, *scenario.operations[number + 1 :]))
     if scenario.roles:
         yield replace(scenario, roles=())
     if scenario.rebalance:

@@ -94,7 +94,8 @@ def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
     alone = [answer_alone(simulation, shape) for shape in shapes]
     found: list[str] = []
     for number, answer in enumerate(simulation.answers):
-        found += min((check_answer(answer, of_shape[number], simulation) for of_shape in alone), key=len)
+        each = [check_answer(answer, of_shape[number], simulation) for of_shape in alone]
+        found += next((wrong for wrong in each if not wrong), each[0])
     return found
 
 
