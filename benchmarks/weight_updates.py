@@ -1,9 +1,9 @@
 """Answers while replicas get other weights: `python -m benchmarks.weight_updates`.
 
 One engine with the old and one with the new weights answer all requests first: greedy and seeded ones, a quarter with a grammar
-and a quarter with an adapter. Then replicas answer them, several at once, while `cloister cluster update --model` runs. Prints
-how many answers came whole and equal that of the one engine whose weights their `system_fingerprint` names, and how many were
-lost. The new weights are the old ones with noise.
+and a quarter with an adapter. Then replicas answer them, several at once and again from the first one, until `cloister cluster
+update --model` has ended and all were asked. Prints how many answers came whole and equal that of the one engine whose weights
+their `system_fingerprint` names, and how many were lost. The new weights are the old ones with noise.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import numpy as np
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.cluster_demo import Answer, ask_all, serving
+from benchmarks.cluster_demo import TIMEOUT_S, Answer, ask, ask_all, serving
 from benchmarks.cluster_faults import make_bodies
 from benchmarks.harness import console
 from cloister.models import locate
@@ -68,8 +69,20 @@ async def update_under_load(
     url: str, new: Path, bodies: list[dict[str, Any]], given: argparse.Namespace
 ) -> tuple[list[Answer | None], float, str]:
     """Begins the update once a fifth of the answers have come; returns the answers, how long it took, and its error."""
-    answers: list[Answer | None] = [None] * len(bodies)
-    loading = asyncio.create_task(ask_all(url, bodies, given.streams, answers))
+    answers: list[Answer | None] = []
+    updated = asyncio.Event()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        while len(answers) < len(bodies) or not updated.is_set():
+            number = len(answers)
+            answers.append(None)
+            answers[number] = await ask(client, url, bodies[number % len(bodies)])
+
+    async def load() -> None:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
+            await asyncio.gather(*(work(client) for _ in range(given.streams)))
+
+    loading = asyncio.create_task(load())
     while sum(answer is not None for answer in answers) < len(bodies) // 5:
         await asyncio.sleep(0.02)
     begun_s = time.monotonic()
@@ -80,6 +93,7 @@ async def update_under_load(
     said, _ = await asyncio.wait_for(command.communicate(), UPDATE_TIMEOUT_S)
     took_s = time.monotonic() - begun_s
     console.print(said.decode())
+    updated.set()
     await loading
     return answers, took_s, said.decode() if command.returncode else ""
 
@@ -94,7 +108,7 @@ def show(seen: list[Answer | None], alone: dict[str, list[Answer | None]], took_
             console.print(f"  request {number}: {'never sent' if answer is None else answer.error}")
             continue
         name = next(name for name in alone if next(iter(answer.fingerprints)).startswith(name))
-        expected = alone[name][number] or Answer()
+        expected = alone[name][number % len(alone[name])] or Answer()
         counts[name]["answered"] += 1
         counts[name]["identical"] += (answer.text, answer.finish_reason) == (expected.text, expected.finish_reason)
     table = Table("weights", "answered", "identical")
@@ -102,7 +116,9 @@ def show(seen: list[Answer | None], alone: dict[str, list[Answer | None]], took_
         table.add_row(name, str(count["answered"]), str(count["identical"]))
     console.print(table)
     gap_s = max(answer.longest_gap_s for answer in seen if answer is not None)
-    console.print(f"{num_lost} lost, longest gap in a stream {gap_s:.2f} s, the update took {took_s:.1f} s")
+    console.print(
+        f"{len(seen)} requests, {num_lost} lost, longest gap in a stream {gap_s:.2f} s, the update took {took_s:.1f} s"
+    )
     return not (num_lost or error) and all(count["answered"] == count["identical"] for count in counts.values())
 
 

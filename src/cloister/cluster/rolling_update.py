@@ -216,6 +216,8 @@ class RollingUpdate:
                 self._switch_if_due()
                 num_left = await self._replicas.drain_replica(index, self._longest_drain_s)
                 self._check_new_engines()
+                if num_left and self._before is not None:
+                    raise EngineError(f"{num_left} of its requests have neither ended nor found room with their weights")
                 if num_left:
                     raise EngineError(
                         f"no other replica had room for {num_left} of its requests; update it again under less load"
