@@ -18,7 +18,7 @@ from cloister.types.config import EngineConfig, ServerConfig
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import MakeRouter
-    from cloister.cluster.rolling_update import MakeClient
+    from cloister.cluster.rolling_update import Release
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.child_process import ProcessHandle
@@ -83,18 +83,23 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import ClusterConfig
     from cloister.cluster.roles import assign_roles
+    from cloister.cluster.rolling_update import Release
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
 
-    def make_release() -> MakeClient:
+    def make_release(model: str) -> Release:
         """A template of its own loads what is installed now."""
-        return partial(make, _make_fork_server(config, front))
+        return release_of(model, _make_fork_server(replace(config, model=model), front))
 
-    def make(server: ForkServer | None, index: int, lora: str | None = config.lora) -> EngineClient:
-        return _make_client(replace(each, lora=lora), front, server, kv_secret=kv_secret, replica=index)
+    def release_of(model: str, server: ForkServer | None) -> Release:
+        return Release(model, partial(make, replace(each, model=model), server), config.request_timeout_s)
 
-    clients = [make(fork_server, index) for index in range(front.replicas)]
+    def make(own: EngineConfig, server: ForkServer | None, index: int, lora: str | None) -> EngineClient:
+        return _make_client(replace(own, lora=lora), front, server, kv_secret=kv_secret, replica=index)
+
+    release = release_of(config.model, fork_server)
+    clients = [release.make(index, config.lora) for index in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
     return ReplicaSet(
         clients,
@@ -103,6 +108,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
+        release=release,
         make_release=make_release,
     )
 

@@ -164,11 +164,14 @@ _FEATURES: Final = (
         row="closed-source",
         setting="`/v1/replicas/update`",
         title="Rolling update",
-        does="lets operators replace the engines of replicas while the server runs, by engines of what is installed then",
+        does="lets operators replace the engines of replicas while the server runs, by what is installed then or other weights",
         endangers="from then on something may run that was not there when the server started",
         part="update",
         open=allow(ONE_USER),
-        team=mitigate("an operator's key is required; the new engines must have the same model, format and fingerprint"),
+        team=mitigate(
+            "an operator's key is required; new engines have the same fingerprint, or the weights that the operator named, and"
+            " each answer is of one of both and says of which"
+        ),
         private=refuse("what was attested when the server started must not change while it runs"),
         paranoid=refuse("what was attested when the server started must not change while it runs"),
         instead="drain the node and start it again, so that clients verify what runs then",
@@ -177,7 +180,8 @@ _FEATURES: Final = (
         attack="an operator puts another program in the place of the one that clients have verified",
         mitigations=(
             "an operator's key, or no key on loopback",
-            "another fingerprint, or other tokens in a trial request, end the update and the old engine stays",
+            "a fingerprint that nobody named, or other tokens in a trial request, end the update and the old engine stays",
+            "an answer, its KV and its prefix hits stay with one fingerprint, which the answer states",
         ),
     ),
     _feature(
@@ -664,7 +668,10 @@ _FEATURES: Final = (
         does="keeps the server's figures of the last day in memory, for the board",
         endangers="users of the board see when the server was used, including earlier times",
         open=allow(ONE_USER),
-        team=allow("what `/metrics` showed, per minute for an hour and per ten minutes for a day, in memory only"),
+        team=mitigate(
+            "with keys an operator's is required, as for `/metrics`: what that showed, per minute for an hour and per ten"
+            " minutes for a day, in memory only"
+        ),
         private=_NO_SINGLE_REQUESTS,
         paranoid=_NO_SINGLE_REQUESTS,
         on_by_default=(
