@@ -86,7 +86,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
     from cloister.cluster.rolling_update import Release
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
+    kv_secret = _draw_kv_secret(config)
 
     def make_release(model: str) -> Release:
         """A template of its own loads what is installed now."""
@@ -113,15 +113,22 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
     )
 
 
+def _draw_kv_secret(config: EngineConfig) -> bytes | None:
+    """Returns what engines that exchange KV have in common, new at each start and never written; None if they do not."""
+    return None if config.kv_transfer is None else secrets.token_bytes(32)
+
+
 def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
     from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
-    from cloister.cluster.remote.identity import Identity
     from cloister.cluster.remote.transport import RemoteTransport
     from cloister.cluster.replica_set import ClusterConfig
+    from cloister.cluster.roles import assign_roles
     from cloister.engine import EngineClient
+    from cloister.engine.identity import Identity
 
     identity = Identity.make()
+    kv_secret = _draw_kv_secret(config)
     placer = RayPlacer(
         RaySettings(
             num_replicas=front.replicas,
@@ -132,17 +139,20 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
             front=identity.certificate,
         )
     )
-    clients = [
-        EngineClient(
-            RemoteTransport(placer.placement(index), identity, ENGINE_ENTRY, log_format=front.log_format, replica=index), config
+
+    def make(index: int) -> EngineClient:
+        placement = placer.placement(index)
+        transport = RemoteTransport(
+            placement, identity, ENGINE_ENTRY, log_format=front.log_format, replica=index, kv_secret=kv_secret
         )
-        for index in range(front.replicas)
-    ]
+        return EngineClient(transport, config)
+
+    roles = assign_roles(front.replicas, front.prefill, front.decode)
     return PlacedReplicas(
-        clients,
+        [make(index) for index in range(front.replicas)],
         _router_maker(config, front),
         placer,
-        ClusterConfig(rebalance=front.rebalance),
+        ClusterConfig(tuple(roles), front.rebalance),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
     )

@@ -89,6 +89,9 @@ def _feature(
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
+_AMONG_ENGINES = mitigate(
+    "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
+)
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
 _DOCUMENTS_BY_SCOPE = mitigate(
     "their keys are seeded by the scope and cover the prefix, as those of prompts, so what other scopes sent is never found; "
@@ -98,7 +101,7 @@ _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
 )
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
-_PLACED = "front and replicas know each other's certificates; no request passes the orchestrator, and no key leaves its process"
+_PLACED = "front and replicas know each other's certificates; neither a request nor a key passes the orchestrator"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
 _STEERED_BY_LENGTHS = refuse(
     "lengths are learned from answers, so others' answers would decide where a request runs; replicas are drawn by capacity"
@@ -366,7 +369,7 @@ _FEATURES: Final = (
         endangers="KV travels between processes",
         part="roles",
         open=allow(ONE_USER),
-        team=mitigate("on one machine, between processes of one user that know a secret drawn at each start"),
+        team=_AMONG_ENGINES,
         private=_UNENCRYPTED,
         paranoid=_UNENCRYPTED,
         instead="leave `prefill` and `decode` out",
@@ -380,7 +383,7 @@ _FEATURES: Final = (
         endangers="others' requests decide where a request runs, so it can be steered",
         part="load",
         open=allow(ONE_USER),
-        team=mitigate("replicas run on one machine"),
+        team=mitigate("the operator is trusted with all of them"),
         private=_STEERED,
         paranoid=_STEERED,
         instead="leave the setting `rebalance` out; draining a replica works in every profile",
@@ -394,7 +397,7 @@ _FEATURES: Final = (
         endangers="a tenant who loads one role decides which replica changes its own",
         part="load",
         open=allow(ONE_USER),
-        team=mitigate("replicas run on one machine"),
+        team=mitigate("the operator is trusted with all of them"),
         private=_STEERED,
         paranoid=_STEERED,
         instead="leave the setting `rebalance` out",
@@ -408,24 +411,10 @@ _FEATURES: Final = (
         endangers="KV of requests is in transit, and a replica that asks for more than it should raises its hits",
         part="transfer",
         open=allow(ONE_USER),
-        team=mitigate("on one machine, between processes of one user that know a secret drawn at each start"),
+        team=_AMONG_ENGINES,
         private=_UNENCRYPTED,
         paranoid=_UNENCRYPTED,
         instead="leave the setting `kv_transfer` out; replicas compute what they need",
-    ),
-    _feature(
-        "kv-transfer-network",
-        row="disaggregation",
-        setting="kv_transfer tcp://HOST:0",
-        title="KV between machines",
-        does="lets engines on other machines load cached KV over TCP, authenticated and not encrypted",
-        endangers="a reader of the network reads KV, from which prompts can be recovered",
-        part="network",
-        open=mitigate("authenticated by a secret drawn at each start; only for a network that nobody else reads"),
-        team=_UNENCRYPTED,
-        private=_UNENCRYPTED,
-        paranoid=_UNENCRYPTED,
-        instead="set `kv_transfer` to unix, or to an address of loopback",
     ),
     _feature(
         "kv-tier",

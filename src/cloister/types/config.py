@@ -118,8 +118,8 @@ class EngineConfig:
     )
     kv_transfer: str | None = setting(
         None,
-        "How replicas load KV from each other: unix (on one machine) or tcp://HOST:0, where each listens on a port"
-        " of its own; unset, they compute it.",
+        "How replicas load KV from each other: unix (on one machine), tls://HOST:0 (mutual TLS, each on a port of its own), or"
+        " both with a comma between; with `on` ray unix,tls; unset, they compute it.",
     )
     kv_tier: str | None = setting(
         None,
