@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from cloister.backends.base import FloatArray, ForwardBatch, IntArray
+from cloister.backends.ranges import KVRanges
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
 from cloister.executor.images import find_last_seen, gather
@@ -62,11 +63,13 @@ class TableLayout(msgspec.Struct, frozen=True):
         block_size: positions of an entry.
         num_groups: of layers, each with a block of every entry.
         state_group: which of them has states; None where none has.
+        ranges: sequences read their blocks at these addresses; None: their tables name the blocks themselves.
     """
 
     block_size: int
     num_groups: int = 1
     state_group: int | None = None
+    ranges: KVRanges | None = None
 
     def running_state(self, part: ScheduledSequence) -> int:
         """Returns the block of a sequence's running state, that of the last entry that its plan names."""
@@ -164,10 +167,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         positions=as_ints(positions),
         query_starts=as_ints(query_starts),
         context_lens=as_ints(context_lens),
-        block_tables=block_tables(
-            [_seen_blocks(part, block_size) for part in parts] if has_documents else [*map(_blocks_of, parts)],
-            -(-max(context_lens) // block_size) * num_groups,
-        )
+        block_tables=_tables(parts, tables, -(-max(context_lens) // block_size) * num_groups, has_documents=has_documents)
         if layer_rows is None
         else layer_rows.cells,
         logit_rows=as_ints(logit_rows),
@@ -181,6 +181,20 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         residual=None if layer_rows is None else layer_rows.residual,
         layer=0 if layer_rows is None else layer_rows.layer,
     )
+
+
+def _tables(parts: Sequence[ScheduledSequence], tables: TableLayout, width: int, *, has_documents: bool) -> IntArray:
+    """Returns the block tables of parts, [num_parts, width]."""
+    if tables.ranges is None:
+        seen = [_seen_blocks(part, tables.block_size) for part in parts] if has_documents else [*map(_blocks_of, parts)]
+        return block_tables(seen, width)
+    firsts = as_ints(array("i", [tables.ranges.first_block(part.state.slot) for part in parts]))
+    found: IntArray = (firsts[:, None] + np.arange(width)).astype(np.int32)
+    for row, part in zip(found, parts if has_documents else (), strict=False):
+        documents = part.state.documents
+        if documents is not None:
+            row[documents.starts[0] // tables.block_size :] += documents.shift(part.plan.start) // tables.block_size
+    return found
 
 
 def _seen_blocks(part: ScheduledSequence, block_size: int) -> array[int]:
