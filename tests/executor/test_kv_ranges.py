@@ -17,6 +17,7 @@ from cloister.backends.ranges import RangeLayout
 from cloister.executor import ModelRunner
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.types.documents import Documents
 from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.request import Request, SamplingParams
 from tests.driving import RandomWeights, make_spec
@@ -34,7 +35,7 @@ KINDS = [
 
 
 def wishes(seed: int) -> Iterator[Request]:
-    """Requests, half of which begin alike; one has two answers."""
+    """Requests, half of which begin alike, and half of those with documents; one has two answers."""
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB) for _ in range(290)]
     for i in range(14):
@@ -42,7 +43,11 @@ def wishes(seed: int) -> Iterator[Request]:
         sampling = SamplingParams(
             temperature=0.0 if i % 3 else 0.9, seed=i, n=2 if i == 4 else 1, max_tokens=rng.randrange(4, 50), ignore_eos=True
         )
-        yield Request(request_id=str(i), token_ids=(shared if i % 2 else []) + tail, sampling=sampling)
+        token_ids, documents = (shared if i % 2 else []) + tail, None
+        if i % 4 == 1:  # 40 positions of prefix, then two documents in either order
+            texts = (shared[40:160], shared[160:280])[:: 1 if i % 8 == 1 else -1]
+            token_ids, documents = [*shared[:40], *texts[0], *texts[1], *tail], Documents((40, 160), 280)
+        yield Request(request_id=str(i), token_ids=token_ids, sampling=sampling, documents=documents)
 
 
 class Served:

@@ -162,14 +162,20 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     embeddings = embedding_rows = last_seen = None
     if has_images:
         embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
+    width = -(-max(context_lens) // block_size) * num_groups
+    if layer_rows is not None:
+        found_tables = layer_rows.cells
+    elif tables.ranges is not None:
+        found_tables = _range_tables(parts, tables.ranges, width, block_size)
+    else:  # not in a function: it would be another call in every step
+        seen = [_seen_blocks(part, block_size) for part in parts] if has_documents else [*map(_blocks_of, parts)]
+        found_tables = block_tables(seen, width)
     return ForwardBatch(
         token_ids=as_ints(token_ids),
         positions=as_ints(positions),
         query_starts=as_ints(query_starts),
         context_lens=as_ints(context_lens),
-        block_tables=_tables(parts, tables, -(-max(context_lens) // block_size) * num_groups, has_documents=has_documents)
-        if layer_rows is None
-        else layer_rows.cells,
+        block_tables=found_tables,
         logit_rows=as_ints(logit_rows),
         parents=_parents(parts) if has_tree else None,
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
@@ -183,17 +189,14 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     )
 
 
-def _tables(parts: Sequence[ScheduledSequence], tables: TableLayout, width: int, *, has_documents: bool) -> IntArray:
-    """Returns the block tables of parts, [num_parts, width]."""
-    if tables.ranges is None:
-        seen = [_seen_blocks(part, tables.block_size) for part in parts] if has_documents else [*map(_blocks_of, parts)]
-        return block_tables(seen, width)
-    firsts = as_ints(array("i", [tables.ranges.first_block(part.state.slot) for part in parts]))
+def _range_tables(parts: Sequence[ScheduledSequence], ranges: KVRanges, width: int, block_size: int) -> IntArray:
+    """Returns block tables that name blocks by their numbers in the ranges of sequences, [num_parts, width]."""
+    firsts = as_ints(array("i", [ranges.first_block(part.state.slot) for part in parts]))
     found: IntArray = (firsts[:, None] + np.arange(width)).astype(np.int32)
-    for row, part in zip(found, parts if has_documents else (), strict=False):
+    for row, part in zip(found, parts, strict=True):
         documents = part.state.documents
-        if documents is not None:
-            row[documents.starts[0] // tables.block_size :] += documents.shift(part.plan.start) // tables.block_size
+        if documents is not None:  # as `_seen_blocks`
+            row[documents.starts[0] // block_size :] += documents.shift(part.plan.start) // block_size
     return found
 
 
