@@ -62,6 +62,12 @@ class EngineConfig:
         "Number format of KV; unset, the one that suits `quant`, else `dtype`.",
         choices=("float32", "bfloat16", "int8", "int4", "kivi2"),
     )
+    kv_layout: str = setting(
+        "paged",
+        "`paged`: sequences read KV through block tables; `virtual` (Linux, CPU): at addresses in a row, to which blocks are"
+        " mapped as they are allocated.",
+        choices=("paged", "virtual"),
+    )
     strict_config: bool = setting(
         False,
         "Refuse a model whose config.json has unknown fields; else they are ignored, with a warning.",
