@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from cloister.launch.backend import chosen_backend
 from cloister.trust import hardening
 from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.child_process import ProcessHandle
     from cloister.engine.fork_server import ForkServer
+    from cloister.engine.kv_pool import KVPool
     from cloister.types.request import ModelInfo
 
 
@@ -60,6 +62,7 @@ def _make_client(
     fork_server: ForkServer | None,
     keep_listener: Callable[[socket.socket], None] | None = None,
     kv_secret: bytes | None = None,
+    kv_pool: KVPool | None = None,
     replica: int | None = None,
 ) -> EngineClient:
     from cloister.engine import EngineClient, ProcessTransport, Supervision
@@ -73,6 +76,7 @@ def _make_client(
         fork_server=fork_server,
         keep_listener=keep_listener,
         kv_secret=kv_secret,
+        kv_pool=kv_pool,
         replica=replica,
     )
     return EngineClient(transport, config)
@@ -86,13 +90,14 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
+    kv_pool = _make_kv_pool(config, front.replicas + 1)  # a rolling update starts an engine beside the others
 
     def make_release() -> MakeClient:
         """A template of its own loads what is installed now."""
         return partial(make, _make_fork_server(config, front))
 
     def make(server: ForkServer | None, index: int, lora: str | None = config.lora) -> EngineClient:
-        return _make_client(replace(each, lora=lora), front, server, kv_secret=kv_secret, replica=index)
+        return _make_client(replace(each, lora=lora), front, server, kv_secret=kv_secret, kv_pool=kv_pool, replica=index)
 
     clients = [make(fork_server, index) for index in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
@@ -105,6 +110,24 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         verify_replay=front.verify_replay,
         make_release=make_release,
     )
+
+
+def _make_kv_pool(config: EngineConfig, num_parts: int) -> KVPool | None:
+    """Returns memory that engines share for KV; None if they have no such tier.
+
+    Raises:
+        ConfigError: there is no such memory.
+    """
+    if config.kv_tier is None:
+        return None
+    from cloister.engine.kv_pool import KVPool
+    from cloister.engine.kv_tier_storage import parse_tiers
+
+    sizes = [tier.limit_bytes for tier in parse_tiers(config.kv_tier) if tier.is_shared]
+    try:
+        return KVPool(sizes[0], num_parts) if sizes else None
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError("there is no memory for kv_tier; give it a smaller size", param="kv_tier") from error
 
 
 def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
