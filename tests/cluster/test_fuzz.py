@@ -16,7 +16,7 @@ from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.poison_requests import Suspect, judge
@@ -53,6 +53,26 @@ def test_a_seed_runs_twice_the_same() -> None:
         first, second = fuzz.run_seed(seed), fuzz.run_seed(seed)
         assert first == second
         assert first.digest
+
+
+def test_a_second_hang_does_not_end_the_first() -> None:
+    jobs = [
+        Job(at_s=0.3048, prompt="Between two eng", max_tokens=1, tenant=1),
+        Job(at_s=0.3835, prompt="B", max_tokens=1),
+        Job(at_s=0.6973, prompt="Between two e", max_tokens=1, tenant=1),
+    ]
+    hangs = [InjectedFault(at_s=0.4682, kind="hang", lasts_s=1000.0), InjectedFault(at_s=2.2273, kind="hang", lasts_s=0.5)]
+    scenario = Scenario(
+        seed=111326,
+        num_replicas=3,
+        roles=("prefill", "mixed", "mixed"),
+        stall_timeout_s=0.5,
+        delay_s=0.002,
+        moves_kv=0.5,
+        jobs=tuple(jobs),
+        faults=tuple(hangs),
+    )
+    assert fuzz.replay(scenario).violations == ()
 
 
 # Bugs that are planted, each in place of a method. What they call is the real one.

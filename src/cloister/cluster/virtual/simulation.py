@@ -273,7 +273,7 @@ class _Simulation:
                 host.kill()
             case "hang":
                 if host.process is not None:
-                    host.process.hangs_until_s = self.loop.time() + fault.lasts_s
+                    host.process.hangs_until_s = max(host.process.hangs_until_s, self.loop.time() + fault.lasts_s)
             case "slow":
                 if (process := host.process) is not None:
                     process.engine.runner.slowness = fault.amount
