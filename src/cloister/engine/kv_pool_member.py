@@ -30,7 +30,7 @@ from cloister.types.errors import ConfigError
 RECORD_BYTES: Final = 192
 RING_WORDS: Final = 8192
 """Changes that others may be behind with before they read all records again."""
-MAX_FOLLOWED: Final = 1024
+MAX_FOLLOWED: Final = 256
 """Records that are read between two steps: some milliseconds."""
 NUMBER_BITS: Final = 40
 """Sealings of one engine are numbered with so many bits; the others tell engines apart."""
@@ -146,7 +146,8 @@ class PoolMember:
         self._cipher = AESGCM(seat.secret)
         self._own = _Part(seat.part * seat.part_bytes, layout, seat.writer)
         self._others: dict[int, _Part] = {}
-        self._words = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ)).cast("Q")
+        self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+        self._words = self._memory.cast("Q")
         own = mmap.mmap(fd, _FIXED_BYTES, offset=self._own.start)
         self._own_words = memoryview(own).cast("Q")
         self.index = SharedTierIndex(name, layout, num_shares, number, first_number=(seat.writer << NUMBER_BITS) + 1)
@@ -203,7 +204,11 @@ class PoolMember:
         return number.to_bytes(_WORD, "little") + len(sealed).to_bytes(_LENGTH_BYTES, "little") + sealed
 
     def _unseal(self, sealed: bytes, where: object) -> tuple[int, bytes] | None:
-        """Returns the number and content of what another engine sealed for this place; None if it did not."""
+        """Returns the number and content of what another engine sealed for this place; None if it did not.
+
+        Args:
+            sealed: a copy, which nobody changes between the check and its use.
+        """
         number = int.from_bytes(sealed[:_WORD], "little")
         end = _WORD + _LENGTH_BYTES + int.from_bytes(sealed[_WORD : _WORD + _LENGTH_BYTES], "little")
         if not number or end > len(sealed):
@@ -257,7 +262,7 @@ class PoolMember:
     def _meet(self, home: int, writer: int) -> _Part | None:
         """Returns the part of an engine that is new; None if it cannot be read yet."""
         start = home * self._seat.part_bytes
-        sealed = os.pread(self.file.fd, PAGE_BYTES - _NUM_WORDS * _WORD, start + _NUM_WORDS * _WORD)
+        sealed = bytes(self._memory[start + _NUM_WORDS * _WORD : start + PAGE_BYTES])
         opened = self._unseal(sealed, home)
         if opened is None or opened[0] != writer << NUMBER_BITS:
             return None
@@ -281,7 +286,8 @@ class PoolMember:
         self.index.note_elsewhere(home, group, slot, block)
 
     def _read_record(self, home: int, part: _Part, group: int, slot: int, place: int) -> tuple[int, _Record] | None:
-        opened = self._unseal(os.pread(self.file.fd, RECORD_BYTES, part.record_start(place)), (home, group, slot))
+        start = part.record_start(place)
+        opened = self._unseal(bytes(self._memory[start : start + RECORD_BYTES]), (home, group, slot))
         return None if opened is None else (opened[0], _decode_record(opened[1]))
 
     def find_cipher(self, block: TierBlock) -> AESGCM | None:
