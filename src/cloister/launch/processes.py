@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from cloister.launch.backend import chosen_backend
 from cloister.trust import hardening
 from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.child_process import ProcessHandle
     from cloister.engine.fork_server import ForkServer
+    from cloister.engine.kv_pool import KVPool
     from cloister.types.request import ModelInfo
 
 
@@ -60,6 +62,7 @@ def _make_client(
     fork_server: ForkServer | None,
     keep_listener: Callable[[socket.socket], None] | None = None,
     kv_secret: bytes | None = None,
+    kv_pool: KVPool | None = None,
     replica: int | None = None,
 ) -> EngineClient:
     from cloister.engine import EngineClient, ProcessTransport, Supervision
@@ -73,6 +76,7 @@ def _make_client(
         fork_server=fork_server,
         keep_listener=keep_listener,
         kv_secret=kv_secret,
+        kv_pool=kv_pool,
         replica=replica,
     )
     return EngineClient(transport, config)
@@ -87,6 +91,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     kv_secret = _draw_kv_secret(config)
+    kv_pool = _make_kv_pool(config, front.replicas + 1)  # a rolling update starts an engine beside the others
 
     def make_release(model: str) -> Release:
         """A template of its own loads what is installed now."""
@@ -96,7 +101,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         return Release(model, partial(make, replace(each, model=model), server), config.request_timeout_s)
 
     def make(own: EngineConfig, server: ForkServer | None, index: int, lora: str | None) -> EngineClient:
-        return _make_client(replace(own, lora=lora), front, server, kv_secret=kv_secret, replica=index)
+        return _make_client(replace(own, lora=lora), front, server, kv_secret=kv_secret, kv_pool=kv_pool, replica=index)
 
     release = release_of(config.model, fork_server)
     clients = [release.make(index, config.lora) for index in range(front.replicas)]
@@ -116,6 +121,24 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 def _draw_kv_secret(config: EngineConfig) -> bytes | None:
     """Returns what engines that exchange KV have in common, new at each start and never written; None if they do not."""
     return None if config.kv_transfer is None else secrets.token_bytes(32)
+
+
+def _make_kv_pool(config: EngineConfig, num_parts: int) -> KVPool | None:
+    """Returns memory that engines share for KV; None if they have no such tier.
+
+    Raises:
+        ConfigError: there is no such memory.
+    """
+    if config.kv_tier is None:
+        return None
+    from cloister.engine.kv_pool import KVPool
+    from cloister.engine.kv_tier_storage import parse_tiers
+
+    sizes = [tier.limit_bytes for tier in parse_tiers(config.kv_tier) if tier.is_shared]
+    try:
+        return KVPool(sizes[0], num_parts) if sizes else None
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError("there is no memory for kv_tier; give it a smaller size", param="kv_tier") from error
 
 
 def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:

@@ -93,6 +93,10 @@ _AMONG_ENGINES = mitigate(
     "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
 )
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
+_SHARED_TIER = mitigate(
+    "AES-256-GCM under a key per engine and scope, sealed under a secret that only the front's engines have; wiped with its "
+    "scope and with its engine; a share for each tenant"
+)
 _DOCUMENTS_BY_SCOPE = mitigate(
     "their keys are seeded by the scope and cover the prefix, as those of prompts, so what other scopes sent is never found; "
     "replies say how many tokens were encoded separately"
@@ -429,6 +433,20 @@ _FEATURES: Final = (
         private=_COPIES_STAY,
         paranoid=refuse("KV never leaves the device"),
         instead="leave the setting `kv_tier` out; what was evicted is computed again",
+    ),
+    _feature(
+        "kv-tier-shared",
+        row="offload",
+        setting="kv_tier shared:SIZE",
+        title="KV in memory that replicas share",
+        does="keeps KV that the prefix cache evicts in memory that all replicas of the machine read",
+        endangers="whoever takes over one engine reads what the others keep there, of all scopes",
+        part="shared-tier",
+        open=_SHARED_TIER,
+        team=_SHARED_TIER,
+        private=_COPIES_STAY,
+        paranoid=refuse("KV never leaves the device"),
+        instead="set `kv_tier` to host:SIZE, where each replica has its own, or leave it out",
     ),
     _feature(
         "slow-replicas",
