@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from cloister.engine import EngineCore
 from cloister.launch import build_engine, resolve_settings
@@ -28,13 +28,13 @@ PLAIN = [
 ]
 
 
-def make_request(name: str, *texts: Sequence[int], **sampling: Any) -> Request:
+def make_request(name: str, *texts: Sequence[int], weights: tuple[float, float] = (1.0, 1.0), **sampling: Any) -> Request:
     tokens, starts = list(PREFIX), []
     for text in texts:
         starts.append(len(tokens))
         tokens += text
     params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "logprobs": 8, "ignore_eos": True, **sampling})
-    documents = Documents(tuple(starts), len(tokens))
+    documents = Documents(tuple(starts), len(tokens), *weights)
     return Request(request_id=name, token_ids=tokens + QUESTION, sampling=params, documents=documents)
 
 
@@ -51,6 +51,26 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("documents"), "llama")
 
 
+def make_attention(documents: Documents) -> Any:
+    """Returns APE's attention (Yang et al. 2025, section 4): documents have a softmax of their own, and then one score."""
+
+    def attend(module: Any, queries: Any, keys: Any, values: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        scores = queries @ keys.transpose(2, 3) * scaling + mask
+        first, end = documents.starts[0], documents.end
+        plain = scores[:, :, :end].softmax(-1) @ values
+        scores = scores[:, :, end:]
+        apart = scores[..., first:end] / documents.temperature
+        score = apart.logsumexp(-1, keepdim=True) * documents.temperature * documents.scale
+        found = torch.cat((values[:, :, :first], values[:, :, end:]), 2)
+        weights = torch.cat((scores[..., :first], scores[..., end:], score), -1).softmax(-1)
+        weighed = weights[..., :-1] @ found + weights[..., -1:] * (apart.softmax(-1) @ values[:, :, first:end])
+        return torch.cat((plain, weighed), 2).transpose(1, 2).contiguous(), None
+
+    return attend
+
+
 def masked_logprobs(path: Path, request: Request, answer: Sequence[int]) -> np.ndarray:
     """Returns the log-probabilities of each token of the answer by transformers, which gets positions and a mask: a document
     stands directly behind the prefix and sees nothing else."""
@@ -62,7 +82,9 @@ def masked_logprobs(path: Path, request: Request, answer: Sequence[int]) -> np.n
         positions[start:end] -= start - documents.starts[0]
         sees[start:end, documents.starts[0] : start] = False
     mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    AttentionInterface.register("weighed", make_attention(documents))
+    implementation = "weighed" if documents.has_weights else "eager"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=implementation).eval()
     with torch.no_grad():
         logits = model(tokens[None], attention_mask=mask[None, None], position_ids=positions[None]).logits[0]
     logprobs = logits[len(request.token_ids) - 1 :].log_softmax(-1)
@@ -89,13 +111,26 @@ def test_a_document_sees_the_prefix_and_itself_and_the_answer_sees_all(path: Pat
     assert abs(separate.logprobs[0].logprob - plain.logprobs[0].logprob) > 1e-3, "encoding separately changes nothing"
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_an_answer_weighs_documents_by_their_temperature_and_scale(path: Path, backend: str) -> None:
+    core = open_core(path, backend)
+    plain = said(core, make_request("plain", A, B))["plain"]
+    for weights in ((0.5, 1.0), (1.0, 0.8), (0.7, 1.3)):
+        request = make_request("asked", A, B, weights=weights)
+        answer = said(core, request)["asked"]
+        found = np.array([each.logprob for each in answer.logprobs])
+        assert np.abs(found - masked_logprobs(path, request, answer.token_ids)).max() < 1e-4
+        assert abs(found[0] - plain.logprobs[0].logprob) > 1e-4, "the weights change nothing"
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 0.9)])
 @pytest.mark.parametrize(
     ("backend", "settings"), [("native", {}), ("native", {"dtype": "bfloat16", "kv_dtype": "int8"}), ("torch", {})]
 )
 def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(
-    path: Path, backend: str, settings: dict[str, str]
+    path: Path, backend: str, settings: dict[str, str], weights: tuple[float, float]
 ) -> None:
-    request = make_request("asked", C, A, B)
+    request = make_request("asked", C, A, B, weights=weights)
     alone = said(open_core(path, backend, **settings), request)["asked"]
     core = open_core(path, backend, **settings)
     said(core, *PLAIN, make_request("other order", B, A))
@@ -105,6 +140,7 @@ def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(
     again = said(core, msgspec.structs.replace(request, request_id="again"))["again"]
     in_chunks = said(open_core(path, backend, max_batched_tokens=13, prefix_cache=False, **settings), request)["asked"]
     others = [make_request(str(n), *texts, temperature=1.0, seed=n, n=2) for n, texts in enumerate([(B, C), (A, B, C), (A,)])]
+    others += [make_request(f"{n} weighed", A, B, weights=(0.5 + n, 1.1)) for n in range(2)]
     in_company = said(open_core(path, backend, max_batched_tokens=64, **settings), *PLAIN, *others, request)["asked"]
     for found in (behind_hits, again, in_chunks, in_company):
         assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
@@ -129,7 +165,7 @@ def test_text_that_moves_between_prefix_and_documents_is_another_context(path: P
 
 
 def test_drafts_do_not_change_an_answer_about_documents(path: Path) -> None:
-    request = make_request("asked", A, B, max_tokens=24)
+    request = make_request("asked", A, B, max_tokens=24, weights=(0.8, 0.9))
     plain = said(open_core(path, "native"), request)["asked"]
     drafted = ask(open_core(path, "native", speculate="ngram", draft_tokens=4), [request])
     assert drafted.num_drafted

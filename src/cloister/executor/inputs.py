@@ -116,7 +116,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     # Growable C arrays: for the few numbers of a decode step a numpy call costs more than a loop.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = has_tree = has_images = has_grids = has_documents = False
+    has_adapter = has_tree = has_images = has_grids = has_documents = has_weights = False
     block_size, num_groups = tables.block_size, tables.num_groups
     block_positions = block_size if num_groups == 1 else block_size / num_groups  # positions for each number in a block table
     for part in parts:
@@ -132,10 +132,12 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
             has_adapter = has_adapter or part.state.adapter >= 0
             has_images = has_images or part.state.images is not None
             has_grids = has_grids or part.state.grids is not None
+            has_weights = has_weights or part.state.documents is not None
             continue
         _check(part, block_positions)
         shift = 0 if part.state.documents is None else part.state.documents.shift(start)
         has_documents = has_documents or shift > 0
+        has_weights = has_weights or part.state.documents is not None
         token_ids += known[start:end]
         positions.extend(range(start - shift, end - shift))
         if draft is NOTHING:
@@ -157,6 +159,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         has_grids = has_grids or part.state.grids is not None
     layer_rows = parts[0].layer_rows
     embeddings = embedding_rows = last_seen = None
+    ranges, weights = _document_weights(parts) if has_weights else (None, None)
     if has_images:
         embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
     return ForwardBatch(
@@ -180,6 +183,8 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         state_spans=None if tables.state_group is None else _state_spans(parts, tables),
         residual=None if layer_rows is None else layer_rows.residual,
         layer=0 if layer_rows is None else layer_rows.layer,
+        document_ranges=ranges,
+        document_weights=weights,
     )
 
 
@@ -191,6 +196,16 @@ def _seen_blocks(part: ScheduledSequence, block_size: int) -> array[int]:
         return blocks
     first = documents.starts[0] // block_size
     return blocks[:first] + blocks[first + shift // block_size :]
+
+
+def _document_weights(parts: Sequence[ScheduledSequence]) -> tuple[IntArray, FloatArray] | tuple[None, None]:
+    """Returns the documents that each part weighs, and how (`ForwardBatch.document_ranges`); None where no part weighs any."""
+    ranges, weights = np.zeros((len(parts), 2), np.int32), np.ones((len(parts), 2), np.float32)
+    for number, part in enumerate(parts):
+        documents = part.state.documents
+        if documents is not None and documents.has_weights and part.plan.start >= documents.end:
+            ranges[number], weights[number] = (documents.starts[0], documents.end), (documents.temperature, documents.scale)
+    return (ranges, weights) if ranges.any() else (None, None)
 
 
 def _images(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 
@@ -94,9 +95,11 @@ class PrefixKeys:
         if position != documents.end:
             return None
         # The root is in it because the prefix and all documents may be public; the bounds are, because documents that begin
-        # alike have the same keys as those behind a prefix that is longer by this beginning, yet are seen elsewhere.
-        digest = hashlib.sha256(b"cloister/documents/2\0" + root)
+        # alike have the same keys as those behind a prefix that is longer by this beginning, yet are seen elsewhere. Documents
+        # have the same KV however they are weighed; what follows has not.
+        digest = hashlib.sha256(b"cloister/documents/3\0" + root)
         digest.update(array("q", [*documents.starts, documents.end]).tobytes())
+        digest.update(struct.pack("<dd", documents.temperature, documents.scale))
         for end in (*documents.starts[1:], documents.end):
             digest.update(chain[end // size - 1])
         return digest.digest()

@@ -141,6 +141,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         number_format="" if config.quant == NO_QUANT else config.quant,
         is_on_device=(config.device or "cpu") != "cpu",
         document_block_size=config.block_size if _takes_documents(model.spec, budget.groups) else 0,
+        weighs_documents=Capability.DOCUMENT_WEIGHTS in program.capabilities,
         max_prefill_only_len=longest if longest > max_model_len else 0,
     )
     vocab_size = model.spec.vocab_size
@@ -318,6 +319,7 @@ def build_scheduler(
             cache_scopes=config.cache_scopes or 0,
             num_images_at_once=config.num_threads or 1,
             max_prefill_only_len=model.max_prefill_only_len,
+            weighs_documents=model.weighs_documents,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,

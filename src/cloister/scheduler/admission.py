@@ -12,6 +12,9 @@ from cloister.types.request import Request, SamplingParams
 MAX_LENGTH_PENALTY: Final = 10.0
 MAX_CANDIDATES: Final = 32768
 """Limit on candidate tokens in one step of a beam search, over all beams: sorting more would delay all requests."""
+LEAST_WEIGHT: Final = 0.1
+MOST_WEIGHT: Final = 10.0
+"""Limits of the temperature and the scale of documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class EngineLimits:
         block_size: positions in one KV block.
         max_step_tokens: tokens of one step.
         takes_documents: it can encode documents separately: every layer sees all positions.
+        weighs_documents: its program can weigh them by a temperature and a scale.
     """
 
     max_model_len: int
@@ -33,6 +37,7 @@ class EngineLimits:
     block_size: int = 1
     max_step_tokens: int = 2**31
     takes_documents: bool = True
+    weighs_documents: bool = True
 
 
 def find_refusal(request: Request, limits: EngineLimits) -> str | None:
@@ -121,6 +126,10 @@ def _find_wrong_documents(request: Request, limits: EngineLimits) -> str | None:
         return "some layers of this model do not see all positions; put the documents into the prompt"
     if request.images or request.pooling is not None or request.sampling.prompt_logprobs is not None:
         return "documents do not go with images, pooling or prompt_logprobs; leave out one of the two"
+    if not all(LEAST_WEIGHT <= weight <= MOST_WEIGHT for weight in (documents.temperature, documents.scale)):
+        return f"temperature and scale of documents must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+    if documents.has_weights and not limits.weighs_documents:
+        return "this back end cannot weigh documents; leave out their temperature and scale"
     bounds = (0, *documents.starts, documents.end)
     is_sorted = all(before < after for before, after in pairwise(bounds))
     if not documents.starts or not is_sorted or any(bound % limits.block_size for bound in bounds):

@@ -16,7 +16,7 @@ import msgspec
 from cloister.policy.gate import Admission, Gate
 from cloister.server.answers import Echo
 from cloister.server.conversation import ChatFormat
-from cloister.server.documents import DocumentPrompt, read_documents
+from cloister.server.documents import DocumentPrompt, check_weights, read_documents
 from cloister.server.errors import invalid
 from cloister.server.jobs import GenerationJob, make_job
 from cloister.server.messages import REFUSED as MESSAGES_REFUSED
@@ -168,6 +168,8 @@ class PromptReader:
             fits: limit the answer to the rest of the context window instead of refusing the request.
         """
         admission = self._check(body, admission)
+        if not body.documents:
+            check_weights(body)
         max_tokens = _chat_max_tokens(body)
         sampling = sampling_params(
             body, self.model, max_tokens=max_tokens, vocab_size=self.vocab_size, logprobs=_chat_logprobs(body)
@@ -175,7 +177,7 @@ class PromptReader:
         if body.best_of is not None and not body.use_beam_search and body.best_of != sampling.n:
             raise invalid("`best_of` of a chat is for beam search; set `use_beam_search` too, or leave it out.", "best_of")
         check_number_of_sequences(max(sampling.n, body.best_of or 1), 1, self.max_n)
-        opening = self.chat_format.open(body, sampling.grammar)
+        opening = self.chat_format.open(body, sampling.grammar, self.model)
         if fits:
             sampling = fit_length(len(opening.token_ids), sampling, self.model)
         check_length(len(opening.token_ids), sampling, self.model, "messages")
@@ -190,6 +192,7 @@ class PromptReader:
             prefix=prefix,
             form=opening.form,
             images=opening.images,
+            documents=opening.documents,
             **fields,
         )
 
@@ -281,7 +284,7 @@ class PromptReader:
             priority=body.priority,
             cache_salt=body.cache_salt,
             prompt_cache_key=body.prompt_cache_key,
-            documents=isinstance(body, CompletionBody) and body.documents is not None,
+            documents=isinstance(body, CompletionBody | ChatBody) and bool(body.documents),
         )
 
     def find_adapter(self, name: str | None) -> str | None:
@@ -302,11 +305,12 @@ class PromptReader:
 
     def _read_documents(self, body: CompletionBody) -> DocumentPrompt | None:
         if body.documents is not None:
-            return read_documents(body, self.tokenizer, self.model.document_block_size)
+            return read_documents(body, self.tokenizer, self.model)
         if body.documents_prefix is not None:
             raise invalid(
                 "`documents_prefix` needs `documents`; put the text into `prompt`, or send documents.", "documents_prefix"
             )
+        check_weights(body)
         return None
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:

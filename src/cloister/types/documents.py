@@ -17,10 +17,19 @@ class Documents(msgspec.Struct, frozen=True):
     Attributes:
         starts: first position of each; the first one is the length of the prefix. All are multiples of the block size.
         end: one past the last document's last position; such a multiple too.
+        temperature, scale: how what follows weighs their keys (`backends.base.ForwardBatch.document_ranges`; APE, section 4). 1
+            and 1 weigh them as all other keys, with the bits of an ordinary prompt.
     """
 
     starts: tuple[int, ...]
     end: int
+    temperature: float = 1.0
+    scale: float = 1.0
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether what follows weighs them otherwise than other keys."""
+        return self.temperature != 1.0 or self.scale != 1.0
 
     @property
     def num_tokens(self) -> int:

@@ -242,6 +242,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -262,6 +264,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -282,6 +286,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -302,6 +308,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -323,6 +331,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -359,6 +369,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...
