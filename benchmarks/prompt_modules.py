@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import msgspec
 
@@ -24,12 +25,14 @@ from benchmarks.harness import Bench, make_parser, make_progress, open_engine
 from cloister.engine import EngineCore
 from cloister.models import locate
 from cloister.server.documents import join_documents
+from cloister.server.prompt_schemas import Layout, ModuleInput, PromptSchemaBody
+from cloister.server.schemas import ModuleChoice
 from cloister.text import Tokenizer
 from cloister.types.documents import Documents
 from cloister.types.events import Submit
 from cloister.types.request import Request, SamplingParams
 
-KINDS = ("one text", "one text, filled up", "separately", "no notes")
+KINDS = ("one text", "one text, filled up", "separately", "modules of a schema", "no notes")
 NUM_NOTES = (2, 4, 8)
 SENTENCES = (4, 16, 32)
 """Further sentences of each of eight notes where time is measured."""
@@ -130,12 +133,19 @@ def make_request(
     block_size: int,
     max_tokens: int = 8,
     weights: tuple[float, float] = (1.0, 1.0),
+    num_chosen: int | None = None,
 ) -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     if kind in ("one text", "no notes"):
         notes = question.notes if kind == "one text" else []
         tokens = tokenizer.encode("".join([question.prefix, *notes, question.text]), add_special_tokens=True)
         return Request(request_id=kind, token_ids=tokens, sampling=sampling)
+    if kind == "modules of a schema":
+        modules = [ModuleInput(name=f"note-{number}", text=note) for number, note in enumerate(question.notes)]
+        layout = Layout(PromptSchemaBody(name="notes", prefix=question.prefix, modules=[*modules]), tokenizer, block_size)
+        asked = tokenizer.encode(question.text, add_special_tokens=False)
+        placed = layout.join([ModuleChoice(name=module.name) for module in modules[:num_chosen]], asked)
+        return Request(request_id=kind, token_ids=placed.token_ids, sampling=sampling, documents=placed.documents)
     prompt = join_documents(question.prefix, question.notes, question.text, tokenizer, block_size)
     documents = Documents(prompt.documents.starts, prompt.documents.end, *weights) if kind == "separately" else None
     return Request(request_id=kind, token_ids=prompt.token_ids, sampling=sampling, documents=documents)
@@ -189,16 +199,19 @@ def tune_weights(bench: Bench, options: argparse.Namespace, name: str, engine: E
     headers = ("temperature", *(f"scale {scale}" for scale in scales))
     bench.print_rows(f"{name}: right answers about places ({len(questions)} questions)", headers, rows)
     best = max(shares, key=lambda weights: (shares[weights], -abs(weights[0] - 1) - abs(weights[1] - 1)))
-    rows = []
+    judged: list[list[Any]] = []
     for text, asked in (("places, tuned on", questions), ("people", others)):
-        for kind, weights in (("one text", None), ("separately", (1.0, 1.0)), ("separately", best), ("no notes", None)):
-            right = judge(engine, tokenizer, asked, kind, weights or (1.0, 1.0))
+        ways: list[tuple[str, tuple[float, float] | None]] = [
+            ("one text", None), ("separately", (1.0, 1.0)), ("separately", best), (KINDS[3], None), ("no notes", None)
+        ]  # fmt: skip
+        for kind, chosen in ways:
+            right = judge(engine, tokenizer, asked, kind, chosen or (1.0, 1.0))
             size = options.num_questions
             of_size = [sum(right[place : place + size]) / size for place in range(0, len(right), size)]
-            rows.append([text, kind, "" if weights is None else f"{weights[0]}, {weights[1]}", *of_size])
+            judged.append([text, kind, "" if chosen is None else f"{chosen[0]}, {chosen[1]}", *of_size])
     headers = ("text", "computed as", "temperature, scale", *(f"{num_notes} notes" for num_notes in NUM_NOTES))
-    bench.print_rows(f"{name}: share of right answers ({options.num_questions} questions each)", headers, rows)
-    bench.check(f"{name}: right without notes", max(max(row[3:]) for row in rows if row[1] == "no notes"), high=0.2)
+    bench.print_rows(f"{name}: share of right answers ({options.num_questions} questions each)", headers, judged)
+    bench.check(f"{name}: right without notes", max(max(row[3:]) for row in judged if row[1] == "no notes"), high=0.2)
 
 
 def judge(
@@ -217,7 +230,7 @@ def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: Engi
     rng, rows = random.Random(options.seed + 1), []
     size = engine.model.document_block_size
     for num_sentences in SENTENCES:
-        times: dict[str, list[float]] = {"one text": [], "all new": [], "another order": []}
+        times: dict[str, list[float]] = {"one text": [], "all new": [], "another order": [], "modules": [], "some modules": []}
         lengths: list[int] = []
         for number in range(options.num_rounds):
             question = draw(rng, 8, num_sentences)
@@ -225,6 +238,8 @@ def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: Engi
                 ("one text", make_request("one text", question, tokenizer, size, 1)),
                 ("all new", make_request("separately", question, tokenizer, size, 1)),
                 ("another order", make_request("separately", shuffle(rng, question), tokenizer, size, 1)),
+                ("modules", make_request(KINDS[3], question, tokenizer, size, 1)),
+                ("some modules", make_request(KINDS[3], question, tokenizer, size, 1, num_chosen=6)),
             ]
             if len(requests[1][1].token_ids) >= engine.model.max_model_len:
                 break
@@ -234,7 +249,10 @@ def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: Engi
         if lengths:
             medians = {kind: 1e3 * statistics.median(each) for kind, each in times.items()}
             rows.append([round(statistics.median(lengths)), *medians.values(), medians["one text"] / medians["another order"]])
-    headers = ("prompt tokens", "one text", "separately, all new", "separately, hit in another order", "hit against one text")
+    headers = (
+        "prompt tokens", "one text", "separately, all new", "separately, hit in another order", "modules, all new",
+        "six of eight modules, hit", "hit in another order against one text",
+    )  # fmt: skip
     bench.print_rows(f"{name}: time to first token, ms (median of {options.num_rounds})", headers, rows)
     bench.check(f"{name}: a hit of the longest prompt against one text", rows[-1][-1], low=2.0)
 

@@ -28,13 +28,19 @@ PLAIN = [
 ]
 
 
-def make_request(name: str, *texts: Sequence[int], weights: tuple[float, float] = (1.0, 1.0), **sampling: Any) -> Request:
+def make_request(
+    name: str,
+    *texts: Sequence[int],
+    weights: tuple[float, float] = (1.0, 1.0),
+    positions: tuple[tuple[int, int], ...] = (),
+    **sampling: Any,
+) -> Request:
     tokens, starts = list(PREFIX), []
     for text in texts:
         starts.append(len(tokens))
         tokens += text
     params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "logprobs": 8, "ignore_eos": True, **sampling})
-    documents = Documents(tuple(starts), len(tokens), *weights)
+    documents = Documents(tuple(starts), len(tokens), *weights, positions)
     return Request(request_id=name, token_ids=tokens + QUESTION, sampling=params, documents=documents)
 
 
@@ -81,6 +87,8 @@ def masked_logprobs(path: Path, request: Request, answer: Sequence[int]) -> np.n
     for start, end in zip(documents.starts, (*documents.starts[1:], documents.end), strict=True):
         positions[start:end] -= start - documents.starts[0]
         sees[start:end, documents.starts[0] : start] = False
+    if documents.positions:
+        positions = torch.tensor(documents.turns(0, len(tokens)))
     mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
     AttentionInterface.register("weighed", make_attention(documents))
     implementation = "weighed" if documents.has_weights else "eager"
@@ -162,6 +170,54 @@ def test_text_that_moves_between_prefix_and_documents_is_another_context(path: P
     said(core, first)
     found = said(core, second)[second.request_id]
     assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+PLACED = ((0, 0), (16, 100), (20, 112), (56, 40), (80, 104), (82, 160))
+"""A is far from the prefix, with a place for 8 tokens in it, B nearer, two of the question's tokens in that place."""
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_modules_turn_by_the_positions_of_their_schema(path: Path, backend: str) -> None:
+    core = open_core(path, backend)
+    assert core.model.places_documents
+    plain = said(core, make_request("plain", A, B))["plain"]
+    for weights in ((1.0, 1.0), (0.7, 0.9)):
+        request = make_request("asked", A, B, positions=PLACED, weights=weights)
+        answer = said(core, request)["asked"]
+        found = np.array([each.logprob for each in answer.logprobs])
+        assert np.abs(found - masked_logprobs(path, request, answer.token_ids)).max() < 1e-4
+        assert abs(found[0] - plain.logprobs[0].logprob) > 1e-3, "positions change nothing"
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_modules_have_the_same_bits_whatever_is_cached_and_in_any_company(path: Path, backend: str) -> None:
+    request = make_request("asked", A, B, positions=PLACED)
+    alone = said(open_core(path, backend), request)["asked"]
+    core = open_core(path, backend)
+    elsewhere = make_request("elsewhere", A, B, positions=((0, 0), (16, 90), (56, 40), (80, 160)))
+    said(core, *PLAIN, make_request("documents", A, B), elsewhere)
+    report = ask(core, [request, make_request("only B", B, positions=((0, 0), (16, 40), (40, 104)))])
+    assert report.num_hits
+    in_chunks = said(open_core(path, backend, max_batched_tokens=13, prefix_cache=False), request)["asked"]
+    in_company = said(open_core(path, backend, max_batched_tokens=64), *PLAIN, elsewhere, request)["asked"]
+    drafted = ask(open_core(path, "native", speculate="ngram", draft_tokens=4), [request]).answers["asked", 0]
+    for found in (report.answers["asked", 0], in_chunks, in_company, *([drafted] if backend == "native" else [])):
+        assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("positions", "reason"),
+    [
+        (((0, 1), (16, 16)), "the prefix at position 0"),
+        (((0, 0), (8, 16)), "the prefix at position 0"),
+        (((0, 0), (16, 16), (16, 20)), "runs in order"),
+        (((0, 0), (16, -1)), "runs in order"),
+        (((0, 0), (16, 200)), "beyond the context window"),
+    ],
+)
+def test_modules_that_cannot_be_placed_are_refused(path: Path, positions: tuple[tuple[int, int], ...], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        ask(open_core(path, "native"), [make_request("asked", A, B, positions=positions)])
 
 
 def test_drafts_do_not_change_an_answer_about_documents(path: Path) -> None:

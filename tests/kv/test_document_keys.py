@@ -32,6 +32,19 @@ def arrangements(num_blocks: int) -> Iterator[tuple[list[int], Documents | None]
             cuts = [SIZE * place for place, cut in enumerate(is_cut, 1) if cut]
             for weights in WEIGHTS if len(cuts) > 1 else ():
                 yield tokens, Documents(tuple(cuts[:-1]), cuts[-1], *weights)
+            for positions in place(cuts) if len(cuts) > 1 else ():
+                yield tokens, Documents(tuple(cuts[:-1]), cuts[-1], positions=positions)
+
+
+def place(cuts: list[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Positions of modules: one behind the other, all at one place, and with a gap before, in or behind the first."""
+    first, *others, end = cuts
+    yield ((0, 0), (first, first))
+    yield ((0, 0), *((start, first) for start in (first, *others)), (end, end))
+    for gap in (2, 4):
+        yield ((0, 0), (first, first + gap))
+        yield ((0, 0), (first, first), (first + 1, first + 1 + gap))
+        yield ((0, 0), (first, first), (end, end + gap))
 
 
 def find_contexts(tokens: list[int], documents: Documents | None, scope: Scope, adapter: str | None) -> list[Context]:
@@ -42,8 +55,14 @@ def find_contexts(tokens: list[int], documents: Documents | None, scope: Scope, 
         if documents is not None and position >= documents.end:
             bounds = pairwise((0, *documents.starts, documents.end))
             parts = tuple(tuple(tokens[first:last]) for first, last in bounds)
-            weights = (documents.temperature, documents.scale)
+            weights = (documents.temperature, documents.scale, documents.positions)
             found.append(("after documents", scope, adapter, parts, weights, tuple(tokens[documents.end : end])))
+            continue
+        if documents is not None and documents.positions and position >= documents.starts[0]:
+            start = documents.starts[0] + documents.shift(position)
+            turns = documents.turns(start, documents.find_piece_end(start) or documents.end)
+            module = (tuple(turns), tuple(tokens[start:end]))
+            found.append(("module", scope, adapter, tuple(tokens[: documents.starts[0]]), module))
             continue
         shift = 0 if documents is None else documents.shift(position)
         seen = tokens[: (documents.starts[0] if documents is not None and shift else 0)]

@@ -15,6 +15,7 @@ from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
 from cloister.executor.images import find_last_seen, gather
 from cloister.executor.state import SequenceState
+from cloister.types.documents import Documents
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
 
@@ -160,6 +161,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     layer_rows = parts[0].layer_rows
     embeddings = embedding_rows = last_seen = None
     ranges, weights = _document_weights(parts) if has_weights else (None, None)
+    has_turns = has_grids or (has_weights and any(_turned_documents(part) is not None for part in parts))
     if has_images:
         embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
     return ForwardBatch(
@@ -179,7 +181,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         embeddings=embeddings,
         embedding_rows=embedding_rows,
         last_seen=last_seen,
-        rope_positions=_rope_positions(parts, query_starts, as_ints(positions)) if has_grids else None,
+        rope_positions=_rope_positions(parts, query_starts, as_ints(positions)) if has_turns else None,
         state_spans=None if tables.state_group is None else _state_spans(parts, tables),
         residual=None if layer_rows is None else layer_rows.residual,
         layer=0 if layer_rows is None else layer_rows.layer,
@@ -224,10 +226,20 @@ def _rope_positions(parts: Sequence[ScheduledSequence], query_starts: Sequence[i
     """Returns what each token turns by (`ForwardBatch.rope_positions`)."""
     turns = np.tile(positions, (3, 1))
     for number, part in enumerate(parts):
+        own = slice(query_starts[number], query_starts[number + 1])
         if part.state.grids is not None:
-            own = slice(query_starts[number], query_starts[number + 1])
             turns[:, own] = part.state.grids.turn(positions[own])
+        elif (documents := _turned_documents(part)) is not None:
+            known = documents.turns(part.plan.start, part.end)
+            turns[:, own] += known[-1] - positions[own][len(known) - 1]  # so far for drafts, which follow
+            turns[:, own.start : own.start + len(known)] = known
     return turns
+
+
+def _turned_documents(part: ScheduledSequence) -> Documents | None:
+    """Returns the documents of a part whose tokens have positions of their own; None where they stand as they are computed."""
+    documents = part.state.documents
+    return documents if documents is not None and documents.positions else None
 
 
 def _state_spans(parts: Sequence[ScheduledSequence], tables: TableLayout) -> IntArray:

@@ -66,6 +66,7 @@ class SchedulerConfig:
         num_images_at_once: images that are encoded at once, beside the steps.
         max_prefill_only_len: the longest prompt of a request that ends with it; less than `max_model_len` changes nothing.
         weighs_documents: the program can weigh documents by a temperature and a scale.
+        places_documents: tokens of documents may turn by other positions than they stand at.
     """
 
     max_model_len: int
@@ -78,6 +79,7 @@ class SchedulerConfig:
     num_images_at_once: int = 1
     max_prefill_only_len: int = 0
     weighs_documents: bool = True
+    places_documents: bool = True
 
 
 class Scheduler:
@@ -275,6 +277,7 @@ class Scheduler:
             and self.pool.groups[0].window is None
             and not self.pool.groups[0].is_state,
             weighs_documents=self.config.weighs_documents,
+            places_documents=self.config.places_documents,
         )
         if is_layerwise and self._layerwise is not None:
             longest = self.config.max_prefill_only_len + int(max_output > 0)

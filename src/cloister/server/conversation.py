@@ -204,14 +204,14 @@ class ChatFormat:
         tools = read_tools(body)
         messages = template_messages(body.messages)
         images = self._read_images(body.messages)
-        render = partial(
-            self.template.render,
-            tools=tools.to_template(),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=_continues(body),
-            call_example=self.family.example,
+        variables = {
+            "tools": tools.to_template(),
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final_message": _continues(body),
+            "call_example": self.family.example,
             **self._thinking(body),
-        )
+        }
+        render = partial(_render, self.template, variables)
         pieces = None
         if body.documents and model is not None:
             pieces, prompt = read_chat_documents(body, messages, self.template, render, self.tokenizer, model)
@@ -306,6 +306,10 @@ class ChatFormat:
     def _control_id(self, text: str) -> int | None:
         token_id = self.tokenizer.token_id(text)
         return token_id if token_id in self.tokenizer.special.control_ids else None
+
+
+def _render(template: ChatTemplate, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    return template.render(messages, **variables, **more)
 
 
 def _continues(body: ChatBody) -> bool:

@@ -35,12 +35,7 @@ def read_documents(body: CompletionBody, tokenizer: Tokenizer, model: ModelInfo)
         InvalidRequestError: the model, or another field, does not support documents.
     """
     check_documents(model)
-    for name, is_given in (("echo", body.echo), ("suffix", body.suffix)):
-        if is_given:
-            raise invalid(f"`{name}` does not go with `documents`; leave one of them out.", name)
-    question = body.prompt[0]
-    if len(body.prompt) > 1 or not isinstance(question, str):
-        raise invalid("`prompt` must be one text where `documents` is set.", "prompt", "invalid_type")
+    question = read_question(body, "documents")
     texts = [document.text for document in body.documents or ()]
     prompt = join_documents(body.documents_prefix or "", texts, question, tokenizer, model.document_block_size)
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)
@@ -86,6 +81,24 @@ def join_documents(prefix: str, texts: Sequence[str], question: str, tokenizer: 
     return join_pieces(pieces, asked, tokenizer, block_size)
 
 
+def read_question(body: CompletionBody, param: str) -> str:
+    """Returns the prompt of a body with documents, or with modules of a schema.
+
+    Raises:
+        InvalidRequestError: it is not one text, is empty, or a field does not go with `param`.
+    """
+    others = {"echo": body.echo, "suffix": body.suffix, "prompt_schema": param != "prompt_schema" and body.prompt_schema}
+    for name, is_given in others.items():
+        if is_given:
+            raise invalid(f"`{name}` does not go with `{param}`; leave one of them out.", name)
+    question = body.prompt[0]
+    if len(body.prompt) > 1 or not isinstance(question, str):
+        raise invalid(f"`prompt` must be one text where `{param}` is set.", "prompt", "invalid_type")
+    if not question:
+        raise invalid("`prompt` is empty; send at least one token.", "prompt", "empty_prompt")
+    return question
+
+
 def read_chat_documents(
     body: ChatBody, messages: Sequence[Mapping[str, Any]], template: ChatTemplate, render: Render, tokenizer: Tokenizer,
     model: ModelInfo,
@@ -108,11 +121,21 @@ def read_chat_documents(
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model), texts[-1]
 
 
-def join_pieces(pieces: Sequence[list[int]], asked: list[int], tokenizer: Tokenizer, block_size: int) -> DocumentPrompt:
-    """Returns a prompt of a prefix, documents, and what follows them."""
+def find_newline(tokenizer: Tokenizer) -> list[int]:
+    """Returns the token that fills blocks up.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
     if not newline:
         raise invalid("This model's tokenizer has no newline, with which documents are filled up.", "documents", "no_documents")
+    return newline
+
+
+def join_pieces(pieces: Sequence[list[int]], asked: list[int], tokenizer: Tokenizer, block_size: int) -> DocumentPrompt:
+    """Returns a prompt of a prefix, documents, and what follows them."""
+    newline = find_newline(tokenizer)
     token_ids: list[int] = []
     bounds: list[int] = []
     for piece in pieces:

@@ -368,6 +368,30 @@ PromptInput = PromptText | _Tokens | Annotated[list[PromptText], _Several] | Ann
 """The four forms of a prompt, for the reference of the API."""
 
 
+SchemaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class ModuleChoice(Strict):
+    """A module of a schema, with an argument for each of its parameters."""
+
+    name: SchemaName
+    arguments: Annotated[dict[SchemaName, str], Field(max_length=16)] | None = None
+
+
+def _as_module(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+AnyModule = Annotated[ModuleChoice, BeforeValidator(_as_module, json_schema_input_type=SchemaName | ModuleChoice)]
+
+
+class SchemaChoice(Strict):
+    """Modules of a schema that was sent to /v1/prompt_schemas."""
+
+    name: SchemaName
+    modules: Annotated[list[AnyModule], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
 
@@ -376,6 +400,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt, json_schema_input_type=PromptInput)]
     documents: Annotated[list[DocumentInput], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
     documents_prefix: str | None = None
+    prompt_schema: SchemaChoice | None = None
     documents_temperature: DocumentWeight | None = None
     documents_scale: DocumentWeight | None = None
     suffix: str | None = None

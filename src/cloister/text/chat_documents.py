@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Final
 
-from cloister.text.chat import ChatTemplate, Message
+from cloister.text.chat import ChatTemplate
+from cloister.text.history import Message
 from cloister.types.errors import InvalidRequestError
 
 Render = Callable[..., str]
