@@ -63,6 +63,7 @@ def list_stages(models: Path) -> Sequence[Stage]:
         Stage("hybrids", "benchmarks.gpu.work", ("hybrids",), 60.0),
         answers["l1b"],
         answers["l8bl8"],
+        Stage("answers-q05-peers", "benchmarks.gpu.answers", ("q05", "--models", str(models), "--peers"), 100.0),
     )
 
 

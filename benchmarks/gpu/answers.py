@@ -1,12 +1,14 @@
 """Whole answers on one shape, ours in each number format beside transformers' continuous batching and vLLM.
 
-`python -m benchmarks.gpu.answers SHAPE --models DIR --records FILE`. Random weights, random prompts, greedy, no prefix reused.
+`python -m benchmarks.gpu.answers SHAPE --models DIR --records FILE`; with `--peers` the other engines, else ours.
+Random weights, random prompts, greedy, no prefix reused.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from benchmarks.gpu.models import FORMS, LAYER_BITS, PEAKS, WRITTEN, Form
 from benchmarks.gpu.records import Record, Records
 from benchmarks.peers.engines import Cloister, Launch, Vllm, check_lengths
 from benchmarks.peers.shapes import Roof, Shape
-from benchmarks.peers.work import NUM_NEW, Engine, Figure, Tokens, measure, warm_up
+from benchmarks.peers.work import NUM_NEW, Engine, Figure, Tokens, take_sample, warm_up
 
 DECODE: Final = Figure("decode", "decode", 512, "decode after 512")
 FIGURES: Final = (
@@ -27,8 +29,12 @@ FIGURES: Final = (
     DECODE,
     *(Figure(f"together{count}", "together", count, f"{count} at once") for count in (16, 64, 256)),
 )
+PEER_FIGURES: Final = tuple(figure for figure in FIGURES if figure.kind == "together" and figure.size <= 64)
+"""The others are built for many requests, and one alone takes transformers very long."""
 TINY_FIGURES: Final = (DECODE, Figure("together2", "together", 2, "2 at once"))
 CONTEXT: Final = 2304
+NUM_WARMING: Final = 2
+NUM_SAMPLES: Final = 3
 _COMPANY: Final = (15, 63)
 """Others beside a request, under which its answer must stay the same (batch invariance)."""
 
@@ -68,17 +74,18 @@ class GenerateBatch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures ours, then every other engine that is installed; one that fails is recorded and left."""
+    """Measures ours, or every other engine that is installed; one that fails is recorded and left."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape")
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--peers", action="store_true", help="the other engines, on the fewer figures that they have time for")
     parser.add_argument("--interpreter", action="store_true")
     options = parser.parse_args(arguments)
     records = Records(options.records, f"answers-{options.shape}")
     peaks = records.find("peaks")
-    figures = TINY_FIGURES if options.interpreter else FIGURES
-    for name, form, start in _entrants(options.interpreter):
+    figures = TINY_FIGURES if options.interpreter else PEER_FIGURES if options.peers else FIGURES
+    for name, form, start in _peers(options.interpreter) if options.peers else _ours():
         folder = options.models / f"{options.shape}-{form}"
         if not _await_folder(folder):
             records.add("failed", engine=name, form=form, reason="its checkpoint was not written")
@@ -93,9 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _entrants(is_interpreter: bool) -> Iterator[tuple[str, Form, Callable[[Launch], Engine]]]:
+def _ours() -> Iterator[tuple[str, Form, Callable[[Launch], Engine]]]:
     for form in FORMS:
         yield "cloister", form, OnDevice
+
+
+def _peers(is_interpreter: bool) -> Iterator[tuple[str, Form, Callable[[Launch], Engine]]]:
     if find_spec("vllm") is not None and not is_interpreter:
         yield "vllm", "bf16", Vllm
     if find_spec("transformers") is not None:
@@ -128,8 +138,7 @@ def _measure(
     try:
         warm_up(engine, tokens)
         for figure in figures:
-            samples = measure(figure, engine, tokens, 2)
-            rate, limit = sorted(samples)[len(samples) // 2], None
+            rate, limit = measure(figure, engine, tokens), None
             if peaks is not None:
                 weights = shape.weights_bytes(LAYER_BITS[form], 16.0)
                 limit = _limit(figure, Roof(shape, peaks["bytes"], peaks[PEAKS[form]], weights))
@@ -139,6 +148,13 @@ def _measure(
             records.add("idle", engine=name, form=form, share=_idle_share(engine, tokens))
     finally:
         engine.close()
+
+
+def measure(figure: Figure, engine: Engine, tokens: Tokens) -> float:
+    """Returns the median rate of a figure, whose own shape was warmed up before."""
+    for _ in range(NUM_WARMING):
+        take_sample(figure, engine, tokens)
+    return statistics.median(take_sample(figure, engine, tokens) for _ in range(NUM_SAMPLES))
 
 
 def _limit(figure: Figure, roof: Roof) -> float:

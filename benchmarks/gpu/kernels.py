@@ -159,9 +159,9 @@ def product_cases(
                 work, library = partial(matrix.multiply, inputs, DTYPE), partial(F.linear, inputs, weight)
                 yield Case(kind, problem, work, moved + matrix.nbytes, operations, peak, library)
             if eighth is not None:
-                multiply = partial(float8_matmul, inputs, eighth, None, DTYPE)
-                tiles = book.measure(("float8", num_inputs), multiply, CODE_TILES)
-                work = partial(multiply, book.choose(tiles, num_rows, num_outputs))
+                multiply = partial(float8_matmul, inputs, eighth, None)
+                tiles = book.measure(("float8", num_inputs), multiply, CODE_TILES, DTYPE)
+                work = partial(multiply, DTYPE, book.choose(tiles, num_rows, num_outputs))
                 yield Case("FP8", problem, work, moved + eighth.nbytes, operations, "float8", library)
 
 

@@ -74,7 +74,7 @@ def make_pack(output: Path, python: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     (output / "tests" / "__init__.py").touch()  # else another package of that name on the machine would be found first
-    (output / "pytest.ini").write_text(_pytest_settings(), encoding="utf-8")
+    (output / "pytest.ini").write_text(pytest_settings(), encoding="utf-8")
     if (size := folder_bytes(output)) > MOST_BYTES:
         raise PackError(f"it has {size / 2**20:.1f} MiB, more than {MOST_BYTES >> 20}; look at {wheels}")
 
@@ -131,14 +131,15 @@ def _pip(*arguments: str) -> None:
         raise PackError(run.stderr.strip()[-1500:])
 
 
-def _pytest_settings() -> str:
-    """As in the repository, but that another torch may warn of what it likes."""
+def pytest_settings() -> str:
+    """Returns pytest.ini: as in the repository, but that another torch may warn of what it likes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     lines = (
         "[pytest]",
         "addopts = --strict-markers --import-mode=importlib",
         "pythonpath = .",
         "markers =",
-        "    gpu: needs CUDA",
+        *(f"    {marker}" for marker in project["tool"]["pytest"]["ini_options"]["markers"]),
     )
     return "\n".join(lines) + "\n"
 

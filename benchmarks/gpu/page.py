@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from benchmarks.gpu.records import Record
 
@@ -28,8 +27,12 @@ def _lines(records: Sequence[Record], is_real: bool) -> Iterator[str]:
         yield "**Triton's interpreter on a CPU: this shows that the stages work; no figure here means anything.**"
         yield ""
     for device in _of(records, "device"):
-        yield f"{device['name']}, {device['multiprocessors']} multiprocessors; torch {device['torch']}, triton "
-        yield f"{device['triton']}, Python {device['python']}. Written by `python -m benchmarks.gpu`; medians."
+        versions = f"torch {device['torch']}, triton {device['triton']}, Python {device['python']}"
+        yield f"{device['name']}, {device['multiprocessors']} multiprocessors; {versions}."
+        yield "Written by `python -m benchmarks.gpu`; medians."
+    for note in _of(records, "note"):
+        yield ""
+        yield f"**Note.** {note['text']}"
     for peaks in _of(records, "peaks"):
         yield ""
         yield f"Measured limits: {_describe_peaks(peaks)}."
@@ -68,11 +71,12 @@ def _tests(found: Sequence[Record]) -> Iterator[str]:
 def _answers(records: Sequence[Record]) -> Iterator[str]:
     """One table for each shape: speeds, in brackets their share of the limit; batch invariance and idle time of ours."""
     found = [record for record in records if record["stage"].startswith("answers-")]
-    for stage, group in groupby(found, key=lambda record: record["stage"]):
-        own = list(group)
+    shapes = dict.fromkeys(_shape(record) for record in found)
+    for shape in shapes:
+        own = [record for record in found if _shape(record) == shape]
         titles = list(dict.fromkeys(record["figure"] for record in _of(own, "answers")))
         columns = ("engine", *(f"{title}, tok/s" for title in titles), "answers changed by company", "device idle")
-        yield from _header(f"Whole answers: {stage.removeprefix('answers-')} (random weights)", columns)
+        yield from _header(f"Whole answers: {shape} (random weights)", columns)
         for engine, form in dict.fromkeys((record["engine"], record["form"]) for record in own):
             rows = [record for record in own if (record["engine"], record["form"]) == (engine, form)]
             rates = {record["figure"]: _rate(record) for record in _of(rows, "answers")}
@@ -81,6 +85,11 @@ def _answers(records: Sequence[Record]) -> Iterator[str]:
             yield _row((f"{engine} {form}", *(rates.get(title, "") for title in titles), *(company or [""]), *(idle or [""])))
         for record in _of(own, "failed"):
             yield from ("", f"{record['engine']} {record['form']} failed: {record['reason']}")
+
+
+def _shape(record: Record) -> str:
+    """The stages of ours and of the others share a table."""
+    return str(record["stage"]).removeprefix("answers-").removesuffix("-peers")
 
 
 def _rate(record: Record) -> str:

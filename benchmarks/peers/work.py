@@ -125,16 +125,17 @@ def warm_up(engine: Engine, tokens: Tokens) -> None:
 
 def measure(figure: Figure, engine: Engine, tokens: Tokens, num_samples: int) -> list[float]:
     """Returns samples of one figure, `num_samples` or as many as fill two seconds, in tokens per second."""
-    take: dict[str, Callable[[], float]] = {
-        "prefill": lambda: _prefill(engine, tokens, figure.size),
-        "decode": lambda: _decode(engine, tokens, figure.size),
-        "together": lambda: _together(engine, tokens, figure.size),
-    }
     samples: list[float] = []
     start_s = time.perf_counter()
     while len(samples) < num_samples or time.perf_counter() - start_s < MIN_MEASURED_S:
-        samples.append(take[figure.kind]())
+        samples.append(take_sample(figure, engine, tokens))
     return samples
+
+
+def take_sample(figure: Figure, engine: Engine, tokens: Tokens) -> float:
+    """Returns one sample of a figure, in tokens per second."""
+    take: dict[str, Callable[[Engine, Tokens, int], float]] = {"prefill": _prefill, "decode": _decode, "together": _together}
+    return take[figure.kind](engine, tokens, figure.size)
 
 
 def _prefill(engine: Engine, tokens: Tokens, length: int) -> float:

@@ -115,6 +115,24 @@ def test_inputs_rounded_to_int8(form: tuple[int, int], parts: dict[str, bool]) -
     assert error_of(out, rounded(inputs), torch.from_numpy(tensor.dequantize())) < 1e-5
 
 
+def test_one_scale_and_no_zero_in_8_bits_lose_nothing_before_the_scale() -> None:
+    tensor, inputs = grouped(8, 192, activations="int8"), randn(5, 192)
+    codes, factors = round_rows(inputs.to(DEVICE), torch.int8)
+    sums = codes.cpu().long() @ (torch.from_numpy(tensor.codes).long() - 128).t()
+    expected = sums.float() * torch.from_numpy(tensor.scales).t() * factors.cpu()[:, None]
+    out = grouped_matmul(inputs.to(DEVICE), pack(tensor, CPU_OR_GPU), None, torch.float32, tile())
+    assert torch.equal(out.cpu(), expected)
+
+
+def test_scales_that_cannot_be_written_are_copied() -> None:
+    """As those of a checkpoint that is mapped; torch warns of such an array, which fails a test."""
+    tensor = grouped(8, 192)
+    tensor.scales.flags.writeable = False
+    packed = pack(tensor, torch.device("cpu"))
+    assert packed.scales.data_ptr() != tensor.scales.ctypes.data
+    assert packed.scales.flatten().tolist() == tensor.scales.flatten().tolist()
+
+
 @pytest.mark.parametrize("group", [32, 64])
 def test_two_levels_of_codes_stay_in_integers(group: int) -> None:
     rng = np.random.default_rng(0)

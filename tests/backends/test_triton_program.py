@@ -178,3 +178,17 @@ def test_a_position_past_the_table_is_refused() -> None:
     driver = open_driver(replace(ONE_LAYER, max_positions=16), RandomWeights(ONE_LAYER))
     with pytest.raises(Exception, match="past position 15"):
         driver.run("a", tokens_of(NARROW, 17))
+
+
+def test_a_rehearsal_leaves_no_trace_and_changes_no_answer() -> None:
+    driver = open_driver(replace(ONE_LAYER, max_positions=40), RandomWeights(ONE_LAYER), dtype=torch.bfloat16)
+    program: Any = driver.program
+    alone = driver.run("a", tokens_of(NARROW, 5))
+    driver.free("a")
+    steps: list[list[int]] = []
+    launch = program.launch
+    program.launch = lambda batch, wants: steps.append(np.diff(batch.query_starts).tolist()) or launch(batch, wants)
+    program.rehearse()
+    assert steps == [[38], [1, 17], [1]]
+    assert sum(float(layer.abs().sum()) for layer in program._cache.layers) == 0
+    assert driver.run("b", tokens_of(NARROW, 5)).tobytes() == alone.tobytes()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import signal
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import answers
 from benchmarks.gpu.__main__ import Run, Stage, end_group, main
 from benchmarks.gpu.models import FORMS, write_model
-from benchmarks.gpu.pack import THERE, is_there, list_files, list_requirements
+from benchmarks.gpu.pack import THERE, is_there, list_files, list_requirements, pytest_settings
+from benchmarks.gpu.page import write_page
 from benchmarks.gpu.records import Records, read_records
+from benchmarks.peers import work
 from cloister.backends.tensors import activations_of
 from cloister.models import load
 from tests.device import HAS_GPU, needs_triton
@@ -83,6 +89,54 @@ def test_the_pack_takes_every_run_time_dependency_but_what_is_there_or_only_draw
 def test_the_pack_brings_the_tests_and_the_benchmark() -> None:
     paths = {path.relative_to(ROOT).as_posix() for path in list_files()}
     assert {"benchmarks/gpu/__main__.py", "tests/device.py", "tests/gpu/test_program.py", "LICENSE"} <= paths
+
+
+def test_the_packs_settings_know_every_marker_of_the_repository() -> None:
+    """Else strict markers end the collection there, as happened on the first GPU."""
+    settings = configparser.ConfigParser()
+    settings.read_string(pytest_settings())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    known = [line.split(":")[0] for line in settings["pytest"]["markers"].strip().splitlines()]
+    assert known == [marker.split(":")[0] for marker in project["tool"]["pytest"]["ini_options"]["markers"]]
+    assert {"gpu", "slow"} <= set(known)
+
+
+class Compiling:
+    """An engine that takes ten seconds for each of its first two calls and one for every other, by a clock that it moves."""
+
+    def __init__(self) -> None:
+        self.now_s, self.num_calls = 0.0, 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_new: int) -> None:
+        self.now_s += 10.0 if self.num_calls < 2 else 1.0
+        self.num_calls += 1
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_what_is_compiled_when_a_shape_first_comes_is_in_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Compiling()
+    monkeypatch.setattr(work.time, "perf_counter", lambda: engine.now_s)
+    assert answers.measure(answers.FIGURES[0], engine, work.Tokens(100, 0)) == 2048.0
+
+
+def test_other_engines_stand_in_the_table_of_ours_and_notes_above_all(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    Records(path, "run").add("note", text="measured twice")
+    for stage, engine in (("answers-q05", "cloister"), ("answers-l1b", "cloister"), ("answers-q05-peers", "transformers")):
+        Records(path, stage).add("answers", engine=engine, form="bf16", figure="16 at once", rate=100.0, limit=None)
+    page = write_page(read_records(path), is_real=True)
+    table = page.split("## Whole answers: q05")[1].split("## ")[0]
+    assert "| cloister bf16 | 100 |" in table
+    assert "| transformers bf16 | 100 |" in table
+    assert page.count("## Whole answers") == 2
+    assert "**Note.** measured twice" in page
+
+
+def test_the_published_page_is_what_its_figures_give() -> None:
+    folder = ROOT / "benchmarks"
+    assert (folder / "gpu.md").read_text(encoding="utf-8") == write_page(read_records(folder / "gpu.jsonl"), is_real=True)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from cloister.backends.torch.triton.attention import Binding, Heads, Pages, Part
 from cloister.backends.torch.triton.matmul import join_splits
 
 _LARGE_ROWS: Final = 64
-_SMALL_ROWS: Final = 16
+SMALL_ROWS: Final = 16
 
 
 class AttentionKernels(Protocol):
@@ -86,10 +86,10 @@ def choose_tiles(heads: Heads, dtype: torch.dtype, device: torch.device) -> Tile
     does not fit or where there is no tensor core for the type (float32).
     """
     num_warps = 8 if heads.head_dim > 128 else 4
-    few = Tiles(_SMALL_ROWS, _SMALL_ROWS, num_warps)
+    few = Tiles(SMALL_ROWS, SMALL_ROWS, num_warps)
     if dtype == torch.float32:
         return few
-    many, both = Tiles(_LARGE_ROWS, _LARGE_ROWS, num_warps), Tiles(_LARGE_ROWS, _SMALL_ROWS, num_warps)
+    many, both = Tiles(_LARGE_ROWS, _LARGE_ROWS, num_warps), Tiles(_LARGE_ROWS, SMALL_ROWS, num_warps)
     try:
         reference = _sample(heads, dtype, device, many)
     except OutOfResources:

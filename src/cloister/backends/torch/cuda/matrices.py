@@ -41,9 +41,10 @@ class DenseMatrix:
         self.nbytes = weight.nbytes
         rows = random_rows(weight.shape[1], weight.dtype, weight.device)
         self._tiles = book.measure(
-            ("dense", weight.dtype, weight.shape[1]),
-            lambda tile: matmul(rows, weight, None, torch.float32, tile),
+            ("dense", weight.dtype, weight.shape[1], bias is None),
+            lambda dtype, tile: matmul(rows, weight, bias, dtype, tile),
             FLOAT_TILES if weight.dtype == torch.float32 else HALF_TILES,
+            weight.dtype,
         )
 
     def multiply(self, rows: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -71,9 +72,10 @@ class QuantizedMatrix:
         self.nbytes = packed.nbytes
         rows = random_rows(packed.num_inputs, dtype, packed.codes.device)
         self._tiles = book.measure(
-            (*packed.kind, dtype),
-            lambda tile: grouped_matmul(rows, packed, None, torch.float32, tile),
+            (*packed.kind, dtype, bias is None),
+            lambda out_dtype, tile: grouped_matmul(rows, packed, bias, out_dtype, tile),
             FLOAT_TILES if dtype == torch.float32 else CODE_TILES,
+            dtype,
         )
 
     def multiply(self, rows: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cloister.backends import tensors
-from cloister.backends.base import Capability, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
+from cloister.backends.base import GREEDY, Capability, ForwardBatch, IntArray, KVLayout, Program, StepOutput, Wants, Weights
 from cloister.backends.spec import DecoderSpec, RopeSpec
 from cloister.backends.torch.cache import KVCache
-from cloister.backends.torch.cuda.attention import AttentionKernels, PagedAttention
+from cloister.backends.torch.cuda.attention import SMALL_ROWS, AttentionKernels, PagedAttention
 from cloister.backends.torch.cuda.graphs import DecodeGraphs, GraphOutputs, pad_decode
 from cloister.backends.torch.cuda.inputs import StepInputs, StepUploader, padded_arrays, step_arrays, unpack
 from cloister.backends.torch.cuda.layer import CudaLayer
@@ -24,6 +24,7 @@ from cloister.backends.torch.cuda.memory import CAPTURED_SEQS
 from cloister.backends.torch.cuda.tiles import TileBook
 from cloister.backends.torch.layers import RopeTable
 from cloister.backends.torch.reading import to_torch
+from cloister.backends.torch.schedule import SPLIT
 from cloister.backends.torch.triton.elementwise import add_and_norm, find_largest
 from cloister.types.errors import EngineError
 
@@ -79,6 +80,8 @@ class CudaProgram(Program):
         )
         self._graphs = DecodeGraphs(self._uploader, self._compute_captured) if device.type == "cuda" else None
         self._prefill = None if is_exact else self._open_prefill()
+        if device.type == "cuda":
+            self.rehearse()
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
         """Computes one step (`backends.base.Program.step`); what is not wanted stays on the device."""
@@ -107,6 +110,27 @@ class CudaProgram(Program):
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
         self._cache.wipe(block_ids)
+
+    def rehearse(self) -> None:
+        """Computes small steps that prefill, decode, and do both, and wipes what they wrote.
+
+        So every kernel is compiled before the first prompt comes. Products are compiled when they are built (`cuda.tiles`).
+        """
+        num_first = min(SPLIT, self._num_positions - 2)  # with one token more the keys need two splits, and a join
+        num_second = min(SMALL_ROWS + 1, self._num_positions)  # too many rows for a tile of decode
+        num_blocks, num_others = (-(-count // self._kv.block_size) for count in (num_first + 2, num_second))
+        if num_first < 1 or num_blocks + num_others > self._kv.num_blocks:
+            return
+        tables = np.zeros((2, max(num_blocks, num_others)), np.int32)
+        tables[0, :num_blocks] = np.arange(num_blocks)
+        tables[1, :num_others] = np.arange(num_blocks, num_blocks + num_others)
+        first, both, last = (num_first,), (num_first + 1, num_second), (num_first + 2,)
+        for counts, contexts in ((first, first), ((1, num_second), both), ((1,), last)):
+            parts = [np.arange(end - count, end, dtype=np.int32) for count, end in zip(counts, contexts, strict=True)]
+            positions, starts = np.concatenate(parts), np.cumsum((0, *counts)).astype(np.int32)
+            lengths, ends = np.array(contexts, np.int32), starts[1:] - np.int32(1)
+            self.step(ForwardBatch(np.zeros_like(positions), positions, starts, lengths, tables[: len(counts)], ends), GREEDY)
+        self.wipe_blocks(range(num_blocks + num_others))
 
     def _read_head(self, weights: Weights, reader: MatrixReader) -> Matrix:
         """A plain tied embedding is kept once."""

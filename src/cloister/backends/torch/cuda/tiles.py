@@ -51,13 +51,23 @@ class TileBook:
         self._agreeing: dict[Hashable, tuple[TileConfig, ...]] = {}
 
     def measure(
-        self, kind: Hashable, product: Callable[[TileConfig], Tensor], tiles: Sequence[TileConfig]
+        self,
+        kind: Hashable,
+        product: Callable[[torch.dtype, TileConfig], Tensor],
+        tiles: Sequence[TileConfig],
+        dtype: torch.dtype,
     ) -> tuple[TileConfig, ...]:
-        """Returns the tiles that agree with the first, computing `product` once with each if `kind` is new."""
+        """Returns the tiles that agree with the first, computing `product` with each if `kind` is new.
+
+        They are compared in float32. On a device a product of type `dtype`, which layers want, is computed too, so that its
+        kernel is compiled before the first prompt comes.
+        """
         if kind not in self._agreeing:
-            reference = product(tiles[0])
+            reference = product(torch.float32, tiles[0])
             others = [tile for tile in tiles[1:] if self._agrees(product, tile, reference)]
             self._agreeing[kind] = tuple(sorted((tiles[0], *others), key=lambda tile: -tile.rows * tile.columns))
+            for tile in self._agreeing[kind] if reference.is_cuda else ():
+                product(dtype, tile)
         return self._agreeing[kind]
 
     def choose(self, tiles: Sequence[TileConfig], num_rows: int, num_outputs: int) -> TileConfig:
@@ -69,9 +79,9 @@ class TileBook:
         return tiles[-1]
 
     @staticmethod
-    def _agrees(product: Callable[[TileConfig], Tensor], tile: TileConfig, reference: Tensor) -> bool:
+    def _agrees(product: Callable[[torch.dtype, TileConfig], Tensor], tile: TileConfig, reference: Tensor) -> bool:
         try:
-            return torch.equal(product(tile), reference)
+            return torch.equal(product(torch.float32, tile), reference)
         except OutOfResources:  # the device has less shared memory than the tile wants
             return False
 

@@ -5,13 +5,17 @@ scaled once, after its sum:
 
     y[m, n] = sum over groups g of  scales[n, g] * (sum of x * codes - zeros[n, g] * sum of x) + offsets[n, g] * sum of x
 
-Inputs in int8 are summed in int32 and scaled by their token's factor at the end. Two 4-bit codes share a byte: those of
-inputs k and k + depth, so that each half of a byte multiplies a block of consecutive inputs and nothing is interleaved.
+Inputs in int8 are summed in int32 and scaled by their token's factor at the end. Where an output has one scale and no zero
+(W8A8), all of K is summed in int32, which is exact in any order, and is scaled once.
+
+Two 4-bit codes share a byte: those of inputs k and k + depth, so that each half of a byte multiplies a block of consecutive
+inputs and nothing is interleaved.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,13 +29,17 @@ from cloister.backends.torch.triton import EXACT
 from cloister.backends.torch.triton.elementwise import round_rows
 from cloister.backends.torch.triton.matmul import TileConfig
 
+_MOST_SUMMED: Final = (2**31 - 1) // (128 * 127)
+"""Products of two numbers in int8 that a sum in int32 holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class TritonMatrix:
     """Codes as the kernel reads them.
 
     Attributes:
-        codes: uint8, [outputs, padded inputs] or, in 4 bits, [outputs, padded inputs / 2].
+        codes: uint8, [outputs, padded inputs] or, in 4 bits, [outputs, padded inputs / 2]; int8, less half of the codes' range,
+            where K is summed whole.
         scales: [groups, outputs] float32, or uint8 for QoQ's second level.
         zeros: [groups, outputs] uint8, or None for half of the codes' range.
         offsets: [groups, outputs] float32 or None.
@@ -61,10 +69,15 @@ class TritonMatrix:
         return len(self.codes)
 
     @property
+    def sums_whole(self) -> bool:
+        """Whether all of K is summed in int32."""
+        return self.codes.dtype == torch.int8
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What the kernel is compiled for; matrices of one kind agree on their tiles."""
         parts = tuple(part is None for part in (self.zeros, self.offsets, self.channel_scales))
-        return "quantized", self.bits, self.depth, self.num_inputs, self.rounds_inputs, parts
+        return "quantized", self.bits, self.depth, self.num_inputs, self.rounds_inputs, self.sums_whole, parts
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +93,8 @@ def pack(tensor: GroupedTensor | ProgressiveTensor, device: torch.device) -> Tri
 def _pack_groups(tensor: GroupedTensor, device: torch.device) -> TritonMatrix:
     depth = 64 if tensor.group_size == tensor.shape[1] else _depth(tensor.group_size)
     codes = _join_halves(tensor.codes, depth) if tensor.bits == 4 else _pad_inputs(tensor.codes, depth)
+    if _sums_whole(tensor):
+        codes = (codes ^ 128).view(np.int8)
     return TritonMatrix(
         codes=torch.from_numpy(codes).to(device),
         scales=_by_group(tensor.scales, device),
@@ -114,13 +129,19 @@ def _pack_levels(tensor: ProgressiveTensor, device: torch.device) -> TritonMatri
     )
 
 
+def _sums_whole(tensor: GroupedTensor) -> bool:
+    """Returns whether int32 holds the sum of codes and inputs in int8 over all of K, and one factor scales it."""
+    is_plain = tensor.zeros is None and tensor.offsets is None and tensor.group_size == tensor.shape[1]
+    return is_plain and tensor.bits == 8 and tensor.activations == "int8" and tensor.shape[1] <= _MOST_SUMMED
+
+
 def _depth(group_size: int) -> int:
     """Returns how many inputs, all of one group, are multiplied at once."""
     return next(size for size in (64, 32, 16) if group_size % size == 0)
 
 
 def _by_group(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values.T)).to(device)
+    return torch.from_numpy(np.array(values.T, order="C")).to(device)  # a copy: what was read from a file is not writable
 
 
 def _join_halves(codes: np.ndarray, depth: int) -> np.ndarray:
@@ -142,7 +163,7 @@ def _pad_inputs(codes: np.ndarray, multiple: int) -> np.ndarray:
 def _add_block(
     sums, inputs, rows, has_row, columns, has_column, codes, start, scales, zeros, offsets, num_inputs, num_outputs, group_size,
     DEPTH: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, INT8: tl.constexpr,
-    TWO_LEVELS: tl.constexpr,
+    TWO_LEVELS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Adds the product of DEPTH inputs from `start` on, all of one group, with their codes [DEPTH, COLUMNS]."""
     depth = start + tl.arange(0, DEPTH)
@@ -150,7 +171,9 @@ def _add_block(
     left = tl.load(inputs + rows.to(tl.int64)[:, None] * num_inputs + depth[None, :], mask=kept, other=0)
     group = (start // group_size) * num_outputs + columns
     in_group = has_column & (start < num_inputs)
-    if TWO_LEVELS:
+    if WHOLE:
+        sums = tl.dot(left, codes, sums, out_dtype=tl.int32)
+    elif TWO_LEVELS:
         zero = tl.load(zeros + group, mask=in_group, other=0).to(tl.int32)
         factor = tl.load(scales + group, mask=in_group, other=0).to(tl.int32)
         levels = (codes.to(tl.int32) - zero[None, :]) * factor[None, :]
@@ -165,7 +188,9 @@ def _add_block(
             total = tl.sum(left.to(tl.int32), 1).to(tl.float32)
         else:
             ones = tl.full((DEPTH, 16), 1.0, tl.float32).to(left.dtype)
-            levels = (codes.to(tl.int16) - MIDDLE).to(tl.float32).to(left.dtype)
+            # 2^23 + codes, from its bits: a conversion of a whole number takes several times as long as a sum
+            levels = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE)
+            levels = levels.to(left.dtype)
             product = tl.dot(left, levels, input_precision="ieee")
             total = tl.max(tl.dot(left, ones, input_precision="ieee"), 1)  # equal columns: a product adds in one order
         if HAS_ZEROS:
@@ -183,6 +208,7 @@ def grouped_kernel(
     num_rows, num_outputs, num_inputs, group_size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, INT8: tl.constexpr, TWO_LEVELS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One program computes [ROWS, COLUMNS] of the product."""
     MIDDLE: tl.constexpr = 8 if BITS == 4 else 128
@@ -193,7 +219,7 @@ def grouped_kernel(
     has_row, has_column = rows < num_rows, columns < num_outputs
     num_blocks = tl.cdiv(num_inputs, BLOCK)
     lanes = tl.arange(0, DEPTH)
-    sums = tl.zeros((ROWS, COLUMNS), tl.int32 if TWO_LEVELS else tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.int32 if TWO_LEVELS or WHOLE else tl.float32)
     for block in range(num_blocks):
         start = block * BLOCK
         places = codes + columns.to(tl.int64)[None, :] * (num_blocks * DEPTH) + block * DEPTH + lanes[:, None]
@@ -201,14 +227,16 @@ def grouped_kernel(
         low = found & 15 if BITS == 4 else found
         sums = _add_block(
             sums, inputs, rows, has_row, columns, has_column, low, start, scales, zeros, offsets, num_inputs, num_outputs,
-            group_size, DEPTH, MIDDLE, HAS_ZEROS, HAS_OFFSETS, INT8, TWO_LEVELS,
+            group_size, DEPTH, MIDDLE, HAS_ZEROS, HAS_OFFSETS, INT8, TWO_LEVELS, WHOLE,
         )  # fmt: skip
         if BITS == 4:
             sums = _add_block(
                 sums, inputs, rows, has_row, columns, has_column, found >> 4, start + DEPTH, scales, zeros, offsets, num_inputs,
-                num_outputs, group_size, DEPTH, MIDDLE, HAS_ZEROS, HAS_OFFSETS, INT8, TWO_LEVELS,
+                num_outputs, group_size, DEPTH, MIDDLE, HAS_ZEROS, HAS_OFFSETS, INT8, TWO_LEVELS, WHOLE,
             )  # fmt: skip
     result = sums.to(tl.float32)
+    if WHOLE:
+        result *= tl.load(scales + columns, mask=has_column, other=0.0)[None, :]
     if TWO_LEVELS:
         result *= tl.load(channel_scales + columns, mask=has_column, other=0.0)[None, :]
     if INT8:
@@ -241,7 +269,8 @@ def grouped_matmul(
         _or(matrix.channel_scales, scales), _or(bias, scales), out, num_rows, num_outputs, matrix.num_inputs, matrix.group_size,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=matrix.depth, BITS=matrix.bits, HAS_ZEROS=matrix.zeros is not None,
         HAS_OFFSETS=matrix.offsets is not None, HAS_BIAS=bias is not None, INT8=matrix.rounds_inputs,
-        TWO_LEVELS=matrix.channel_scales is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **EXACT,
+        TWO_LEVELS=matrix.channel_scales is not None, WHOLE=matrix.sums_whole,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **EXACT,
     )  # fmt: skip
     return out
 
