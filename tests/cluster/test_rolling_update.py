@@ -24,6 +24,7 @@ from cloister.launch.settings import resolve_settings
 from cloister.types.config import EngineConfig
 from cloister.types.errors import InvalidRequestError
 from cloister.types.request import ModelInfo, Request, SamplingParams
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, SpeakingRunner, build_slow, make_config, make_replica, make_request
 from tests.history_program import greedy_continuation
 
@@ -55,7 +56,7 @@ async def serving(path: Path, new: str = "tests.engine.replica:build_slow") -> A
     """Two replicas, whose new engines are made by the entry `new`."""
 
     def make(entry: str) -> EngineClient:
-        return EngineClient(ProcessTransport(entry), make_config(path))
+        return EngineClient(ProcessTransport(entry, spawn=spawn_forked), make_config(path))
 
     old = [make("tests.engine.replica:build_slow") for _ in range(2)]
     replicas = ReplicaSet(

@@ -295,12 +295,11 @@ def test_a_table_without_load_says_that_the_profile_withholds_it(
     assert "the profile shows no load" in err
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path, path: str) -> None:
+def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path) -> None:
+    numbers = itertools.count()
     with served_by_two(model_path, router="prefix_aware") as server:
-        numbers = itertools.count()
 
-        def ask_some(prompt_cache_key: str | None) -> set[int]:
+        def ask_some(path: str, prompt_cache_key: str | None = None) -> set[int]:
             """Sends prompts that have nothing in common; returns which replicas got them."""
             before = [each["load"]["num_routed"] for each in list_replicas(server)]
             for _ in range(10):
@@ -311,6 +310,7 @@ def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path, 
                 assert reply.status_code == 200, reply.text
             return {each["replica"] for each in list_replicas(server) if each["load"]["num_routed"] > before[each["replica"]]}
 
-        assert ask_some(None) == {0, 1}
-        [home] = ask_some("a conversation")
-        assert ask_some("a conversation") == {home}
+        assert ask_some("/v1/completions") == {0, 1}
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+            [home] = ask_some(path, f"a conversation over {path}")
+            assert ask_some(path, f"a conversation over {path}") == {home}

@@ -85,7 +85,9 @@ class ForkServer:
         Raises:
             CloisterError: it cannot be built.
         """
-        boot = msgspec.structs.replace(boot, kv_secret=None, is_restart=False)  # an engine gets these, the template does not
+        boot = msgspec.structs.replace(
+            boot, kv_secret=None, kv_pool=None, is_restart=False
+        )  # an engine gets these, the template does not
         async with self._lock:
             if not self._forks:
                 return spawn_program(far)
