@@ -20,7 +20,6 @@ from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
 from cloister.kv import KVFormat
 from cloister.scheduler import Scheduler
-from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import ConfigError, EngineError
@@ -29,6 +28,7 @@ from cloister.types.events import (
     AdapterReply,
     CacheReply,
     CacheUsage,
+    CancelPrefetch,
     Ended,
     Event,
     FrontMessage,
@@ -141,19 +141,18 @@ class EngineCore:
         """Where other engines load KV from this one; None if they cannot."""
         return None if self._transfer is None else self._transfer.links.endpoint
 
-    def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks], step_bytes: int = MAX_STEP_BYTES) -> None:
+    def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks]) -> None:
         """Lets this engine give cached KV to others, and load theirs. Call it before the first request.
 
         Args:
             make_links: returns connections to other engines with this format.
-            step_bytes: KV that is copied for others between two steps; at least one entry.
 
         Raises:
             ConfigError: the program cannot.
         """
         if self._kv_blocks is None:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
-        self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form), step_bytes)
+        self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form))
 
     def open_kv_tiers(self, setting: str, pool: tuple[int, PoolSeat] | None = None) -> None:
         """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
@@ -197,6 +196,8 @@ class EngineCore:
         try:
             while not self.is_done:
                 outputs = self.step(emit)
+                if self._transfer is not None:
+                    self._transfer.offer_news(self._clock.now())  # before the front hears of the step
                 if outputs is not None:
                     emit(outputs)
                 elif not self.is_done:
@@ -285,6 +286,8 @@ class EngineCore:
                     self._scheduler.kv_loads.refuse(message.request.request_id, now)
                 else:
                     self._transfer.prefetch(message, now)
+            case CancelPrefetch(request_id):
+                self._scheduler.kv_loads.cancel_prefetch(request_id, now)
             case LoadAdapter() | UnloadAdapter():
                 if self._ahead is not None:
                     self._ahead.pause()
@@ -434,6 +437,4 @@ class EngineCore:
         known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))
         deadlines = [d for d in known if d is not None]
         longest_s = HEARTBEAT_S if self.waits_for_others else IDLE_WAIT_S
-        if self._transfer is not None and self._transfer.has_demands:
-            longest_s = 0.0  # the rest is copied after this step
         return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))
