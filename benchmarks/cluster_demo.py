@@ -233,10 +233,12 @@ class Answer:
 
     Attributes:
         times_s: when each piece of text came.
+        fingerprints: every `system_fingerprint` that its pieces had.
     """
 
     text: str = ""
     finish_reason: str | None = None
+    fingerprints: set[str] = field(default_factory=set)
     error: str | None = None
     times_s: list[float] = field(default_factory=list)
 
@@ -260,6 +262,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answ
                 if "error" in piece:
                     answer.error = piece["error"]["message"]
                     return answer
+                answer.fingerprints.add(piece["system_fingerprint"])
                 for choice in piece["choices"]:
                     answer.text += choice["text"]
                     answer.times_s.append(time.monotonic())

@@ -185,16 +185,19 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
     """
     if config.kv_tier is None:
         return
-    from cloister.engine.kv_tier_storage import KV_TIERS, parse_tiers  # only when it was asked for
+    from cloister.engine.kv_tier_storage import KV_TIERS, ONLY_REPLICAS, parse_tiers  # only when it was asked for
 
     tiers = parse_tiers(config.kv_tier)
     for where in tiers:
         entry = Entry.of(KV_TIERS, where.name)
-        policy.check({"kv-tier": Use(True, f"setting `kv_tier` {where.name}")})
+        feature = "kv-tier-shared" if where.is_shared else "kv-tier"
+        policy.check({feature: Use(True, f"setting `kv_tier` {where.name}")})
         policy.check_entry(entry.kind, entry.name, entry.threat)
     if not config.prefix_cache:
         raise ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
-    if any(where.num_bytes is None and (where.name == "host" or server.replicas > 1) for where in tiers):
+    if any(where.is_shared for where in tiers) and (server.replicas == 1 or server.on != LOCAL):
+        raise ConfigError(ONLY_REPLICAS, param="kv_tier")
+    if any(where.num_bytes is None and (where.storage.is_memory or server.replicas > 1) for where in tiers):
         raise ConfigError(
             "give kv_tier a size, such as host:4G; of several replicas each has a tier of its own", param="kv_tier"
         )

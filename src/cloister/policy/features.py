@@ -93,6 +93,10 @@ _AMONG_ENGINES = mitigate(
     "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
 )
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
+_SHARED_TIER = mitigate(
+    "AES-256-GCM under a key per engine and scope, sealed under a secret that only the front's engines have; wiped with its "
+    "scope and with its engine; a share for each tenant"
+)
 _DOCUMENTS_BY_SCOPE = mitigate(
     "their keys are seeded by the scope and cover the prefix, as those of prompts, so what other scopes sent is never found; "
     "replies say how many tokens were encoded separately"
@@ -167,11 +171,14 @@ _FEATURES: Final = (
         row="closed-source",
         setting="`/v1/replicas/update`",
         title="Rolling update",
-        does="lets operators replace the engines of replicas while the server runs, by engines of what is installed then",
+        does="lets operators replace the engines of replicas while the server runs, by what is installed then or other weights",
         endangers="from then on something may run that was not there when the server started",
         part="update",
         open=allow(ONE_USER),
-        team=mitigate("an operator's key is required; the new engines must have the same model, format and fingerprint"),
+        team=mitigate(
+            "an operator's key is required; new engines have the same fingerprint, or the weights that the operator named, and"
+            " each answer is of one of both and says of which"
+        ),
         private=refuse("what was attested when the server started must not change while it runs"),
         paranoid=refuse("what was attested when the server started must not change while it runs"),
         instead="drain the node and start it again, so that clients verify what runs then",
@@ -180,7 +187,8 @@ _FEATURES: Final = (
         attack="an operator puts another program in the place of the one that clients have verified",
         mitigations=(
             "an operator's key, or no key on loopback",
-            "another fingerprint, or other tokens in a trial request, end the update and the old engine stays",
+            "a fingerprint that nobody named, or other tokens in a trial request, end the update and the old engine stays",
+            "an answer, its KV and its prefix hits stay with one fingerprint, which the answer states",
         ),
     ),
     _feature(
@@ -427,6 +435,20 @@ _FEATURES: Final = (
         instead="leave the setting `kv_tier` out; what was evicted is computed again",
     ),
     _feature(
+        "kv-tier-shared",
+        row="offload",
+        setting="kv_tier shared:SIZE",
+        title="KV in memory that replicas share",
+        does="keeps KV that the prefix cache evicts in memory that all replicas of the machine read",
+        endangers="whoever takes over one engine reads what the others keep there, of all scopes",
+        part="shared-tier",
+        open=_SHARED_TIER,
+        team=_SHARED_TIER,
+        private=_COPIES_STAY,
+        paranoid=refuse("KV never leaves the device"),
+        instead="set `kv_tier` to host:SIZE, where each replica has its own, or leave it out",
+    ),
+    _feature(
         "slow-replicas",
         row="router",
         setting="slow_replicas avoid",
@@ -653,7 +675,10 @@ _FEATURES: Final = (
         does="keeps the server's figures of the last day in memory, for the board",
         endangers="users of the board see when the server was used, including earlier times",
         open=allow(ONE_USER),
-        team=allow("what `/metrics` showed, per minute for an hour and per ten minutes for a day, in memory only"),
+        team=mitigate(
+            "with keys an operator's is required, as for `/metrics`: what that showed, per minute for an hour and per ten"
+            " minutes for a day, in memory only"
+        ),
         private=_NO_SINGLE_REQUESTS,
         paranoid=_NO_SINGLE_REQUESTS,
         on_by_default=(
