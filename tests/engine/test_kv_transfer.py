@@ -225,7 +225,9 @@ def forge(change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET) -> 
         kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
         ask = kv_sockets._receive(sock, kv_sockets._Ask, 2**20, deadline_s)
         query = msgspec.msgpack.decode(ask.query, type=KVQuery)
-        sealer = KVSealer(KVFormat("history", 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256"))
+        sealer = KVSealer(
+            KVFormat(EngineShape().fingerprint, 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256")
+        )
         found = sealer.seal(query.root, query.keys[0], 0, (b"\x07" * 128,))
         kv_sockets._send(sock, kv_sockets._Part([change(found)], True), deadline_s)
 
