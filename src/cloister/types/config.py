@@ -62,6 +62,12 @@ class EngineConfig:
         "Number format of KV; unset, the one that suits `quant`, else `dtype`.",
         choices=("float32", "bfloat16", "int8", "int4", "kivi2"),
     )
+    kv_layout: str = setting(
+        "paged",
+        "`paged`: sequences read KV through block tables; `virtual` (Linux, CPU): at addresses in a row, to which blocks are"
+        " mapped as they are allocated.",
+        choices=("paged", "virtual"),
+    )
     strict_config: bool = setting(
         False,
         "Refuse a model whose config.json has unknown fields; else they are ignored, with a warning.",
@@ -118,8 +124,8 @@ class EngineConfig:
     )
     kv_transfer: str | None = setting(
         None,
-        "How replicas load KV from each other: unix (on one machine) or tcp://HOST:0, where each listens on a port"
-        " of its own; unset, they compute it.",
+        "How replicas load KV from each other: unix (on one machine), tls://HOST:0 (mutual TLS, each on a port of its own), or"
+        " both with a comma between; with `on` ray unix,tls; unset, they compute it.",
     )
     kv_tier: str | None = setting(
         None,
