@@ -243,6 +243,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -263,6 +265,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -283,6 +287,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -303,6 +309,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -324,6 +332,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -360,6 +370,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...
