@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from cloister.types.request import ModelInfo
 
 
+NUM_SPARE_PARTS: Final = 2
+"""Parts of a shared KV tier beyond one for each replica: a rolling update starts an engine beside the others, while the part of
+the one before may still be wiped. What is not written takes no memory."""
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 
@@ -91,7 +94,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     kv_secret = _draw_kv_secret(config)
-    kv_pool = _make_kv_pool(config, front.replicas + 1)  # a rolling update starts an engine beside the others
+    kv_pool = _make_kv_pool(config, front.replicas + NUM_SPARE_PARTS)
 
     def make_release(model: str) -> Release:
         """A template of its own loads what is installed now."""
