@@ -215,8 +215,9 @@ def schedule_units(
         at_once = min(max(1, rows_at_once // size), -(-len(units) // num_threads))
         starts = [*range(num_alone), *range(num_alone, len(units), at_once), len(units)]
         for start, end in itertools.pairwise(starts):
-            made = _make_batch(batch, keys, shape, widths, units[start:end], size, num_padded, device)
-            batches.append(replace(made, documents=_find_documents(batch, units[start:end], device)) if weighs else made)
+            chosen = units[start:end]
+            made = _make_batch(batch, keys, shape, widths, chosen, size, num_padded, device)
+            batches.append(replace(made, documents=_find_documents(batch, chosen, device)) if weighs else made)
     return batches
 
 
