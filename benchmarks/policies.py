@@ -1,4 +1,4 @@
-"""B5, B6, B7, B9: scheduling policies on a load with a heavy tail, below and above what the engine can do.
+"""B5, B6, B7, B9: scheduling policies on loads with a heavy tail and in bursts, below and above what the engine can do.
 
 Virtual time: the scheduler is the server's; a step takes `--slowness` times what a step of the embedded model was measured to
 take in a run before, so that readers' seconds matter, as with a model so many times as large. Either slots are short, or KV
@@ -9,12 +9,14 @@ a short run of every policy on the engine itself.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, product
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +25,7 @@ from benchmarks.replay import CountingRunner, Replay, StepCosts, VirtualTier, ma
 from cloister.bench.drive import Timed, drive, make_requests
 from cloister.bench.plots import BLUE, GREEN, GREY, ORANGE, RED, draw
 from cloister.bench.recorder import RequestRecord
+from cloister.bench.traces import read_trace
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.scheduler import BudgetConfig, SchedulerConfig
 from cloister.scheduler.policies.qoe import measure_qoe
@@ -37,6 +40,8 @@ MAX_NUM_SEQS = 64
 NUM_SLOTS = 8
 """Sequences at once where slots are short."""
 MAX_STEP_TOKENS = 1024
+BURSTY = "azure_llm_2023_code.csv.gz"
+"""Whose arrivals come in bursts: their gaps deviate by 15 times their mean (CC-BY 4.0, Patel et al., ISCA 2024)."""
 AT_ONCE = 8
 """Requests of mean length for which there is KV memory."""
 
@@ -61,6 +66,12 @@ class Costs:
         return Costs(steps, self.block_bytes, slowness * self.byte_s)
 
 
+def read_costs(results: Path) -> Costs:
+    """Returns the costs that an earlier run measured, from its results."""
+    found = json.loads(results.read_text(encoding="utf-8"))["figures"]["measured costs"]
+    return msgspec.convert(found, Costs)
+
+
 def measure_costs(options: argparse.Namespace) -> Costs:
     """Runs requests of many lengths on an engine whose KV memory is too small for all of them, with a tier."""
     engine = open_engine(
@@ -83,11 +94,14 @@ def measure_costs(options: argparse.Namespace) -> Costs:
     return Costs(StepCosts.fit(steps), block_bytes, statistics.median(event.elapsed_s / event.num_bytes for event in read))
 
 
-def draw_heavy_tailed(num: int, seed: int) -> list[WorkItem]:
-    """Returns requests with short and long prompts, and answers whose lengths have a heavy tail (Pareto, exponent 1.1);
-    arrivals are a Poisson process of one a second."""
+def draw_heavy_tailed(num: int, seed: int, times: Sequence[float] | None = None) -> list[WorkItem]:
+    """Returns requests with short and long prompts, and answers whose lengths have a heavy tail (Pareto, exponent 1.1).
+
+    Args:
+        times: when they arrive; None: in a Poisson process of one a second.
+    """
     draws = random.Random(seed)
-    times = accumulate(draws.expovariate(1.0) for _ in range(num))
+    times = list(accumulate(draws.expovariate(1.0) for _ in range(num))) if times is None else times[:num]
     lengths = [(draws.choice((16, 64, 256)), min(1024, int(16 * draws.paretovariate(1.1)))) for _ in range(num)]
     return [
         WorkItem(at_s, make_tokens((5, seed, i), p, 2048), p, n)
@@ -149,10 +163,15 @@ class Case:
 def list_cases(options: argparse.Namespace, costs: Costs) -> list[Case]:
     """Returns what is run in virtual time."""
     heavy = draw_heavy_tailed(options.num_requests, options.seed)
+    times = [row.arrival_s for row in read_trace(options.traces / BURSTY).rows if row.arrival_s is not None]
+    bursts = draw_heavy_tailed(options.num_requests, options.seed, times)
     return [
         Case("heavy tail, 8 slots", costs, heavy, NUM_SLOTS),
         Case("heavy tail, short of KV", costs, heavy, MAX_NUM_SEQS),
         Case("heavy tail, short of KV, tier", costs, heavy, MAX_NUM_SEQS, "host"),
+        Case("bursts, 8 slots", costs, bursts, NUM_SLOTS),
+        Case("bursts, short of KV", costs, bursts, MAX_NUM_SEQS),
+        Case("bursts, short of KV, tier", costs, bursts, MAX_NUM_SEQS, "host"),
     ]
 
 
@@ -268,6 +287,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=800, help="requests of each load")
     parser.add_argument("--slowness", type=float, default=20.0, help="steps take so many times as long as the embedded model's")
+    parser.add_argument("--costs", type=Path, help="results of an earlier run, whose measured costs are used")
     parser.add_argument("--real", type=int, default=60, help="requests on the engine itself; 0: none")
     options = parser.parse_args()
     bench = Bench(
@@ -276,7 +296,7 @@ def main() -> int:
         "mlfq lowers mean completion on a heavy tail (FastServe), cfs the P99 of the time to the first token in bursts (Aqua), "
         "reorder fills KV memory (FlashGen: 88% to 98%), qoe raises mean QoE above capacity (Andes)",
     )
-    measured = measure_costs(options)
+    measured = read_costs(options.costs) if options.costs else measure_costs(options)
     bench.figures["measured costs"] = asdict(measured)
     cases = list_cases(options, measured.slowed(options.slowness))
     found = run_virtually(bench, cases)

@@ -134,10 +134,13 @@ def test_an_llm_has_a_tier_and_says_what_is_wrong_with_its_setting(tmp_path: Pat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_tier": "tape:1G"}, "unknown KV tier 'tape'; choose one of: host, disk"),
+        ({"kv_tier": "tape:1G"}, "unknown KV tier 'tape'; choose one of: host, shared, disk"),
         ({"kv_tier": "host"}, "such as host:4G"),
         ({"kv_tier": "host:4G", "prefix_cache": False}, "keeps what the prefix cache evicts"),
         ({"kv_tier": "host:4G+host:1G"}, "each kind once"),
+        ({"kv_tier": "host:4G+shared:1G", "replicas": 2}, "each kind once"),
+        ({"kv_tier": "shared:1G"}, "set replicas to 2 or more without on, or give kv_tier host:SIZE"),
+        ({"kv_tier": "shared", "replicas": 2}, "such as host:4G"),
         ({"kv_tier": "host:4G+tape:1G"}, "such as host:4G"),
         ({"kv_tier": "disk:/tmp", "replicas": 2}, "of several replicas each has a tier of its own"),
     ],

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from cloister.engine.kv_pool import PoolSeat
+from cloister.engine.kv_pool_member import PoolMember
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierArrival, TierWorker
@@ -55,22 +57,35 @@ class EngineTiers:
     Args:
         blocks: the KV of its program.
         settings: which tiers, and where; the fastest first.
+        pool: descriptor of the pool that engines share, and this one's seat; None: it has none.
 
     Raises:
         ConfigError: one cannot be used.
     """
 
-    def __init__(self, scheduler: Scheduler, blocks: KVBlocks, settings: Sequence[TierSetting]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        blocks: KVBlocks,
+        settings: Sequence[TierSetting],
+        pool: tuple[int, PoolSeat] | None = None,
+    ) -> None:
         self._loads, self._blocks = scheduler.kv_loads, blocks
         num_shares = max(1, scheduler.config.cache_scopes)
         indexes, files = list[KVTierIndex](), list[TierFile]()
+        self._member: PoolMember | None = None
         for number, setting in enumerate(settings):
+            if pool is not None and setting.is_shared:
+                self._member = PoolMember(*pool, blocks.form, scheduler.pool.groups, setting.name, num_shares, number)
+                indexes.append(self._member.index)
+                files.append(self._member.file)
+                continue
             layout = TierLayout.plan(setting.limit_bytes, blocks.form.sizes, scheduler.pool.groups, num_shares)
             indexes.append(KVTierIndex(setting.name, layout, num_shares, number))
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)
-        self.worker = TierWorker(files, blocks.form)
+        self.worker = TierWorker(files, blocks.form, *([] if self._member is None else [self._member.find_cipher]))
         for index, measured in zip(indexes, self.worker.probe(), strict=True):
             index.learn(*measured)
         scheduler.use_tiers(self.tiers)
@@ -78,13 +93,15 @@ class EngineTiers:
         self._restores = scheduler.kv_restores
         self._totals = [TierTotals(index) for index in indexes]
         self._dispatched_s = time.process_time()
+        self._wake: Callable[[], None] = lambda: None
 
     def on_news(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, from any thread, when there is something to take."""
+        self._wake = wake
         self.worker.on_news(wake)
 
     def serve(self, now: float) -> None:
-        """Takes what was written and read."""
+        """Takes what was written and read, and what other engines have announced."""
         for tier, index in enumerate(self.tiers.indexes):
             written, busy_s = self.worker.take_written(tier)
             if written:
@@ -93,6 +110,8 @@ class EngineTiers:
                     index.confirm(block, is_written=is_written)
             index.is_stopped = self.worker.files[tier].is_full
             index.is_stuck = self.worker.is_stuck(tier)
+        if self._member is not None and self._member.follow():
+            self._wake()
         if self._loads.num_waiting_bytes >= 2 * MAX_STEP_BYTES:
             return
         for arrival in self.worker.take_read():
@@ -120,6 +139,8 @@ class EngineTiers:
         """Copies what was evicted, and begins reads. Call it between planning a step and running it, which wipes what was
         evicted."""
         worker = self.worker
+        if self._member is not None:
+            self._member.announce(worker.find_secret)
         for root in self.tiers.take_ended_roots():
             worker.forget(root)
         for index in reversed(self.tiers.indexes):
