@@ -132,17 +132,17 @@ def _set_up_kv(core: EngineCore, boot: channel.Boot, send: Send) -> bool:
         if boot.kv_secret is not None and config.kv_transfer is not None:
             core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=boot.kv_secret))
         if config.kv_tier is not None:
-            _open_tiers(core, config.kv_tier, is_restart=boot.is_restart)
+            _open_tiers(core, config.kv_tier, config.kv_tier_codec, is_restart=boot.is_restart)
     except CloisterError as error:
         send(Failed(error.message, error.code))
         return False
     return True
 
 
-def _open_tiers(core: EngineCore, setting: str, *, is_restart: bool) -> None:
+def _open_tiers(core: EngineCore, setting: str, codec: str | None, *, is_restart: bool) -> None:
     """Opens the tiers. A disk that has filled up or is gone must not keep an engine from starting again: it goes on without."""
     try:
-        core.open_kv_tiers(setting)
+        core.open_kv_tiers(setting, codec)
     except ConfigError as error:
         if not is_restart:
             raise

@@ -54,11 +54,20 @@ class TierFile:
 
     def __init__(self, name: str, fd: int, layout: TierLayout, *, is_memory: bool = False) -> None:
         weakref.finalize(self, os.close, fd)  # not before the last thread that uses it has ended
-        self.name, self.fd, self.layout, self.is_memory = name, fd, layout, is_memory
+        self.name, self.fd, self.is_memory = name, fd, is_memory
         self.is_full = False
-        self._slot_bytes = layout.slot_bytes
-        self._firsts = [layout.place(group, 0) for group in range(len(self._slot_bytes))]
+        self._place(layout)
         self._use(FIRST_PATTERN)
+
+    def use_layout(self, layout: TierLayout) -> None:
+        """Places slots anew. Nothing may be written or read meanwhile, or wanted of what was written before."""
+        self._place(layout)
+        self.extend()
+        self._use(self.pattern)
+
+    def _place(self, layout: TierLayout) -> None:
+        self.layout, self._slot_bytes = layout, layout.slot_bytes
+        self._firsts = [layout.place(group, 0) for group in range(len(self._slot_bytes))]
 
     def _use(self, pattern: ReadPattern) -> None:
         self.pattern, self._reader = pattern, READ_ENGINES[pattern.engine](self.fd)
@@ -122,7 +131,7 @@ class TierFile:
     def extend(self) -> None:
         """Gives a file in memory its whole length, which a map of it needs; memory is taken when it is written."""
         if self.is_memory:
-            os.ftruncate(self.fd, self.layout.num_bytes)
+            os.ftruncate(self.fd, max(self.layout.num_bytes, os.fstat(self.fd).st_size))
 
     def drop_page_cache(self) -> None:
         """Has the next reads come from the disk."""

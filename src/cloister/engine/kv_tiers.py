@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from cloister.engine.kv_tier_codec import TierCodec
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierArrival, TierWorker
 from cloister.engine.kv_transfer import KVBlocks
-from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierLayout
+from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierBlock, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.scheduler.kv_restores import TRIAL
@@ -55,22 +56,27 @@ class EngineTiers:
     Args:
         blocks: the KV of its program.
         settings: which tiers, and where; the fastest first.
+        codec: how blocks are compressed (`kv_tier_codec`); None: not at all.
 
     Raises:
-        ConfigError: one cannot be used.
+        ConfigError: one cannot be used, or nothing can be compressed.
     """
 
-    def __init__(self, scheduler: Scheduler, blocks: KVBlocks, settings: Sequence[TierSetting]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, blocks: KVBlocks, settings: Sequence[TierSetting], codec: str | None = None
+    ) -> None:
         self._loads, self._blocks = scheduler.kv_loads, blocks
-        num_shares = max(1, scheduler.config.cache_scopes)
+        self._codec = None if codec is None else TierCodec(blocks.planes, blocks.form.sizes, codec)
+        self._is_choosing = False
+        self._num_shares, self._groups = max(1, scheduler.config.cache_scopes), scheduler.pool.groups
+        self._limits = [setting.limit_bytes for setting in settings]
         indexes, files = list[KVTierIndex](), list[TierFile]()
-        for number, setting in enumerate(settings):
-            layout = TierLayout.plan(setting.limit_bytes, blocks.form.sizes, scheduler.pool.groups, num_shares)
-            indexes.append(KVTierIndex(setting.name, layout, num_shares, number))
+        for number, (setting, layout) in enumerate(zip(settings, self._plan(), strict=True)):
+            indexes.append(KVTierIndex(setting.name, layout, self._num_shares, number))
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)
-        self.worker = TierWorker(files, blocks.form)
+        self.worker = TierWorker(files, blocks.form, self._codec)
         for index, measured in zip(indexes, self.worker.probe(), strict=True):
             index.learn(*measured)
         scheduler.use_tiers(self.tiers)
@@ -79,12 +85,20 @@ class EngineTiers:
         self._totals = [TierTotals(index) for index in indexes]
         self._dispatched_s = time.process_time()
 
+    def _plan(self) -> list[TierLayout]:
+        """Returns the slots of each tier, for blocks as they are stored."""
+        sizes = self._blocks.form.sizes
+        stored = sizes if self._codec is None else self._codec.stored_bytes
+        return [TierLayout.plan(limit, stored, self._groups, self._num_shares, sizes) for limit in self._limits]
+
     def on_news(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, from any thread, when there is something to take."""
         self.worker.on_news(wake)
 
     def serve(self, now: float) -> None:
         """Takes what was written and read."""
+        if self._is_choosing and self.worker.take_choice():
+            self._use_choice()
         for tier, index in enumerate(self.tiers.indexes):
             written, busy_s = self.worker.take_written(tier)
             if written:
@@ -143,12 +157,32 @@ class EngineTiers:
         started_s = time.thread_time()
         copies, index.copies = index.copies, []
         contents = iter(self._blocks.export([source for source, _ in copies if isinstance(source, int)]))
+        if self._codec is not None and (self._codec.chosen is None or self._is_choosing):
+            self._sample([block for _, block in copies], list(contents))
+            return
         for source, block in copies:
             if isinstance(source, int):
                 self.worker.write(block, next(contents))
             else:
                 self.worker.move(source, block)
         index.spend(time.thread_time() - started_s, [block for source, block in copies if isinstance(source, int)])
+
+    def _sample(self, blocks: Sequence[TierBlock], contents: Sequence[bytes]) -> None:
+        """Gives the codec blocks to measure, and stores none of them: their slots have not got their size yet."""
+        assert self._codec is not None
+        for block, content in zip(blocks, contents, strict=True):
+            self.tiers.indexes[block.tier].confirm(block, is_written=False)
+            if not self._is_choosing and self._codec.add_sample(block.group, content):
+                self._is_choosing = True
+                self.worker.choose_level(self.tiers.indexes[-1].predict_s(1))
+
+    def _use_choice(self) -> None:
+        """Gives slots the size that blocks have at the level that was chosen; nothing has been stored yet."""
+        self._is_choosing = False
+        layouts = self._plan()
+        self.worker.use_layouts(layouts)
+        for index, layout in zip(self.tiers.indexes, layouts, strict=True):
+            index.use_layout(layout)
 
     def note_step(self) -> None:
         """Notes that a step has run since `dispatch`: storing may take a small part of its processor time. Times on the clock

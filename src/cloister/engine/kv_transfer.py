@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cloister.backends.kv_planes import KVPlane
 from cloister.kv import NO_BLOCK, KVFormat, KVObject, KVQuery
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_exports import KVEntry
@@ -65,10 +66,12 @@ class KVBlocks:
     Attributes:
         form: its format.
         export: copies blocks (`backends.base.Program.export_blocks`); called between two steps.
+        planes: where the numbers of a block of each group lie (`backends.base.Program.list_planes`).
     """
 
     form: KVFormat
     export: Callable[[Sequence[int]], list[bytes]]
+    planes: Sequence[Sequence[KVPlane]] = ()
 
 
 class KVLinks(Protocol):
