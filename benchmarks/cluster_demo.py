@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,25 +38,100 @@ TIMEOUT_S = 300.0
 START_S = 240.0
 CLEAN_UP_S = 20.0
 PROMPTS = ("The king", "What does VACUUM do?", "Once upon a time", "A list of three fruits:", "To make bread, first", "The sea")
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 VARIABLES = {
     "RAY_AUTH_MODE": "token",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback
+    LOOPBACK_ONLY: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_memory_monitor_refresh_ms": "0",
 }
+_CLONE_NEWNET = 0x40000000
+
+
+class Networks:
+    """A network for each of several machines that are none: namespaces that one bridge joins (Linux, root)."""
+
+    def __init__(self, num_networks: int) -> None:
+        self._names = [f"cl-ray-{os.getpid()}-{index}" for index in range(num_networks)]
+        self._bridge = f"clr{os.getpid()}"
+        self.own_address = _address(0)
+        _ip(f"link add {self._bridge} type bridge")
+        try:
+            _ip(f"addr add {self.own_address}/24 dev {self._bridge}")
+            _ip(f"link set {self._bridge} up")
+            for index, name in enumerate(self._names):
+                self._add(index, name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, index: int, name: str) -> None:
+        near, far = f"{self._bridge}v{index}", f"{self._bridge}w{index}"
+        _ip(f"netns add {name}")
+        _ip(f"link add {near} type veth peer name {far} netns {name}")
+        _ip(f"link set {near} master {self._bridge} up")
+        for command in (f"addr add {self.address(index)}/24 dev {far}", f"link set {far} up", "link set lo up"):
+            _ip(f"-n {name} {command}")
+
+    def address(self, index: int) -> str:
+        """Returns the address of a machine."""
+        return _address(1 + index)
+
+    @contextlib.contextmanager
+    def inside(self, index: int) -> Iterator[None]:
+        """Moves this thread into a network; what it starts stays there."""
+        with open("/proc/thread-self/ns/net") as before, open(f"/var/run/netns/{self._names[index]}") as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
+
+    @contextlib.contextmanager
+    def cut_off(self, index: int) -> Iterator[None]:
+        """Takes the network from a machine for a time: nothing arrives, and nothing is reset."""
+        _ip(f"link set {self._bridge}v{index} down")
+        try:
+            yield
+        finally:
+            _ip(f"link set {self._bridge}v{index} up")
+
+    def close(self) -> None:
+        """Removes the networks."""
+        for command in (*(f"netns delete {name}" for name in self._names), f"link delete {self._bridge}"):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip(command)
+
+
+def _address(number: int) -> str:
+    return f"10.247.{os.getpid() % 256}.{1 + number}"
+
+
+def _ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+
+
+def _enter(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 class LocalRay:
     """A Ray cluster of several raylets on this machine, on loopback.
 
+    Args:
+        apart: each raylet has a network of its own.
+
     Attributes:
         address: where drivers join it.
     """
 
-    def __init__(self, num_raylets: int) -> None:
+    def __init__(self, num_raylets: int, *, apart: bool = False) -> None:
         self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
-        os.environ.update(VARIABLES, RAY_TMPDIR=self._folder)  # before Ray is imported
+        self._networks = Networks(num_raylets - 1) if apart else None
+        variables = {name: value for name, value in VARIABLES.items() if not (apart and name == LOOPBACK_ONLY)}
+        os.environ.update(variables, RAY_TMPDIR=self._folder)  # before Ray is imported
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in a process
         from ray.cluster_utils import Cluster
 
@@ -68,9 +145,20 @@ class LocalRay:
             raise
 
     def _start(self, num_raylets: int, common: dict[str, int]) -> None:
-        head = self._cluster.add_node(node_ip_address="127.0.0.1", include_dashboard=False, no_monitor=True, **common)
-        self.raylets = [head, *(self._cluster.add_node(node_ip_address="127.0.0.1", **common) for _ in range(num_raylets - 1))]
+        own = "127.0.0.1" if self._networks is None else self._networks.own_address
+        self.raylets = [self._cluster.add_node(node_ip_address=own, include_dashboard=False, no_monitor=True, **common)]
+        for index in range(num_raylets - 1):
+            with contextlib.ExitStack() as where:
+                if self._networks is not None:
+                    where.enter_context(self._networks.inside(index))
+                address = own if self._networks is None else self._networks.address(index)
+                self.raylets.append(self._cluster.add_node(node_ip_address=address, **common))
         self.address: str = self._cluster.address
+
+    def cut_off(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Takes the network from a raylet that has one of its own, for a time."""
+        assert self._networks is not None
+        return self._networks.cut_off(index - 1)
 
     def raylet_pid(self, index: int) -> int:
         """Returns the process of a raylet; 0 is that of the head."""
@@ -108,6 +196,8 @@ class LocalRay:
         while os.path.exists(self._folder) and time.monotonic() < give_up_s:  # what ends may still write there
             shutil.rmtree(self._folder, ignore_errors=True)
             time.sleep(0.1)
+        if self._networks is not None:
+            self._networks.close()
 
 
 def _command(pid: int) -> bytes:
@@ -117,9 +207,9 @@ def _command(pid: int) -> bytes:
 
 
 @contextlib.contextmanager
-def local_ray(num_raylets: int) -> Iterator[LocalRay]:
+def local_ray(num_raylets: int, *, apart: bool = False) -> Iterator[LocalRay]:
     """Runs a Ray, and ends it whatever happens."""
-    ray = LocalRay(num_raylets)
+    ray = LocalRay(num_raylets, apart=apart)
     try:
         yield ray
     finally:
@@ -143,10 +233,12 @@ class Answer:
 
     Attributes:
         times_s: when each piece of text came.
+        fingerprints: every `system_fingerprint` that its pieces had.
     """
 
     text: str = ""
     finish_reason: str | None = None
+    fingerprints: set[str] = field(default_factory=set)
     error: str | None = None
     times_s: list[float] = field(default_factory=list)
 
@@ -170,6 +262,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answ
                 if "error" in piece:
                     answer.error = piece["error"]["message"]
                     return answer
+                answer.fingerprints.add(piece["system_fingerprint"])
                 for choice in piece["choices"]:
                     answer.text += choice["text"]
                     answer.times_s.append(time.monotonic())

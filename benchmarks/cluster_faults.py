@@ -5,7 +5,8 @@ each layout of replicas answers the same, several at once, without a fault and w
 answers that came, that are the same to the letter, requests that were refused because no engine ran (503) and were not sent
 again, those that were lost after they were accepted, the longest gap in a stream, and how long a replica was seen to be gone.
 
-With `--on ray` each run has a Ray of three raylets on this machine, and faults are of Ray's processes too.
+With `--on ray` they are on a Ray of three raylets on this machine, and faults are of Ray's processes too. With `--apart` each
+raylet has a network of its own (which takes root), so that KV goes over TLS, and there is one more fault, `cut off raylet`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -36,17 +38,15 @@ RECOVER_S: Final = 60.0
 SHAPE: Final = r"[a-z]{2,8}( [a-z]{2,8}){40,60}\."
 LAYOUTS: Final = {
     "2 mixed": ("--replicas", "2"),
-    "2 mixed, KV moves": ("--replicas", "2", "--kv-transfer", "unix", "--rebalance"),
-    "1 prefill, 1 decode": ("--replicas", "2", "--kv-transfer", "unix", "--prefill", "1", "--decode", "1"),
-    "2 prefill, 2 decode": ("--replicas", "4", "--kv-transfer", "unix", "--prefill", "2", "--decode", "2"),
+    "2 mixed, KV moves": ("--replicas", "2", "--kv-transfer", "KV", "--rebalance"),
+    "4 mixed, prefix_aware, --rebalance": ("--replicas", "4", "--router", "prefix_aware", "--rebalance"),
+    "1 prefill, 1 decode": ("--replicas", "2", "--kv-transfer", "KV", "--prefill", "1", "--decode", "1"),
+    "2 prefill, 2 decode": ("--replicas", "4", "--kv-transfer", "KV", "--prefill", "2", "--decode", "2"),
     "2 prefill, 2 decode, conductor": (
-        "--replicas", "4", "--kv-transfer", "unix", "--prefill", "2", "--decode", "2", "--router", "conductor",
+        "--replicas", "4", "--kv-transfer", "KV", "--prefill", "2", "--decode", "2", "--router", "conductor",
     ),
 }  # fmt: skip
-RAY_LAYOUTS: Final = {
-    "2 mixed": ("--replicas", "2"),
-    "4 mixed, prefix_aware, --rebalance": ("--replicas", "4", "--router", "prefix_aware", "--rebalance"),
-}
+KV: Final = {"local": "unix", "ray": "unix,tls"}
 NUM_RAYLETS: Final = 3
 
 
@@ -73,12 +73,16 @@ class Cluster:
         return self.ray
 
 
-def make_bodies(num_requests: int, max_tokens: int, model: str) -> list[dict[str, Any]]:
-    """Returns requests: greedy and seeded ones, and among them some with a grammar and some with the adapter `ann`."""
+def make_bodies(num_requests: int, max_tokens: int, model: str, repeats: int = 1) -> list[dict[str, Any]]:
+    """Returns requests: greedy and seeded ones, and among them some with a grammar and some with the adapter `ann`.
+
+    Args:
+        repeats: how often each prompt, of some hundred tokens at most, repeats itself.
+    """
     bodies = []
     for number in range(num_requests):
         body: dict[str, Any] = {
-            "model": model, "prompt": f"{PROMPTS[number % len(PROMPTS)]} {number}" + " and so on" * (number % 30),
+            "model": model, "prompt": f"{PROMPTS[number % len(PROMPTS)]} {number}" + " and so on" * (number % 30 * repeats),
             "max_tokens": max_tokens, "stream": True,
         }  # fmt: skip
         body |= {"temperature": 0} if number % 2 else {"temperature": 0.8, "seed": number}
@@ -124,6 +128,15 @@ async def starve_one(cluster: Cluster) -> None:
         await asyncio.sleep(0.05)
 
 
+async def cut_transfers(cluster: Cluster) -> None:
+    """Each engine in turn is stopped, so that KV on its way to others stops too, and killed while they wait for the rest."""
+    for pid in cluster.engine_pids():
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(5.0)  # there is another one by then
+
+
 async def drain_each(cluster: Cluster) -> None:
     """Each replica in turn is drained and returned, so that its requests move."""
     async with httpx.AsyncClient(base_url=cluster.server.url, timeout=60.0) as client:
@@ -150,6 +163,13 @@ async def kill_raylet(cluster: Cluster) -> None:
     os.kill(ray.raylet_pid(ray.busiest), signal.SIGKILL)
 
 
+async def cut_off_raylet(cluster: Cluster) -> None:
+    """The raylet with the most replicas loses its network for ten seconds."""
+    ray = cluster.known_ray
+    with ray.cut_off(ray.busiest):
+        await asyncio.sleep(10.0)
+
+
 async def kill_head(cluster: Cluster) -> None:
     """SIGKILL to the head of Ray."""
     cluster.known_ray.kill_head()
@@ -158,13 +178,15 @@ async def kill_head(cluster: Cluster) -> None:
 Fault = Callable[[Cluster], Awaitable[None]]
 FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 all": kill_all, "SIGSTOP one": stop_one,
-    "a tenth of a CPU": starve_one, "drain each": drain_each,
+    "a tenth of a CPU": starve_one, "drain each": drain_each, "cut transfers": cut_transfers,
 }  # fmt: skip
 RAY_FAULTS: Final[dict[str, Fault]] = {
-    "none": nothing, "kill -9 engine": kill_last, "kill -9 actor": kill_actor, "SIGSTOP engine": stop_one,
-    "SIGSTOP actor": stop_actor, "kill -9 raylet": kill_raylet, "kill -9 head": kill_head, "drain each": drain_each,
+    "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 actor": kill_actor,
+    "SIGSTOP one": stop_one, "SIGSTOP actor": stop_actor, "drain each": drain_each, "cut transfers": cut_transfers,
+    "kill -9 raylet": kill_raylet, "kill -9 head": kill_head, "cut off raylet": cut_off_raylet,
 }  # fmt: skip
-WHERE: Final = {"local": (LAYOUTS, FAULTS), "ray": (RAY_LAYOUTS, RAY_FAULTS)}
+ENDS_RAYLETS: Final = ("kill -9 raylet", "kill -9 head", "cut off raylet")
+"""Other faults leave a Ray that can be used again."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +198,7 @@ class Outcome:
         num_lost: requests that were accepted and not answered.
         gone_s: from when a replica was first seen to accept nothing until all accepted requests; None if none was.
         is_whole: all replicas accepted requests in the end.
+        num_kv_loads: how often KV came from another replica.
     """
 
     num_answered: int
@@ -188,6 +211,7 @@ class Outcome:
     is_whole: bool
     num_resumes: int
     num_moves: int
+    num_kv_loads: int
 
 
 async def strike(
@@ -222,6 +246,7 @@ async def strike(
         is_whole,
         round(server.metric("num_resumes_total")),
         round(server.metric("replica_migrated_total")),
+        round(server.metric("replica_kv_loads_total")),
     )
 
 
@@ -248,6 +273,13 @@ def _is_refused(answer: Answer) -> bool:
     return answer.error is not None and answer.error.startswith("503") and not answer.times_s
 
 
+def choose_faults(given: argparse.Namespace) -> list[str]:
+    """Returns all faults of a cluster like this one."""
+    if given.on == "local":
+        return list(FAULTS)
+    return [name for name in RAY_FAULTS if given.apart or name != "cut off raylet"]
+
+
 async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
     """Runs every layout with every fault."""
     outcomes = []
@@ -255,7 +287,7 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
         adapter = write_adapter(Path(folder) / "ann", locate(given.model), size=0.05)
         flags = ("--model", given.model, "--num-threads", "1", "--kv-memory-mb", "64", "--stall-timeout-s", "2",
                  "--lora", f"ann={adapter}", *given.flags.split())  # fmt: skip
-        bodies = make_bodies(given.requests, given.max_tokens, given.model)
+        bodies = make_bodies(given.requests, given.max_tokens, given.model, given.prompt_repeats)
         expected: list[Answer | None] = [None] * len(bodies)
         async with serving(*flags) as (alone, _):
             await ask_all(alone.url, bodies, given.streams, expected)
@@ -263,15 +295,20 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
         console.print(
             f"one engine alone: {sum(a is not None and a.error is None for a in expected)} answers, {num_texts} texts"
         )
-        layouts, faults = WHERE[given.on]
-        for layout in given.layouts or layouts:
-            for name in given.faults or faults:
-                with local_ray(NUM_RAYLETS) if given.on == "ray" else contextlib.nullcontext() as ray:
-                    where = () if ray is None else ("--on", "ray", "--ray-address", ray.address)
-                    async with serving(*flags, *layouts[layout], *where) as (server, _):
-                        outcome = await strike(Cluster(server, ray), bodies, expected, faults[name], given)
-                        if outcome.num_identical < len(bodies) and given.log:
-                            Path(given.log).write_text(server.printed)
+        with contextlib.ExitStack() as rays:
+            ray = None
+            for layout, name in itertools.product(given.layouts or LAYOUTS, given.faults or choose_faults(given)):
+                if given.on == "ray" and ray is None:
+                    ray = rays.enter_context(local_ray(NUM_RAYLETS, apart=given.apart))
+                where = () if ray is None else ("--on", "ray", "--ray-address", ray.address)
+                layout_flags = [KV[given.on] if flag == "KV" else flag for flag in LAYOUTS[layout]]
+                async with serving(*flags, *layout_flags, *where) as (server, _):
+                    outcome = await strike(Cluster(server, ray), bodies, expected, (RAY_FAULTS | FAULTS)[name], given)
+                    if outcome.num_identical < len(bodies) and given.log:
+                        Path(given.log).write_text(server.printed)
+                if name in ENDS_RAYLETS:
+                    rays.close()
+                    ray = None
                 console.print(f"{layout}; {name}: {outcome}")
                 outcomes.append((layout, name, outcome))
     return outcomes
@@ -279,14 +316,22 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
 
 def show(outcomes: list[tuple[str, str, Outcome]]) -> None:
     """Prints a table."""
-    columns = ("layout", "fault", "answered", "identical", "refused", "lost", "longest gap, s", "gone, s", "resumed", "moved")
+    columns = ("layout", "fault", "answered", "identical", "refused", "lost", "longest gap, s", "gone, s", "resumed", "moved",
+               "KV loads")  # fmt: skip
     table = Table(*columns)
     for layout, name, seen in outcomes:
         gone = "not seen" if seen.gone_s is None else f"{seen.gone_s:.2f}"
         gone = gone if seen.is_whole else "for good"
         counts = (seen.num_answered, seen.num_identical, seen.num_refused, seen.num_lost)
         table.add_row(
-            layout, name, *map(str, counts), f"{seen.longest_gap_s:.2f}", gone, str(seen.num_resumes), str(seen.num_moves)
+            layout,
+            name,
+            *map(str, counts),
+            f"{seen.longest_gap_s:.2f}",
+            gone,
+            str(seen.num_resumes),
+            str(seen.num_moves),
+            str(seen.num_kv_loads),
         )
     console.print(table)
 
@@ -294,12 +339,16 @@ def show(outcomes: list[tuple[str, str, Outcome]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="cloister-5m")
-    parser.add_argument("--on", default="local", choices=list(WHERE))
-    parser.add_argument("--layouts", nargs="*", choices=[*LAYOUTS, *RAY_LAYOUTS], metavar="LAYOUT")
+    parser.add_argument("--on", default="local", choices=list(KV))
+    parser.add_argument("--apart", action="store_true", help="with --on ray: a network namespace for each raylet")
+    parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS), metavar="LAYOUT")
     parser.add_argument("--faults", nargs="*", choices=[*FAULTS, *RAY_FAULTS], metavar="FAULT")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--streams", type=int, default=16, help="requests at once")
     parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument(
+        "--prompt-repeats", type=int, default=1, help="longer prompts, which replicas that decode leave to those that prefill"
+    )
     parser.add_argument("--flags", default="", help="further flags of cloister serve")
     parser.add_argument("--log", help="file for what the server printed when an answer differed")
     given = parser.parse_args()

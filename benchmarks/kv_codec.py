@@ -183,9 +183,9 @@ def open_worker(level: CodecLevel, block_codec: BlockCodec, size: int, contents:
             codec.add_sample(0, content)
     stored = [size] if codec is None else codec.choose(0.0).stored_bytes
     setting = TierSetting.parse("host:1G")
-    layout = TierLayout.plan(2 * size * len(contents), stored, [BlockGroup(8)], 1, [size])
+    layout = TierLayout.plan(2 * size * len(contents), stored, [BlockGroup(8)], 1, content_bytes=[size])
     file = TierFile(setting.name, setting.storage.open(setting), layout)  # read by calls, which can be slowed down
-    worker = TierWorker([file], KVFormat("model", BLOCK_SIZE, "one", (size,)), codec)
+    worker = TierWorker([file], KVFormat("model", BLOCK_SIZE, "one", (size,)), codec=codec)
     for number, content in enumerate(contents):
         worker.write(TierBlock(b"", b"", bytes([number]), number, 0, number, number), content)
     num_written, end_s = 0, time.monotonic() + 60

@@ -1,6 +1,6 @@
 """A prompt that another engine knows: time to the first token with its KV loaded, and computed.
 
-    python -m benchmarks.kv_transfer [--model MODEL] [--tokens N] [--where unix|tcp://127.0.0.1:0] [--repeats N]
+    python -m benchmarks.kv_transfer [--model MODEL] [--tokens N] [--where unix|tls://127.0.0.1:0] [--repeats N]
     python -m benchmarks.kv_transfer --handover [--chunk N]
 
 Two engine processes of one thread. For each repeat both ways are timed in turn, with a new prompt, from `Submit` to the first

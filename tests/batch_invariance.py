@@ -26,13 +26,14 @@ def differing_arrangements(
 ) -> list[str]:
     """Names the arrangements in which some logit of `tokens` differs from the sequence alone in one chunk.
 
-    Arrangements of the same block size and number of threads share a program, as requests do.
+    Arrangements of the same block size and number of threads share a program, as requests do. What is hit was computed in the
+    last of `chunks`.
     """
     make = cache(make)
     reference = _alone(make(16, 1), tokens)
     found = [
-        *_cut_otherwise(make, tokens, chunks, block_sizes),
-        *_after_hits(make(16, 1), tokens),
+        *_cut_otherwise(make, tokens, chunks[:-1], block_sizes),
+        *_after_hits(make(16, 1), tokens, chunks[-1]),
         *_in_company(make, tokens, vocab, companions),
         *_behind_a_shared_prefix(make, tokens, vocab),
     ]
@@ -55,9 +56,9 @@ def _cut_otherwise(
         yield f"blocks of {size}", _alone(make(size, 1), tokens, 50)
 
 
-def _after_hits(driver: Driver, tokens: Sequence[int]) -> Iterator[tuple[str, FloatArray]]:
-    """The rest of the sequence after a prefix that another one computed, in chunks of its own."""
-    driver.run("owner", tokens, 7)
+def _after_hits(driver: Driver, tokens: Sequence[int], chunk: int) -> Iterator[tuple[str, FloatArray]]:
+    """A sequence in chunks, and its rest after a prefix that this one computed."""
+    yield f"chunks of {chunk}", driver.run("owner", tokens, chunk)
     for cached in (1, len(tokens) // 2, len(tokens) - 1):
         driver.share("owner", f"hit {cached}", cached)
         yield f"prefix hit of {cached}", driver.run(f"hit {cached}", tokens[cached:])

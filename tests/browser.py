@@ -25,6 +25,7 @@ _FLAGS = (
     # One process draws every page: a new one for each page that is opened takes a third more processor time.
     "--renderer-process-limit=1", "--disable-site-isolation-trials",
     "--disable-features=IsolateOrigins,site-per-process,SpareRendererForSitePerProcess,BackForwardCache",
+    "--force-prefers-reduced-motion",  # what moves is drawn by the processor, picture after picture
 )  # fmt: skip
 _SEEN = """return [...document.querySelectorAll(arguments[0])].filter((element) => element.getClientRects().length
     && element.checkVisibility({ opacityProperty: true, visibilityProperty: true }));"""

@@ -24,6 +24,7 @@ from hypothesis import settings
 from cloister.backends.availability import why_no_kernels
 from cloister.cli.doctor import COMPILERS
 from tests import limited_kernels
+from tests.processor_time import ProcessorTime
 from tests.thinning import examples
 
 os.environ["PIP_NO_INDEX"] = "1"
@@ -36,9 +37,12 @@ settings.load_profile("cloister")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", metavar="NAME", help="native kernels as on a processor that has no better ones, such as avx2")
+    parser.addoption("--processor-time", action="store_true", help="print the processor time that the tests of each file take")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--processor-time"):
+        config.pluginmanager.register(ProcessorTime())
     if hasattr(config, "workerinput"):  # a worker of xdist is a child, and has what is made here
         if config.args == config.getini("testpaths"):
             config.args = _turned(config.args, config.workerinput["workerid"], config.workerinput["workercount"])

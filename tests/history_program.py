@@ -18,8 +18,8 @@ class HistoryProgram(history_program.HistoryProgram):
         poison: token id whose presence in a history makes its logits NaN.
     """
 
-    def __init__(self, *, vocab_size: int, num_blocks: int, block_size: int, poison: int | None = None) -> None:
-        super().__init__(vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size)
+    def __init__(self, *, vocab_size: int, num_blocks: int, block_size: int, poison: int | None = None, salt: int = 0) -> None:
+        super().__init__(vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, salt=salt)
         self.poison = poison
         self.batches: list[ForwardBatch] = []
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-CAN_SEARCH = Path("/proc/self/mem").exists()
+CAN_SEARCH = Path("/proc/self/pagemap").exists()
 _PIECE_WORDS = 1 << 17  # half a MB stays in the cache of a core between copying and comparing
+_PAGE_BYTES = mmap.PAGESIZE
+_IN_MEMORY_OR_SWAPPED = np.uint64(3 << 62)
+"""Bits of an entry of /proc/self/pagemap (Linux, Documentation/admin-guide/mm/pagemap.rst)."""
 
 Words = npt.NDArray[np.uint32]
 
@@ -52,7 +55,7 @@ def _memory() -> Iterator[Words]:
     """Yields the memory that this process can write, piece by piece."""
     piece = np.frombuffer(mmap.mmap(-1, 4 * _PIECE_WORDS), np.uint32)  # shared, and so not searched itself
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
-        for start, end in _writable():
+        for start, end in _touched():
             for at in range(start, end, piece.nbytes):
                 memory.seek(at)
                 try:
@@ -60,6 +63,17 @@ def _memory() -> Iterator[Words]:
                 except OSError:  # pages of the kernel's own
                     break
                 yield piece[: min(num_words, (end - at) // 4)]
+
+
+def _touched() -> Iterator[tuple[int, int]]:
+    """Yields where pages lie that were ever written: most of what is writable never was, and holds nothing."""
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
+        for start, end in _writable():
+            pages.seek(start // _PAGE_BYTES * 8)
+            entries = np.frombuffer(pages.read((end - start) // _PAGE_BYTES * 8), np.uint64)
+            is_touched = np.concatenate([[False], (entries & _IN_MEMORY_OR_SWAPPED) != 0, [False]])
+            for first, after in np.flatnonzero(is_touched[1:] != is_touched[:-1]).reshape(-1, 2).tolist():
+                yield start + first * _PAGE_BYTES, start + after * _PAGE_BYTES
 
 
 def _writable() -> Iterator[tuple[int, int]]:

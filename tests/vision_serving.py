@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import FloatArray, KVGroup, KVLayout
@@ -23,11 +24,14 @@ from cloister.types.images import ImageTile
 from cloister.types.request import Request, SamplingParams, TokenLogprobs
 from cloister.types.scope import LOCAL_SCOPE, Scope
 from cloister.types.step import StepPlan
+from tests.thinning import thin
 from tests.tree_history import Erratic, Prophet
 from tests.vision_factory import VOCAB
 
 PLACEHOLDER = VOCAB - 1
 MAX_MODEL_LEN = 400
+ON_NATIVE_KERNELS = pytest.mark.parametrize("make", thin(["torch", "native"], ["native"]), indirect=True)
+"""For tests of what scheduler and runner do on any back end: torch computes three times as long."""
 
 
 def place_tiles(

@@ -41,7 +41,7 @@ EXPERTS = replace(
         LayerSpec(layer.attention, MoeSpec(7, 3, MlpSpec(50), shared=MlpSpec(60), shared_gate=True)) for layer in NARROW.layers
     ),
 )
-WIDE = make_spec(hidden=1600, intermediate=2100, heads=(16, 4), head_dim=128, num_layers=1, vocab=2100)
+WIDE = make_spec(hidden=1600, intermediate=1600, heads=(16, 4), head_dim=128, num_layers=1, vocab=1600)
 """Of several panels in every matrix but K and V."""
 FEW = {"chunks": (7, 90), "block_sizes": (5,), "companions": (3, 40)}
 

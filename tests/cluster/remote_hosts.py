@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from cloister.cluster.remote.host_process import HostProcess
-from cloister.cluster.remote.identity import Identity
 from cloister.cluster.remote.placement import Place
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.engine import EngineClient, Supervision
+from cloister.engine.identity import Identity
 from cloister.engine.supervision import Restarts
 from tests.engine.replica import make_config
 

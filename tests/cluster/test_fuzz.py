@@ -15,11 +15,13 @@ from cloister.cluster.lengths import LengthForecasts
 from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.rolling_update import RollingUpdate
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.poison_requests import Suspect, judge
+from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.engine.shadow import Shadow, ShadowState
 from cloister.engine.supervision import IdleTimer, Watchdog
 from cloister.kv import PrefixKeys
@@ -211,6 +213,20 @@ def keep_forecasts(forecasts: LengthForecasts, event: Ended) -> None:
     pass
 
 
+def take_any_weights(
+    replicas: ReplicaSet, found: InFlightRequest | None = None, but: int | None = None
+) -> list[ReplicaSnapshot]:
+    return replicas._accepting(but)
+
+
+async def exchange_at_once(update: RollingUpdate, index: int, client: EngineClient) -> EngineClient:
+    return update._replicas.put_client(index, client)
+
+
+async def leave_both_weights(update: RollingUpdate) -> None:
+    """Does nothing."""
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "repeated frames are taken as new": (Link, "_take", take_repeated_frames),
     "frames are taken out of order": (Link, "_take", take_frames_out_of_order),
@@ -236,29 +252,35 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what two engines said is passed on twice": (Shadow, "news", say_all_again),
     "a request is open at both engines that compute it": (InFlightRequests, "add_shadow", pass_on_shadows),
     "lengths of requests that have ended are predicted on": (LengthForecasts, "end", keep_forecasts),
+    "an answer goes on with other weights": (ReplicaSet, "_able", take_any_weights),
+    "a replica that has requests gets another engine": (RollingUpdate, "_exchange", exchange_at_once),
+    "a failed update leaves both weights": (RollingUpdate, "_roll_back", leave_both_weights),
 }
 
 
 FIRST_SEEDS = {
     "repeated frames are taken as new": 181,
-    "frames are taken out of order": 16,
+    "frames are taken out of order": 21,
     "a resumed request forgets which sequences have ended": 141,
     "a hung engine is not replaced": 454,
-    "what an engine says of a request that left it is taken": 211,
-    "a token is repeated at a switch": 17,
-    "a request that moved stays where it was too": 17,
+    "what an engine says of a request that left it is taken": 243,
+    "a token is repeated at a switch": 26,
+    "a request that moved stays where it was too": 32,
     "tenants share prefixes": 113,
-    "aborted requests keep their blocks": 17,
+    "aborted requests keep their blocks": 38,
     "the time waited is that between two clocks": 70,
     "a request is blamed for a death that had other causes": 90,
     "requests computed again count as those of clients": 5,
     "another replica counts as slow": 336,
     "a request does not wake an idle engine": 12,
     "an engine counts as idle though it computes": 12,
-    "the front goes over to an engine that is behind": 17,
-    "what two engines said is passed on twice": 17,
+    "the front goes over to an engine that is behind": 50,
+    "what two engines said is passed on twice": 50,
     "a request is open at both engines that compute it": 191,
     "lengths of requests that have ended are predicted on": 4,
+    "an answer goes on with other weights": 301,
+    "a replica that has requests gets another engine": 55,
+    "a failed update leaves both weights": 11,
 }
 """Where the search for a bug begins, so that the test is quick: as long as scenarios stay as they are, this seed shows it."""
 

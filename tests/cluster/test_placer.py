@@ -25,12 +25,12 @@ from cloister.cluster.backend.placer import (
     driver_variables,
     share_memory,
 )
-from cloister.cluster.remote.identity import Identity
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_set import ClusterConfig
 from cloister.cluster.routers import RouterContext
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient
+from cloister.engine.identity import Identity
 from cloister.kv import PrefixKeys
 from cloister.types.errors import EngineError
 from cloister.types.request import Request, SequenceOutput

@@ -56,6 +56,16 @@ def test_every_answer_is_that_of_one_engine_alone_though_a_raylet_is_killed() ->
     assert left_over() == before
 
 
+def test_every_answer_of_replicas_with_roles_is_that_of_one_engine_alone_though_a_raylet_is_killed() -> None:
+    before = left_over()
+    faults = [sys.executable, "-m", "benchmarks.cluster_faults", "--on", "ray", "--layouts", "1 prefill, 1 decode",
+              "--faults", "kill -9 raylet", "--requests", "64", "--max-tokens", "60"]  # fmt: skip
+    ended = subprocess.run(faults, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "num_identical=64" in ended.stdout
+    assert left_over() == before
+
+
 def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:
     before = left_over()
     secret = "my doctor is called Okonkwo"

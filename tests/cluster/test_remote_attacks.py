@@ -18,12 +18,12 @@ from cloister.cluster.link import LinkError, LinkFrame, encode_frame
 from cloister.cluster.remote import host as host_module
 from cloister.cluster.remote import wire
 from cloister.cluster.remote.host import MAX_HANDSHAKES, EngineHost
-from cloister.cluster.remote.identity import Identity
 from cloister.cluster.remote.placement import Place
 from cloister.cluster.remote.session import ANOTHER, NOBODY_LISTENS, HostSession
 from cloister.cluster.remote.wire import CHUNK_BYTES, MAX_FRAME_BYTES, Assembler, ChunkKind, split
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine.child_process import ProcessHandle
+from cloister.engine.identity import Identity
 from cloister.types.errors import ConfigError, EngineError
 from tests.cluster.remote_hosts import make_remote, serving
 from tests.cluster.test_remote import answer, check

@@ -30,8 +30,10 @@ from cloister.types.errors import EngineError, InvalidRequestError, MemoryBudget
 from cloister.types.events import Arrived, Ended, Event, FrontMessage, KVLoaded, KVStored, Outputs, Stepped
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, Replica, make_config, make_replica, make_request
 from tests.history_program import greedy_continuation
+from tests.thinning import examples
 
 NUM_REPLICAS = 3
 
@@ -219,7 +221,7 @@ def test_every_request_ends_once_with_the_tokens_of_one_engine_alone(
 
     Machine.router, Machine.roles = router, roles
     case = Machine.TestCase
-    case.settings = settings(max_examples=6, stateful_step_count=50, deadline=None)
+    case.settings = settings(max_examples=examples(12), stateful_step_count=50, deadline=None)
     case().runTest()
 
 
@@ -417,7 +419,9 @@ def run(main: object) -> None:
 
 @asynccontextmanager
 async def serving(path: Path, entry: str = "build_slow") -> AsyncIterator[ReplicaSet]:
-    clients = [EngineClient(ProcessTransport(f"tests.engine.replica:{entry}"), make_config(path)) for _ in range(2)]
+    clients = [
+        EngineClient(ProcessTransport(f"tests.engine.replica:{entry}", spawn=spawn_forked), make_config(path)) for _ in range(2)
+    ]
     replicas = ReplicaSet(clients, partial(make_router, "least_load"))
     await replicas.start()
     try:
@@ -487,7 +491,7 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) 
 def test_a_replica_that_cannot_start_ends_the_others_and_says_why(model_path: Path) -> None:
     async def main() -> None:
         clients = [
-            EngineClient(ProcessTransport(f"tests.engine.replica:{entry}"), make_config(model_path))
+            EngineClient(ProcessTransport(f"tests.engine.replica:{entry}", spawn=spawn_forked), make_config(model_path))
             for entry in ("build", "build_refusing")
         ]
         with pytest.raises(MemoryBudgetError, match="--max-model-len 7"):

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from cloister.cluster import ROUTERS, ReplicaSet
+from cloister.cluster.rolling_update import Release
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport
@@ -23,6 +24,7 @@ from cloister.launch.settings import resolve_settings
 from cloister.types.config import EngineConfig
 from cloister.types.errors import InvalidRequestError
 from cloister.types.request import ModelInfo, Request, SamplingParams
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, SpeakingRunner, build_slow, make_config, make_replica, make_request
 from tests.history_program import greedy_continuation
 
@@ -54,10 +56,15 @@ async def serving(path: Path, new: str = "tests.engine.replica:build_slow") -> A
     """Two replicas, whose new engines are made by the entry `new`."""
 
     def make(entry: str) -> EngineClient:
-        return EngineClient(ProcessTransport(entry), make_config(path))
+        return EngineClient(ProcessTransport(entry, spawn=spawn_forked), make_config(path))
 
     old = [make("tests.engine.replica:build_slow") for _ in range(2)]
-    replicas = ReplicaSet(old, make_router, make_release=lambda: lambda index, lora: make(new))
+    replicas = ReplicaSet(
+        old,
+        make_router,
+        release=Release("old", lambda index, lora: make("tests.engine.replica:build_slow")),
+        make_release=lambda model: Release(model, lambda index, lora: make(new)),
+    )
     await replicas.start()
     try:
         yield replicas
@@ -120,7 +127,7 @@ def test_every_replica_gets_a_new_engine_and_no_request_is_lost(model_path: Path
     ("entry", "why"),
     [
         ("tests.engine.replica:build_refusing", "replica 0: .*--max-model-len 7"),
-        (f"{MODULE}:build_other_weights", "replica 0: the new engine has the fingerprint other, not .*Start another server"),
+        (f"{MODULE}:build_other_weights", "replica 0: the new engine has the fingerprint other, not .*name the new weights"),
         (f"{MODULE}:build_wrong", "replica 0: the new engine computed other tokens than a running one"),
     ],
 )
@@ -144,13 +151,15 @@ def test_an_engine_that_does_not_start_or_is_no_copy_ends_the_update_and_the_old
     asyncio.run(main())
 
 
-def test_a_replica_stays_as_it_is_where_no_other_one_can_take_its_requests(model_path: Path) -> None:
+def test_a_drained_replica_gets_its_engine_first_and_stands_in_for_the_last_one(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path) as replicas:
             old = pids_of(replicas)
             await replicas.drain_replica(1)
-            assert "no other replica is left" in (await update(replicas)).error
-            assert pids_of(replicas) == old
+            answers = await load(replicas, lambda n: make_request("a", max_tokens=20), update(replicas))
+            assert replicas.update_progress == UpdateProgress(2, 2, is_running=False)
+            assert all(said == greedy_continuation(list(b"a"), 20, VOCAB_SIZE) for said in answers.values())
+            assert not set(old) & set(pids_of(replicas))
             assert [replicas.is_drained(index) for index in range(2)] == [False, True]
 
     asyncio.run(main())

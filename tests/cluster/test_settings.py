@@ -87,15 +87,18 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicas": 2, "prefill": 1, "decode": 1}, "set kv_transfer to unix"),
         ({"replicas": 2, "max_ttft_s": 1.0}, "set router to conductor"),
         ({"max_ttft_s": 1.0}, "set router to conductor, and replicas to 2 or more"),
-        ({"replicas": 2, "kv_transfer": "tcp://127.0.0.1:9560"}, "set kv_transfer to tcp://HOST:0"),
+        ({"replicas": 2, "kv_transfer": "tls://127.0.0.1:9560"}, "set kv_transfer to tls://HOST:0"),
         ({"kv_transfer": "unix"}, "set replicas to 2 or more"),
-        ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: unix, tcp"),
-        ({"replicas": 2, "kv_transfer": "tcp:somewhere"}, "write tcp://HOST:0"),
+        ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: unix, tls"),
+        ({"replicas": 2, "kv_transfer": "tls:somewhere"}, "write tls://HOST:0"),
+        ({"replicas": 2, "kv_transfer": "unix,tls"}, "no address to listen on; set it to unix, or tls://HOST:0"),
         ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
         ({"on": "ray", "sealed": True}, "start more nodes"),
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
-        ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "KV does not move between machines; leave kv_transfer out"),
-        ({"on": "ray", "replicas": 2, "prefill": 1, "decode": 1}, "leave prefill and decode out, or on ray"),
+        ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "engines are on several machines.*set kv_transfer to unix,tls"),
+        ({"kv_transfer": "tls://10.0.0.1:0", "replicas": 2, "on": "ray"}, "set kv_transfer to unix,tls"),
+        ({"on": "ray", "replicas": 2, "prefill": 1, "decode": 1}, "computed twice; set kv_transfer to unix,tls"),
+        ({"on": "ray", "replicas": 2, "prefill": 2, "kv_transfer": "unix,tls"}, "no replica is left to decode"),
         ({"on": "slurm"}, "on must be one of"),
         ({"on": "ray", "idle_timeout_s": 5.0}, "leave idle_timeout_s out, or on ray"),
         ({"on": "ray", "fork_server": True}, "leave fork_server out, or on ray"),
@@ -110,21 +113,14 @@ def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object
         resolve_settings(flags)
 
 
-@pytest.mark.parametrize("where", ["unix", "tcp://127.0.0.1:0"])
-def test_kv_moves_between_replicas_of_one_machine_in_all_but_strict_profiles(where: str) -> None:
+@pytest.mark.parametrize("where", ["unix", "tls://192.0.2.1:0"])
+def test_kv_moves_between_replicas_in_all_but_strict_profiles(where: str) -> None:
     for profile in ("open", "team"):
         settings = resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
         assert settings.engine.config.kv_transfer == where
     for profile in ("private", "paranoid"):
         with pytest.raises(PolicyError, match="encrypted between attested peers"):
             resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
-
-
-def test_kv_that_is_not_encrypted_leaves_the_machine_in_open_only() -> None:
-    flags = {"replicas": 2, "kv_transfer": "tcp://192.0.2.1:0"}
-    assert resolve_settings({**flags, "profile": "open"}).engine.config.kv_transfer == flags["kv_transfer"]
-    with pytest.raises(PolicyError, match="kv-transfer-network"):
-        resolve_settings({**flags, "profile": "team"})
 
 
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
@@ -180,3 +176,12 @@ def test_several_models_are_not_placed(tmp_path: Path) -> None:
     file.write_text('on = "ray"\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')
     with pytest.raises(ConfigError, match="replicas are of one model"):
         resolve_settings(config_file=file)
+
+
+@pytest.mark.usefixtures("ray_is_installed")
+def test_replicas_that_ray_places_have_roles_and_each_listens_on_the_address_of_its_machine() -> None:
+    flags = {"on": "ray", "ray_address": "x:1", "replicas": 2, "prefill": 1, "decode": 1, "kv_transfer": "unix,tls"}
+    for profile in ("open", "team"):
+        resolved = resolve_settings({**flags, "profile": profile})
+        assert resolved.engine.config.kv_transfer == "unix,tls"
+        assert (resolved.server.config.prefill, resolved.server.config.decode) == (1, 1)

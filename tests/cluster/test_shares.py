@@ -21,7 +21,7 @@ ENGINE = EngineShape(
     num_blocks=2000, block_size=16, max_num_seqs=64, max_waiting=1000, max_model_len=2048, max_batched_tokens=1024,
     step_s=0.002, token_s=0.0001, sample_s=0.0003,
 )  # fmt: skip
-NUM_REQUESTS = 120
+NUM_REQUESTS = 80
 RATE = 12.0
 MOST_STEPS = 40
 run_exactly = TimedRunner.run

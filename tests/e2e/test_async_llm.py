@@ -20,7 +20,7 @@ def run(ask, **settings):
     """Runs `ask(llm)` with a started LLM on a new event loop; nothing may take longer than a minute."""
 
     async def main():
-        async with asyncio.timeout(60), AsyncLLM("cloister-5m", **settings) as llm:
+        async with asyncio.timeout(60), AsyncLLM("cloister-5m", num_threads=1, **settings) as llm:
             return await ask(llm)
 
     return asyncio.run(main())
@@ -44,7 +44,7 @@ def test_it_answers_as_the_plain_one_does():
         )
 
     texts, streamed, vectors, scores = run(ask)
-    with LLM("cloister-5m") as plain:
+    with LLM("cloister-5m", num_threads=1) as plain:
         assert texts == [c.text for c in (*plain.generate(PROMPTS, GREEDY), plain.chat(MESSAGES, GREEDY))]
         assert (vectors == plain.embed(PROMPTS)).all()
         assert scores == plain.score("a", "b")
@@ -108,7 +108,7 @@ def test_one_prompt_that_cannot_run_gives_the_others_up():
 
 def test_closing_ends_what_runs_within_its_deadline():
     async def main():
-        llm = AsyncLLM("cloister-5m")
+        llm = AsyncLLM("cloister-5m", num_threads=1)
         await llm.start()
         tokens, _ = watch(llm)
         task = asyncio.create_task(llm.generate(PROMPTS, ENDLESS))
@@ -129,7 +129,7 @@ def test_closing_ends_what_runs_within_its_deadline():
 def test_before_it_was_started_it_says_so():
     async def main():
         with pytest.raises(CloisterError, match="was not started"):
-            await AsyncLLM("cloister-5m").generate("x")
+            await AsyncLLM("cloister-5m", num_threads=1).generate("x")
 
     asyncio.run(main())
 
@@ -150,7 +150,7 @@ def test_an_answer_ends_where_nobody_says_how_long_it_may_be():
         return [len(c.outputs[0].token_ids) for c in completions], sum(len(o.token_ids) for o in streamed)
 
     assert run(ask, default_max_tokens=30) == ([30, 40], 30)
-    assert AsyncLLM("cloister-5m")._config.default_max_tokens == 2048
+    assert AsyncLLM("cloister-5m", num_threads=1)._config.default_max_tokens == 2048
 
 
 def test_zero_is_no_limit_but_the_window():

@@ -15,7 +15,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("cloister-5m", dtype="float32", max_num_seqs=24) as llm:
+    with LLM("cloister-5m", num_threads=1, dtype="float32", max_num_seqs=24) as llm:
         yield llm
 
 
@@ -82,7 +82,7 @@ def test_its_answers_are_the_same_in_company_and_in_chunks(llm):
         PROMPTS * 2, [search(width=4, n=2)] * 4 + [SamplingParams(temperature=1, seed=1, max_tokens=60, ignore_eos=True)] * 4
     )
     assert [[o.token_ids for o in c.outputs] for c in mixed[:4]] == [[o.token_ids for o in c.outputs] for c in alone]
-    with LLM("cloister-5m", dtype="float32", max_batched_tokens=16, block_size=5, prefix_cache=False) as chunked:
+    with LLM("cloister-5m", num_threads=1, dtype="float32", max_batched_tokens=16, block_size=5, prefix_cache=False) as chunked:
         parts = chunked.generate(PROMPTS, search(width=4, n=2))
     assert [[o.token_ids for o in c.outputs] for c in parts] == [[o.token_ids for o in c.outputs] for c in alone]
 

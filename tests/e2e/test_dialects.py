@@ -26,7 +26,7 @@ ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 @pytest.fixture(scope="module")
 def server():
-    running = ServeProcess()
+    running = ServeProcess("--num-threads", "1")
     yield running
     running.stop()
 

@@ -20,7 +20,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts():
-    return take_prompts(locate(MODEL), 16)
+    return take_prompts(locate(MODEL), 8)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_answers_are_equal_among_others_in_chunks_and_preempted(path, prompts, a
 
 
 def test_answers_are_equal_after_prefix_hits(path, prompts, alone):
-    core = open_core(path, max_num_seqs=16, prefix_cache=True, **drafting("draft_model", path))
+    core = open_core(path, max_num_seqs=8, prefix_cache=True, **drafting("draft_model", path))
     found = ask(core, make_requests(prompts, core, MAX_TOKENS, again=8))
     assert differing(found, alone) == []
     assert len(found.answers) > len(alone.answers)

@@ -228,7 +228,7 @@ def test_an_encoder_is_not_quantised(embedder: Path) -> None:
 
 
 def test_an_encoder_is_served_under_the_profile_private(judge: Path) -> None:
-    server = ServeProcess("--model", str(judge), "--profile", "private", "--kv-memory-mb", "1")
+    server = ServeProcess("--model", str(judge), "--profile", "private", "--kv-memory-mb", "1", "--num-threads", "1")
     try:
         reply = httpx.post(f"{server.url}/v1/rerank", json={"query": "the sea", "documents": TEXTS}, timeout=60)
         assert [item["index"] for item in reply.json()["results"]]

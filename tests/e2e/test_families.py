@@ -24,7 +24,7 @@ DYNAMIC = {
 )
 def test_an_engine_answers_as_transformers(family: str, tmp_path: Path) -> None:
     path = make_model(tmp_path, family)
-    with LLM(str(path), kv_memory_mb=4, max_model_len=128, dtype="float32") as llm:
+    with LLM(str(path), num_threads=1, kv_memory_mb=4, max_model_len=128, dtype="float32") as llm:
         answers = llm.generate(["the cat sat on the mat", "what is that, and then"], GREEDY)
     for answer in answers:
         chosen_ids = answer.outputs[0].token_ids
@@ -39,9 +39,9 @@ def test_dynamic_scaling_is_set_by_the_greatest_length(tmp_path: Path) -> None:
     path = make_model(tmp_path, "llama", **DYNAMIC)
     fingerprints = []
     for asked, expected in ((None, 64), (32, 32), (200, 200)):
-        with LLM(str(path), kv_memory_mb=2, max_model_len=asked, dtype="float32") as llm:
+        with LLM(str(path), num_threads=1, kv_memory_mb=2, max_model_len=asked, dtype="float32") as llm:
             assert llm.model.max_model_len == expected
             fingerprints.append(llm.model.fingerprint)
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     with pytest.raises(ConfigError, match="set 256 or less"):
-        LLM(str(path), kv_memory_mb=2, max_model_len=300)
+        LLM(str(path), num_threads=1, kv_memory_mb=2, max_model_len=300)

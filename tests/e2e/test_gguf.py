@@ -20,7 +20,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(path: Path) -> tuple[list[int], str, str]:
-    with LLM(str(path), kv_memory_mb=2, max_model_len=128) as llm:
+    with LLM(str(path), num_threads=1, kv_memory_mb=2, max_model_len=128) as llm:
         (plain,) = llm.generate(["the cat sat on the mat"], GREEDY)
         chat = llm.chat(CHAT, GREEDY)
         return plain.prompt_token_ids, plain.text, chat.text
@@ -31,7 +31,7 @@ def test_answers_are_those_of_the_directory(file: Path) -> None:
 
 
 def test_a_directory_with_one_file_is_that_file(file: Path) -> None:
-    with LLM(str(file.parent), kv_memory_mb=2, max_model_len=128) as llm:
+    with LLM(str(file.parent), num_threads=1, kv_memory_mb=2, max_model_len=128) as llm:
         assert llm.model.path == str(file)
         assert llm.model.fingerprint.startswith("fp_")
 

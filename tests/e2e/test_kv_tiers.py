@@ -150,7 +150,7 @@ def test_compressed_kv_comes_back_with_its_bits_or_about_its_numbers(
         **settings,
     )
     tiered = Runner(build_engine(replace(config, kv_memory_mb=kv_mb(config) / 2)))
-    tiered.core.open_kv_tiers(f"disk:{tmp_path},64M", codec)
+    tiered.core.open_kv_tiers(f"disk:{tmp_path},64M", codec=codec)
     tier: Any = tiered.core._tiers
     index = tier.tiers.indexes[0]
     plain_slots = index.layout.num_slots
@@ -232,16 +232,20 @@ def test_an_llm_has_a_tier_and_says_what_is_wrong_with_its_setting(tmp_path: Pat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_tier": "tape:1G"}, "unknown KV tier 'tape'; choose one of: host, disk"),
+        ({"kv_tier": "tape:1G"}, "unknown KV tier 'tape'; choose one of: host, shared, disk"),
         ({"kv_tier": "host"}, "such as host:4G"),
         ({"kv_tier": "host:4G", "prefix_cache": False}, "keeps what the prefix cache evicts"),
         ({"kv_tier": "host:4G+host:1G"}, "each kind once"),
+        ({"kv_tier": "host:4G+shared:1G", "replicas": 2}, "each kind once"),
+        ({"kv_tier": "shared:1G"}, "set replicas to 2 or more without on, or give kv_tier host:SIZE"),
+        ({"kv_tier": "shared", "replicas": 2}, "such as host:4G"),
         ({"kv_tier": "host:4G+tape:1G"}, "such as host:4G"),
         ({"kv_tier": "disk:/tmp", "replicas": 2}, "of several replicas each has a tier of its own"),
         ({"kv_tier_codec": "lossless"}, "set kv_tier, or leave it out"),
         ({"kv_tier": "host:4G", "kv_tier_codec": "fine"}, "choose lossless or auto, or set numerics fast"),
         ({"kv_tier": "host:4G", "kv_tier_codec": "auto-lossy"}, "choose lossless or auto, or set numerics fast"),
         ({"kv_tier": "host:4G", "kv_tier_codec": "zip"}, "kv_tier_codec"),
+        ({"kv_tier": "shared:1G", "replicas": 2, "kv_tier_codec": "lossless"}, "a shared tier is not compressed"),
     ],
 )
 def test_a_setting_without_effect_is_refused(given: dict[str, Any], message: str) -> None:

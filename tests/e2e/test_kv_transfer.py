@@ -107,7 +107,7 @@ async def move_prompt(source: RunningEngine, target: RunningEngine) -> int:
     return attempt
 
 
-@pytest.mark.parametrize("setting", ["unix", pytest.param("tcp://127.0.0.1:0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", ["unix", pytest.param("tls://127.0.0.1:0", marks=pytest.mark.slow)])
 def test_a_prompt_of_a_thousand_tokens_moves_from_one_process_to_another(setting: str) -> None:
     async def run() -> None:
         async with engines(setting, setting) as (source, target):

@@ -10,7 +10,14 @@ from cloister.server.sampling import check_length
 from cloister.types.errors import CloisterError, ConfigError, ContextLengthError, MemoryBudgetError
 from cloister.types.request import ModelInfo
 
-SMALL = {"max_model_len": 512, "kv_memory_mb": 1.6, "dtype": "float32", "backend": "native", "max_num_seqs": 4}
+SMALL = {
+    "num_threads": 1,
+    "max_model_len": 512,
+    "kv_memory_mb": 1.6,
+    "dtype": "float32",
+    "backend": "native",
+    "max_num_seqs": 4,
+}
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0, logprobs=3, ignore_eos=True)
 SCORES = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)
 
@@ -23,7 +30,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def ample():
-    with LLM("cloister-5m", max_model_len=1024, dtype="float32", backend="native", max_num_seqs=4) as llm:
+    with LLM("cloister-5m", num_threads=1, max_model_len=1024, dtype="float32", backend="native", max_num_seqs=4) as llm:
         yield llm
 
 

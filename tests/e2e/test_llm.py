@@ -29,14 +29,14 @@ def fingerprint(completion):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("cloister-5m", max_num_seqs=16) as llm:
+    with LLM("cloister-5m", num_threads=1, max_num_seqs=16) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def alone(llm):
     """Each prompt's answer when nobody else is there and nothing is cached."""
-    with LLM("cloister-5m", prefix_cache=False) as fresh:
+    with LLM("cloister-5m", num_threads=1, prefix_cache=False) as fresh:
         return [fingerprint(fresh.generate([prompt], GREEDY)[0]) for prompt in PROMPTS]
 
 
@@ -54,7 +54,7 @@ def test_answers_are_the_same_to_the_last_bit_from_the_prefix_cache(llm, alone):
 
 @pytest.mark.parametrize("block_size", [1, 5, 256])
 def test_answers_are_the_same_to_the_last_bit_at_any_block_size(alone, block_size):
-    with LLM("cloister-5m", block_size=block_size, max_model_len=1024) as other:
+    with LLM("cloister-5m", num_threads=1, block_size=block_size, max_model_len=1024) as other:
         assert [fingerprint(completion) for completion in other.generate(PROMPTS, GREEDY)] == alone
 
 
@@ -65,7 +65,9 @@ def test_answers_are_the_same_to_the_last_bit_in_chunks_and_on_two_threads(alone
 
 
 def test_answers_are_the_same_to_the_last_bit_after_preemption(alone):
-    with LLM("cloister-5m", max_model_len=256, kv_memory_mb=0.38, block_size=4, prefix_cache=False, speculate="none") as tight:
+    with LLM(
+        "cloister-5m", num_threads=1, max_model_len=256, kv_memory_mb=0.38, block_size=4, prefix_cache=False, speculate="none"
+    ) as tight:
         events = []
         tight.subscribe(events.append)
         answers = tight.generate(PROMPTS, GREEDY)
@@ -79,7 +81,9 @@ def test_answers_are_the_same_to_the_last_bit_whoever_goes_first(alone, monkeypa
     monkeypatch.setattr("cloister.scheduler.policies.cfs.SLICE_TOKENS", 4)
     slots, kv_memory_mb = (8, 0.38) if policy == "reorder" else (2, 2.0)
     shape = {"max_model_len": 256, "kv_memory_mb": kv_memory_mb, "block_size": 4, "max_num_seqs": slots}
-    with LLM("cloister-5m", scheduler=policy, prefix_cache=policy != "reorder", speculate="none", **shape) as engine:
+    with LLM(
+        "cloister-5m", num_threads=1, scheduler=policy, prefix_cache=policy != "reorder", speculate="none", **shape
+    ) as engine:
         events = []
         engine.subscribe(events.append)
         answers = engine.generate(PROMPTS * 2, GREEDY)
@@ -165,7 +169,7 @@ def test_a_prompt_that_cannot_run_is_refused_with_what_to_do(llm, prompt, words)
 
 
 def test_a_closed_llm_says_so():
-    llm = LLM("cloister-5m", max_model_len=64, kv_memory_mb=1)
+    llm = LLM("cloister-5m", num_threads=1, max_model_len=64, kv_memory_mb=1)
     llm.close()
     llm.close()
     with pytest.raises(CloisterError, match="was closed"):
@@ -175,7 +179,7 @@ def test_a_closed_llm_says_so():
 
 
 def test_a_stream_that_gets_no_turn_says_so(monkeypatch):
-    with LLM("cloister-5m", max_model_len=64, kv_memory_mb=1, max_waiting=1, request_timeout_s=0.1) as llm:
+    with LLM("cloister-5m", num_threads=1, max_model_len=64, kv_memory_mb=1, max_waiting=1, request_timeout_s=0.1) as llm:
         llm._call(llm._llm._room.acquire())
         with monkeypatch.context() as patch:
             patch.setattr("cloister.api.synchronous.CLOSE_TIMEOUT_S", 0.1)
@@ -198,13 +202,13 @@ def test_texts_become_vectors_the_same_bits_alone_and_in_company(llm):
     assert np.linalg.norm(together, axis=1) == pytest.approx([1] * 6)
     for prompt, vector in zip(PROMPTS, together, strict=False):
         assert (llm.embed(prompt)[0] == vector).all()
-    with LLM("cloister-5m", max_batched_tokens=7) as chunked:
+    with LLM("cloister-5m", num_threads=1, max_batched_tokens=7) as chunked:
         assert (chunked.embed([*PROMPTS, [5, 6, 7]]) == together).all()
 
 
 def test_a_vector_is_the_mean_of_what_the_last_token_of_each_beginning_says(llm):
     tokens = llm.tokenizer.encode(PROMPTS[0], True)
-    with LLM("cloister-5m", pooling="last") as last:
+    with LLM("cloister-5m", num_threads=1, pooling="last") as last:
         states = last.embed([tokens[: end + 1] for end in range(len(tokens))], normalize=False)
     assert llm.embed(tokens, normalize=False)[0] == pytest.approx(states.mean(0), abs=1e-5)
     assert llm.embed(tokens, dimensions=10)[0] == pytest.approx(
@@ -280,7 +284,7 @@ from cloister import LLM, SamplingParams
 
 endless = SamplingParams(max_tokens=4000, ignore_eos=True)
 for _ in range(2):
-    llm = LLM("cloister-5m")
+    llm = LLM("cloister-5m", num_threads=1)
     threading.Thread(target=llm.generate, args=("Hello", endless), daemon=True).start()
     llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True))
 print("done")

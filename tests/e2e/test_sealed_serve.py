@@ -168,7 +168,7 @@ def test_profile_private_is_what_a_sealed_server_takes(node: Node) -> None:
 
 
 def test_a_hardened_engine_answers_the_same_tokens(node: Node) -> None:
-    with LLM(MODEL) as llm:
+    with LLM(MODEL, num_threads=1) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         wanted = [completion.outputs[0].text for completion in llm.generate(list(PROMPTS), params)]
     answers = [node.complete(prompt) for prompt in PROMPTS]
@@ -315,7 +315,7 @@ def test_a_node_ends_in_order_and_leaves_no_process(node: Node) -> None:
 
 
 def test_a_node_that_drafts_answers_the_same_tokens_in_a_constant_shape() -> None:
-    with LLM(MODEL, speculate="none") as llm:
+    with LLM(MODEL, num_threads=1, speculate="none") as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         wanted = [completion.outputs[0].text for completion in llm.generate(list(PROMPTS), params)]
     running = Node("--sealed", "--speculate", "draft_model,ngram", "--draft-model", "cloister-draft", "--draft-tokens", "4")

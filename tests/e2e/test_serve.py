@@ -184,7 +184,7 @@ def test_answers_are_whole_and_the_same_though_the_engine_is_killed_while_they_a
 
 
 def test_a_drained_server_ends_what_runs_and_prints_nothing_that_was_sent():
-    running = ServeProcess("--max-num-seqs", "4")
+    running = ServeProcess("--max-num-seqs", "4", "--num-threads", "1")
     body = {"model": MODEL, "prompt": "unmistakeable-marker-words", "max_tokens": 150, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as reply:
         lines = reply.iter_lines()
@@ -205,7 +205,7 @@ def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
         command = [sys.executable, "-m", "cloister.cli", "keys", "add", name, "--tenant", name, "--file", str(keys)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         made[name] = max(printed.split(), key=len)
-    running = ServeProcess("--api-keys", str(keys))
+    running = ServeProcess("--api-keys", str(keys), "--num-threads", "1")
     try:
         assert httpx.get(f"{running.url}/v1/models", timeout=10).status_code == 401
         assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200
@@ -224,7 +224,7 @@ def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
 
 def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
     marker = "unmistakeable-marker"
-    running = ServeProcess("--log-format", "json", "--log-clients")
+    running = ServeProcess("--log-format", "json", "--log-clients", "--num-threads", "1")
     marked = {"x-marker": marker, "user-agent": marker, "traceparent": marker, "authorization": f"Bearer {marker}"}
     with httpx.Client(base_url=running.url, headers=marked, timeout=60) as client:
         prompts = {

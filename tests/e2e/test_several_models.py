@@ -11,6 +11,7 @@ from tests.serving import ServeProcess, find_processes
 
 FILE = """
 kv_memory_mb = 32
+num_threads = 1
 
 [models.facts]
 model = "cloister-5m"

@@ -16,7 +16,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def server():
-    server = ServeProcess("--max-batched-tokens", "96")
+    server = ServeProcess("--max-batched-tokens", "96", "--num-threads", "1")
     yield server
     assert server.stop()[0] == 0
 
@@ -34,7 +34,7 @@ async def ask(url):
 def test_vectors_of_a_server_are_those_of_the_python_api(server):
     chat, vectors, ranking = asyncio.run(ask(server.url))
     assert chat.usage.completion_tokens == 60
-    with LLM(MODEL) as llm:
+    with LLM(MODEL, num_threads=1) as llm:
         expected = llm.embed(TEXTS)
         scores = llm.score(TEXTS[3], TEXTS)
     assert (np.array([item.embedding for item in vectors.data], np.float32) == expected).all()

@@ -119,13 +119,21 @@ def make_replica(
     num_blocks: int = NUM_BLOCKS,
     overlaps: bool = False,
     adapters: AdapterRegister | None = None,
+    weights: int = 0,
 ) -> Replica:
-    info = ModelInfo(name="history", path=str(path), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-    program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    info = ModelInfo(
+        name="history",
+        path=str(path),
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        fingerprint=f"weights {weights}" if weights else "",
+    )
+    program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=BLOCK_SIZE, salt=weights)
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, eos_token_ids=(EOS,)),
         BlockPool(num_blocks, BLOCK_SIZE),
-        PrefixKeys("history", BLOCK_SIZE),
+        PrefixKeys(f"history {weights}", BLOCK_SIZE),
     )
     real = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
     runner = wrap(runner or real)

@@ -205,6 +205,20 @@ def test_a_fork_shares_what_the_template_has_loaded(fresh_path: Path) -> None:
     run(main())
 
 
+def test_a_template_that_is_killed_is_replaced_before_an_engine_needs_it(model_path: Path) -> None:
+    async def main() -> None:
+        async with forking(model_path) as (server, (engine,)):
+            template, pid = pid_of(server), pid_of(engine)
+            os.kill(template, signal.SIGKILL)
+            await until(lambda: server.pid not in (None, template))
+            replacement = pid_of(server)
+            assert engine.pid == pid
+            await kill(engine)
+            assert server.pid == replacement
+
+    run(main())
+
+
 def test_engines_outlive_their_template_and_the_next_one_comes_from_a_new_template(model_path: Path) -> None:
     async def main() -> None:
         async with forking(model_path, num_engines=2) as (server, engines):

@@ -50,12 +50,12 @@ def make_codec(name: str) -> TierCodec:
 def make_worker(setting: str, codec: TierCodec) -> TierWorker:
     files = []
     for where in parse_tiers(setting):
-        layout = TierLayout.plan(LIMIT, codec.stored_bytes, [BlockGroup(8), BlockGroup(8)], 1, SIZES)
+        layout = TierLayout.plan(LIMIT, codec.stored_bytes, [BlockGroup(8), BlockGroup(8)], 1, content_bytes=SIZES)
         is_memory = where.storage.is_memory
         file = TierFile(where.name, where.storage.open(where), layout, is_memory=is_memory)
         file.extend()
         files.append(file)
-    return TierWorker(files, KVFormat("model", 16, "two", SIZES), codec)
+    return TierWorker(files, KVFormat("model", 16, "two", SIZES), codec=codec)
 
 
 @pytest.fixture(params=["lossless", "fine"])

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
 from cloister.engine import kv_tier_files, kv_tier_reads, kv_tier_worker
+from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting, parse_tiers
 from cloister.kv import BlockGroup, KVFormat
@@ -40,13 +41,13 @@ NUM_HIT = (len(PROMPT) - 1) // 8 * 8
 class Engine:
     """An engine of 24 blocks with a tier, whose steps the test makes."""
 
-    def __init__(self, tokenizer: Tokenizer, setting: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, setting: str | None, pool: tuple[int, PoolSeat] | None = None) -> None:
         # computing is slow, as the scheduler knows after some steps, so that loading is worth it on a busy machine too
         shape = EngineShape(num_blocks=24, step_s=1.0, token_s=0.1)
         self.engine: VirtualEngine = make_engine(shape, tokenizer, WallClock())
         self.core = self.engine.core
         if setting is not None:
-            self.core.open_kv_tiers(setting)
+            self.core.open_kv_tiers(setting, pool)
             self.core._tiers.on_news(self.core.input_queue.wake)  # type: ignore[union-attr]
         self.events: list[Event] = []
         self.outputs: list[SequenceOutput] = []
@@ -671,7 +672,7 @@ def test_a_setting_may_name_both_tiers(given: str, expected: list[tuple[str, str
     "given", ["disk", "disk:", "disk:,4G", "disk:/a,lots", "host:0", "host:64", "host:-1G", "host:infG", "tape:4G"]
 )
 def test_a_wrong_setting_is_answered_with_a_right_one(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"such as host:4G|choose one of: host, disk"):
+    with pytest.raises(ConfigError, match=r"such as host:4G|choose one of: host, shared, disk"):
         TierSetting.parse(given)
 
 
@@ -696,7 +697,7 @@ def test_a_tier_is_divided_as_the_device_is() -> None:
 
 
 def test_every_tier_says_what_it_endangers() -> None:
-    assert KV_TIERS.names() == ("host", "disk")
+    assert KV_TIERS.names() == ("host", "shared", "disk")
     assert all(threat.mitigations for _, threat in KV_TIERS)
 
 

@@ -16,8 +16,9 @@ import pytest
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
 from cloister.engine import kv_sockets
+from cloister.engine.identity import Identity
 from cloister.engine.kv_sockets import KVSocketLinks
-from cloister.engine.kv_transports import KV_TRANSPORTS, leaves_machine, transport_of
+from cloister.engine.kv_transports import KV_TRANSPORTS, fill_address, has_fixed_port, lacks_address, parse_places
 from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
@@ -28,7 +29,7 @@ from cloister.types.request import FinishReason, Request, SamplingParams, Sequen
 SECRET = b"s" * 32
 PROMPT = list(b"a prompt that is longer than some blocks of tokens, and so worth a transfer")
 NUM_HIT = (len(PROMPT) - 1) // 8 * 8
-SETTINGS = ("unix", "tcp://127.0.0.1:0", "tcp://[::1]:0")
+SETTINGS = ("unix", "tls://127.0.0.1:0", "tls://[::1]:0", "unix,tls://127.0.0.1:0")
 
 
 class Peer:
@@ -176,7 +177,9 @@ def test_an_engine_without_links_computes_and_says_so(tokenizer: Tokenizer) -> N
 # Peers that lie, hang or die
 
 
-@pytest.mark.parametrize("endpoint", ["unix:nobody", "tcp://127.0.0.1:1", "tcp://nowhere", "pigeon:x"])
+@pytest.mark.parametrize(
+    "endpoint", ["unix:nobody", "tls://127.0.0.1:1", "tls://nowhere", "unix:nobody,tls://127.0.0.1:1", "pigeon:x", ""]
+)
 def test_a_source_that_is_not_there_costs_a_prefill(make_peer: Callable[..., Peer], endpoint: str) -> None:
     alone, target = make_peer(), make_peer()
     expected = answer(alone)
@@ -194,18 +197,24 @@ def test_a_source_with_another_secret_neither_gives_nor_is_believed(make_peer: C
 
 
 class Impostor:
-    """Listens as an engine does, and says what it is told."""
+    """Listens as an engine does, with its key, and says what it is told."""
 
-    def __init__(self, speak: Callable[[socket.socket], None]) -> None:
-        self._sock = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._sock.getsockname()[1]}"
+    def __init__(self, speak: Callable[[socket.socket], None], secret: bytes = SECRET) -> None:
+        self._transport = KV_TRANSPORTS.get("tls")(secret)
+        self._sock, self.endpoint = self._transport.listen("//127.0.0.1:0")
         self._speak = speak
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         sock, _ = self._sock.accept()
-        with sock, self._sock:
-            self._speak(sock)
+        with self._sock, contextlib.suppress(OSError), self._transport.accept(sock, 20.0) as known:
+            self._speak(known)
+
+
+def connect(peer: Peer, secret: bytes = SECRET) -> socket.socket:
+    """Connects to a peer as an engine does."""
+    ((name, where),) = parse_places(str(peer.core.kv_endpoint))
+    return KV_TRANSPORTS.get(name)(secret).connect(where, 20.0)
 
 
 def forge(change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET) -> Callable[[socket.socket], None]:
@@ -287,10 +296,9 @@ def test_a_client_that_leaves_ends_the_transfer_and_is_no_line_in_the_log(
 def test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
     make_peer: Callable[..., Peer], words: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = make_peer(setting="tcp://127.0.0.1:0")
+    source = make_peer(setting="unix")
     answer(source)
-    transport, where = transport_of(str(source.core.kv_endpoint))
-    with transport.connect(where, 20.0) as sock:
+    with connect(source) as sock:
         hello = kv_sockets._receive(sock, kv_sockets._Hello, 4096, time.monotonic() + 20.0)
         assert len(hello.nonce) == 32
         sock.sendall(words)
@@ -305,7 +313,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
 
 
 def test_a_query_cannot_be_repeated(make_peer: Callable[..., Peer]) -> None:
-    source, target = make_peer(setting="tcp://127.0.0.1:0"), make_peer()
+    source, target = make_peer(setting="tls://127.0.0.1:0"), make_peer()
     answer(source)
     heard: list[Any] = []
 
@@ -314,18 +322,129 @@ def test_a_query_cannot_be_repeated(make_peer: Callable[..., Peer]) -> None:
         heard.append(kv_sockets._receive(sock, kv_sockets._Ask, 2**20, time.monotonic() + 20.0))
 
     answer(target, source=Impostor(listen).endpoint)
-    transport, where = transport_of(str(source.core.kv_endpoint))
-    with transport.connect(where, 20.0) as sock:
+    with connect(source) as sock:
         kv_sockets._receive(sock, kv_sockets._Hello, 4096, time.monotonic() + 20.0)
         kv_sockets._send(sock, heard[0], time.monotonic() + 20.0)
         assert sock.recv(1) == b""
+
+
+# Between machines
+
+
+class Tap:
+    """Passes on what an engine on TLS and those that connect to it say, and keeps a copy."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.heard = bytearray()
+        self._port = int(endpoint.rpartition(":")[2])
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tls://127.0.0.1:{self._sock.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with self._sock, contextlib.suppress(ConnectionAbortedError):
+            near, _ = self._sock.accept()
+            far = socket.create_connection(("127.0.0.1", self._port))
+            back = threading.Thread(target=self._pass_on, args=(far, near), daemon=True)
+            with near, far:
+                back.start()
+                self._pass_on(near, far)
+                back.join()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.heard += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def test_nobody_between_two_machines_reads_a_key_or_kv(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(setting="tls://127.0.0.1:0"), make_peer(setting="tls://127.0.0.1:0")
+    expected = answer(source)
+    tap, sealed = Tap(str(source.core.kv_endpoint)), []
+    seal = source.links._sealer.seal
+    source.links._sealer.seal = lambda *given: sealed.append(seal(*given)) or sealed[-1]
+    assert answer(target, source, source=tap.endpoint) == expected
+    assert target.find(Scheduled)[0].num_cached_tokens == NUM_HIT
+    assert len(sealed) == NUM_HIT // 8
+    assert len(tap.heard) > sum(found.num_bytes for found in sealed)
+    assert not any(secret in tap.heard for found in sealed for secret in (found.header.key, found.mac, *found.contents))
+
+
+@pytest.mark.parametrize("words", [b"", b"\x00\x00\x00\x05hello", b"\x16\x03\x01\x00\x05hello", b"\xff" * 300])
+def test_a_port_says_nothing_before_it_knows_an_engine_and_logs_nothing(
+    make_peer: Callable[..., Peer], words: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = make_peer(setting="tls://127.0.0.1:0")
+    port = int(str(source.core.kv_endpoint).rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 20.0) as sock:
+        sock.sendall(words)
+        with contextlib.suppress(OSError):  # the engine was quicker
+            sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert len(sock.recv(4096)) <= 7  # an alert at most
+    run_until(lambda: not source.links._peers, source)
+    source.step()
+    source.check_empty()
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+def test_a_port_does_not_speak_to_the_engines_of_another_front(make_peer: Callable[..., Peer]) -> None:
+    source = make_peer(setting="tls://127.0.0.1:0")
+    with contextlib.suppress(OSError), connect(source, b"t" * 32) as sock:
+        assert sock.recv(1) == b""
+    run_until(lambda: not source.links._peers, source)
+
+
+def test_an_engine_asks_nobody_who_has_another_key(make_peer: Callable[..., Peer]) -> None:
+    alone, target = make_peer(), make_peer()
+    expected, asked = answer(alone), []
+    assert answer(target, source=Impostor(asked.append, b"t" * 32).endpoint) == expected
+    assert not target.find(KVLoaded)[0].complete
+    assert asked == []
+
+
+def test_those_who_know_the_secret_have_one_key_and_others_another() -> None:
+    first, same, other = (Identity.derive(secret) for secret in (SECRET, SECRET, b"t" * 32))
+    assert first == same
+    assert first.certificate != other.certificate
+    assert "PRIVATE" not in first.certificate
+
+
+def test_an_engine_that_two_networks_reach_is_asked_over_the_first(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(setting="unix,tls://127.0.0.1:0"), make_peer()
+    expected = answer(source)
+    near, far = str(source.core.kv_endpoint).split(",")
+    tap = Tap(far)
+    assert answer(target, source, source=f"{near},{tap.endpoint}") == expected
+    assert not tap.heard
+    elsewhere = make_peer()
+    assert answer(elsewhere, source, source=f"unix:on-another-machine,{tap.endpoint}") == expected
+    assert elsewhere.find(Scheduled)[0].num_cached_tokens == NUM_HIT
+    assert tap.heard
+
+
+def test_a_connection_that_is_cancelled_says_no_word_without_its_keys() -> None:
+    transport = KV_TRANSPORTS.get("tls")(SECRET)
+    listener, endpoint = transport.listen("//127.0.0.1:0")
+    ends: list[socket.socket] = []
+    waiting = threading.Thread(target=lambda: ends.append(transport.accept(listener.accept()[0], 20.0)))
+    waiting.start()
+    with listener, transport.connect(endpoint.partition(":")[2], 20.0) as near:
+        waiting.join()
+        with ends[0]:
+            kv_sockets._shut(near)
+            with pytest.raises(OSError, match=r"(?i)broken pipe|EOF|reset"):
+                near.sendall(b"KV")
+            assert near.version() == "TLSv1.3"  # type: ignore[attr-defined]
 
 
 # Where engines listen
 
 
 def test_every_transport_says_what_it_endangers() -> None:
-    assert [name for name, _ in KV_TRANSPORTS] == ["unix", "tcp"]
+    assert [name for name, _ in KV_TRANSPORTS] == ["unix", "tls"]
     assert all(threat.mitigations for _, threat in KV_TRANSPORTS)
 
 
@@ -333,12 +452,14 @@ def test_every_transport_says_what_it_endangers() -> None:
     ("setting", "message"),
     [
         ("unix:name", "takes no address"),
-        ("tcp://0.0.0.0:9", "names no address"),
-        ("tcp://[::]:9", "names no address"),
-        ("tcp:127.0.0.1", "write tcp://HOST:0"),
-        ("tcp://127.0.0.1:99999", "write tcp://HOST:0"),
-        ("tcp://192.0.2.1:0", "cannot listen"),
-        ("rdma", "choose one of: unix, tcp"),
+        ("tls", "write tls://HOST:0"),
+        ("tls://0.0.0.0:9", "names no address"),
+        ("tls://[::]:9", "names no address"),
+        ("tls:127.0.0.1", "write tls://HOST:0"),
+        ("tls://127.0.0.1:99999", "write tls://HOST:0"),
+        ("unix,tls://192.0.2.1:0", "cannot listen"),
+        ("tcp://127.0.0.1:0", "choose one of: unix, tls"),
+        ("unix,", "choose one of: unix, tls"),
     ],
 )
 def test_an_address_that_cannot_be_is_one_error(setting: str, message: str) -> None:
@@ -346,6 +467,13 @@ def test_an_address_that_cannot_be_is_one_error(setting: str, message: str) -> N
         KVSocketLinks(setting, KVFormat("f", 8, "", (1,)), SECRET)
 
 
-def test_only_loopback_stays_on_the_machine() -> None:
-    assert not any(map(leaves_machine, ("unix", "tcp://127.0.0.1:0", "tcp://[::1]:1", "tcp://localhost:1")))
-    assert all(map(leaves_machine, ("tcp://10.0.0.1:0", "tcp://[fe80::1]:1", "tcp://a.example:1")))
+def test_a_setting_without_an_address_gets_that_of_its_machine() -> None:
+    assert fill_address("unix,tls", "10.0.0.7") == "unix,tls://10.0.0.7:0"
+    assert fill_address("tls", "fe80::7") == "tls://[fe80::7]:0"
+    assert fill_address("unix,tls://10.0.0.1:0", "10.0.0.7") == "unix,tls://10.0.0.1:0"
+    assert [lacks_address(setting) for setting in ("unix,tls", "unix", "tls://10.0.0.1:0")] == [True, False, False]
+    assert [has_fixed_port(setting) for setting in ("unix,tls", "tls://10.0.0.1:0", "unix,tls://10.0.0.1:9")] == [
+        False,
+        False,
+        True,
+    ]

@@ -16,6 +16,7 @@ from cloister.types.clock import VirtualClock
 from cloister.types.events import Lost
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from tests.engine.fake_transport import FakeTransport, opened_client
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_config, make_replica, make_request
 from tests.history_program import greedy_continuation
 
@@ -132,7 +133,7 @@ def test_sixteen_requests_are_answered_beside_one_that_kills_its_engine(model_pa
 
     async def main() -> None:
         supervision = Supervision(restarts=Restarts(backoff_s=0.01))
-        transport = ProcessTransport("tests.engine.replica:build_poisoned", supervision=supervision)
+        transport = ProcessTransport("tests.engine.replica:build_poisoned", supervision=supervision, spawn=spawn_forked)
         client = EngineClient(transport, make_config(model_path))
         client.subscribe(lambda event: lost.append(event) if isinstance(event, Lost) else None)
         await client.start()

@@ -21,6 +21,7 @@ import pytest
 from cloister.engine import EngineClient, ProcessTransport, Supervision, adapters
 from cloister.engine.child_process import ProcessHandle, spawn_program
 from cloister.engine.supervision import Restarts
+from cloister.engine.transports import Spawn
 from cloister.types.errors import (
     ConfigError,
     DeadlineError,
@@ -31,6 +32,7 @@ from cloister.types.errors import (
 )
 from cloister.types.events import Ended
 from cloister.types.request import FinishReason, Request, SequenceOutput
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_config, make_request
 from tests.engine.soak import soak
 from tests.history_program import greedy_continuation
@@ -45,9 +47,9 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(
-    path: Path, entry: str = "build", supervision: Supervision | None = None, **changes: object
+    path: Path, entry: str = "build", supervision: Supervision | None = None, spawn: Spawn = spawn_forked, **changes: object
 ) -> AsyncIterator[EngineClient]:
-    transport = ProcessTransport(f"tests.engine.replica:{entry}", supervision=supervision)
+    transport = ProcessTransport(f"tests.engine.replica:{entry}", supervision=supervision, spawn=spawn)
     engine = EngineClient(transport, make_config(path, **changes))
     await engine.start()
     try:
@@ -74,7 +76,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 def test_it_answers_as_an_engine_in_this_process_would(model_path: Path) -> None:
     async def main() -> None:
-        async with serving(model_path) as engine:
+        async with serving(model_path, spawn=spawn_program) as engine:
             assert engine.model.vocab_size == VOCAB_SIZE
             assert engine.memory
             assert engine.health().good
@@ -330,7 +332,7 @@ def test_an_engine_with_other_weights_does_not_go_on_with_answers(
 def test_the_log_of_an_engine_names_its_replica(model_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         for replica in (3, None):
-            transport = ProcessTransport("tests.engine.replica:build_broken", replica=replica)
+            transport = ProcessTransport("tests.engine.replica:build_broken", replica=replica, spawn=spawn_forked)
             with pytest.raises(EngineError):
                 await EngineClient(transport, make_config(model_path)).start()
 
@@ -350,7 +352,7 @@ def test_the_log_of_an_engine_names_its_replica(model_path: Path, capfd: pytest.
 )
 def test_an_engine_that_cannot_start_says_why(model_path: Path, entry: str, kind: type[Exception], text: str) -> None:
     async def main() -> None:
-        engine = EngineClient(ProcessTransport(f"tests.engine.replica:{entry}"), make_config(model_path))
+        engine = EngineClient(ProcessTransport(f"tests.engine.replica:{entry}", spawn=spawn_forked), make_config(model_path))
         with pytest.raises(kind, match=text):
             await engine.start()
         assert engine.pid is None
@@ -447,6 +449,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from cloister.engine import EngineClient, ProcessTransport
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import make_config
 
 async def main():

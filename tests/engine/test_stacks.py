@@ -14,6 +14,7 @@ from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.stacks import StackClusters, find_same, read_step_stack
 from cloister.types.request import Request
 from tests.cluster.test_replica_set import make_router
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import TRIGGER, make_config, make_request
 
 WRITTEN = """Thread 0x00007f869c0866c0 (most recent call first):
@@ -60,7 +61,9 @@ def test_a_replica_that_hangs_where_another_one_does_is_replaced_with_it(
     async def main() -> list[bool]:
         clients = [
             EngineClient(
-                ProcessTransport(f"tests.engine.replica:{name}", supervision=Supervision(look_every_s=60.0)),
+                ProcessTransport(
+                    f"tests.engine.replica:{name}", supervision=Supervision(look_every_s=60.0), spawn=spawn_forked
+                ),
                 make_config(model_path, stall_timeout_s=0.3),
             )
             for name in ("build_hanging", entry)

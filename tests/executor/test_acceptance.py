@@ -13,7 +13,7 @@ from tests.samplers import SAMPLERS, make_sampler
 from tests.thinning import cover, thin
 
 VOCAB = 6
-NUM_DRAWS = 20_000
+NUM_DRAWS = 8_000
 CHI_99_999 = {4: 28.47, 5: 30.86, 11: 42.88}
 """Quantiles at 0.99999 of the chi-square distribution by degrees of freedom."""
 P = np.array([0.05, 0.3, 0.0, 0.25, 0.3, 0.1], np.float32)
@@ -103,7 +103,7 @@ def test_leaving_out_a_rival_that_was_drawn_twice_would_be_seen():
         return [each for place, each in enumerate(found) if each.token not in [elder.token for elder in found[:place]]]
 
     found = verified(unique, 3)
-    assert chi_square([token for _, token in found], P) > 10 * CHI_99_999[4]
+    assert chi_square([token for _, token in found], P) > 4 * CHI_99_999[4]
 
 
 def test_verifying_with_the_numbers_of_drafting_would_be_seen():

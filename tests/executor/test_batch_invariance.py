@@ -30,7 +30,7 @@ PROGRAMS = [HistoryProgram, DrawingHistoryProgram][: 2 if KERNELS else 1]
 def requests():
     rng = np.random.default_rng(11)
     shared = rng.integers(0, VOCAB, 37).tolist()
-    for i in range(24):
+    for i in range(2 * len(RECIPES)):
         tail = rng.integers(0, VOCAB, int(rng.integers(1, 30))).tolist()
         sampling = SamplingParams(**RECIPES[i % len(RECIPES)], max_tokens=int(rng.integers(5, 40)), seed=i)
         yield Request(request_id=str(i), token_ids=(shared if i % 2 else []) + tail, sampling=sampling)

@@ -16,7 +16,7 @@ from cloister.types.images import ImageTile
 from tests.qwen_vl_factory import ARCHITECTURES, make_qwen_vl
 from tests.thinning import thin
 from tests.vision_factory import make_picture
-from tests.vision_serving import Served, make_request, place_tiles, score, serve_one
+from tests.vision_serving import ON_NATIVE_KERNELS, Served, make_request, place_tiles, score, serve_one
 
 PLACES = [2, 11, 12, 30]
 SIZES = [(70, 40), (24, 60), (30, 30), (100, 20)]
@@ -73,6 +73,7 @@ def test_company_forks_and_preemption_change_no_token(path: Path, make: Make, ex
     assert found["a", 0] == expected
 
 
+@ON_NATIVE_KERNELS
 def test_drafts_change_no_token(path: Path, make: Make) -> None:
     prompt, images = prompt_of(path)
     plain = serve_one(make(), prompt, images, max_tokens=30)
@@ -82,6 +83,7 @@ def test_drafts_change_no_token(path: Path, make: Make) -> None:
     assert drafting.speculation.num_accepted > 5
 
 
+@ON_NATIVE_KERNELS
 def test_the_same_images_are_a_prefix_hit_and_another_one_is_none(path: Path, make: Make, expected: list[int]) -> None:
     served = make(block_size=4)
     prompt, images = prompt_of(path)
@@ -95,6 +97,7 @@ def test_the_same_images_are_a_prefix_hit_and_another_one_is_none(path: Path, ma
     assert served.num_hit == images[3].offset // 4 * 4
 
 
+@ON_NATIVE_KERNELS
 def test_a_second_turn_finds_the_images_of_the_first(path: Path, make: Make, expected: list[int]) -> None:
     served = make(block_size=4)
     prompt, images = prompt_of(path)

@@ -19,7 +19,7 @@ from cloister.types.images import ImageTile
 from cloister.types.scope import Scope, ScopeKind
 from tests.thinning import thin
 from tests.vision_factory import NUM_TOKENS, make_picture, make_vision_model
-from tests.vision_serving import Served, make_request, place_tiles, serve_one
+from tests.vision_serving import ON_NATIVE_KERNELS, Served, make_request, place_tiles, serve_one
 
 PLACES = [2, 3, 11, 12, 30]
 
@@ -54,7 +54,7 @@ def expected(make: Make, tiles: list[bytes]) -> list[int]:
     return serve_one(make(), *prompt_of(tiles))
 
 
-@pytest.mark.parametrize("chunk", thin([1, 2, 3, 5, 7, 200], 3))
+@pytest.mark.parametrize("chunk", thin([1, 2, 3, 5, 7, 200], [3, 200]))
 def test_chunks_that_cut_an_image_change_no_token(chunk: int, make: Make, tiles: list[bytes], expected: list[int]) -> None:
     served = make(chunk=chunk, block_size=4, num_threads=2)
     assert serve_one(served, *prompt_of(tiles)) == expected
@@ -103,6 +103,7 @@ def test_company_forks_and_preemption_change_no_token(make: Make, tiles: list[by
     assert found["a", 0] == expected
 
 
+@ON_NATIVE_KERNELS
 def test_no_copy_of_embeddings_outlives_its_step(make: Make, tiles: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     served, given = make(chunk=9), []
     step = served.program.step
@@ -120,6 +121,7 @@ def test_no_copy_of_embeddings_outlives_its_step(make: Make, tiles: list[bytes],
     assert not any(embeddings.any() for embeddings in given)
 
 
+@ON_NATIVE_KERNELS
 def test_the_same_image_is_a_prefix_hit_and_another_one_is_none(make: Make, tiles: list[bytes], expected: list[int]) -> None:
     served = make(block_size=4)
     prompt, images = prompt_of(tiles)
@@ -151,6 +153,7 @@ def test_a_hit_that_ends_inside_an_image_changes_no_token(make: Make, tiles: lis
     assert served.num_hit
 
 
+@ON_NATIVE_KERNELS
 def test_another_scope_finds_no_image(make: Make, tiles: list[bytes]) -> None:
     served = make()
     prompt, images = prompt_of(tiles)

@@ -127,7 +127,12 @@ class Served:
         return {name: found[seq_id] for seq_id, name in names.items()}
 
 
-def wishes():
+def wishes(name):
+    """Every second request for torch, which computes ten times as long."""
+    return [wish for wish in all_wishes() if name.startswith("native") or wish.request_id in ("1", "3", "4", "5")]
+
+
+def all_wishes():
     rng = random.Random(3)
     shared = [rng.randrange(VOCAB) for _ in range(70)]
     for i in range(8):
@@ -153,14 +158,14 @@ def name(request):
 def expected(name):
     """Answers of requests that run alone, each prompt in one chunk, without hits and drafts."""
     answers = {}
-    for wish in wishes():
+    for wish in wishes(name):
         answers |= Served(name, max_tokens=200, prefix_cache=False).serve([wish])
     return answers
 
 
 def test_alone_is_what_a_loop_over_tokens_gives(name, expected):
     driver = Driver(program(name, KVLayout(200, BLOCK)), 200, BLOCK)
-    wish = next(wish for wish in wishes() if wish.sampling.temperature == 0 and wish.sampling.n == 1)
+    wish = next(wish for wish in wishes(name) if wish.sampling.temperature == 0 and wish.sampling.n == 1)
     tokens = list(wish.token_ids)
     for token in tokens:
         logits = driver.step({"a": [token]})["a"][-1]
@@ -174,30 +179,30 @@ def test_alone_is_what_a_loop_over_tokens_gives(name, expected):
 @pytest.mark.parametrize("max_tokens", thin([7, 24, 64], 1))
 def test_company_chunks_and_hits_change_no_bit(name, expected, max_tokens):
     served = Served(name, max_tokens=max_tokens)
-    assert served.serve(wishes()) == expected
+    assert served.serve(wishes(name)) == expected
     hits = served.num_hit
-    assert served.serve(wishes()) == expected
+    assert served.serve(wishes(name)) == expected
     assert served.num_hit > hits, "no prefix was found, so none was tried"
 
 
 def test_threads_change_no_bit(name, expected, monkeypatch):
     monkeypatch.setattr("cloister.backends.torch.schedule.WORTH_SHARING", 0.0)
-    assert Served(name, num_threads=2).serve(wishes()) == expected
+    assert Served(name, num_threads=2).serve(wishes(name)) == expected
 
 
 @pytest.mark.parametrize(("num_blocks", "num_states"), [(44, 60), (400, 6)])
 def test_preemption_changes_no_bit(name, expected, num_blocks, num_states):
     served = Served(name, num_blocks=num_blocks, num_states=num_states)
-    assert served.serve(wishes()) == expected
+    assert served.serve(wishes(name)) == expected
     assert served.num_preempted or name.endswith("pure") or num_states == 6
 
 
 @pytest.mark.parametrize("chains", [True, False])
 def test_drafts_change_no_bit(name, expected, chains):
-    answers = [[*wish.token_ids, *expected[wish.request_id, 0][0]] for wish in wishes()]
+    answers = [[*wish.token_ids, *expected[wish.request_id, 0][0]] for wish in wishes(name)]
     served = Served(name, answers=answers, chains=chains)
-    assert served.serve(wishes()) == expected
-    assert served.speculation.num_accepted > 50
+    assert served.serve(wishes(name)) == expected
+    assert served.speculation.num_accepted > (50 if name.startswith("native") else 20)
     assert served.speculation.num_accepted < served.speculation.num_drafted
 
 
@@ -213,13 +218,13 @@ def test_beams_find_the_same_answers(name):
     alone = [answer for request in requests for answer in answers(Served(name, prefix_cache=False), [request])]
     assert len(alone) == 6
     served = Served(name)
-    served.serve(list(wishes())[:3] + requests)
+    served.serve(wishes(name)[:3] + requests)
     assert sorted(answer.token_ids for answer in served.scheduler.take_answers()) == sorted(alone)
 
 
 def test_scopes_share_no_state(name):
     served = Served(name)
-    first = next(wishes())
+    first = wishes(name)[0]
     served.serve([replace_scope(first, b"a")])
     served.serve([replace_scope(first, b"b")])
     assert not served.num_hit
@@ -238,7 +243,7 @@ def replace_scope(request, salt):
 
 def test_states_are_wiped_when_nobody_holds_them(name):
     served = Served(name, prefix_cache=False, answers=[[1, 2, 3]])
-    served.serve(wishes())
+    served.serve(wishes(name))
     plan = served.scheduler.plan(100.0)
     if plan is not None:
         served.runner.run(plan)

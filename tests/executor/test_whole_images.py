@@ -18,7 +18,7 @@ from cloister.types.images import ImageTile
 from tests.gemma_vision_factory import NUM_TOKENS, make_gemma_vision
 from tests.thinning import thin
 from tests.vision_factory import make_picture
-from tests.vision_serving import Served, make_request, place_tiles, score, serve_one
+from tests.vision_serving import ON_NATIVE_KERNELS, Served, make_request, place_tiles, score, serve_one
 
 PLACES = [2, 3, 11, 12, 30]
 Prompt = tuple[list[int], tuple[ImageTile, ...]]
@@ -68,6 +68,7 @@ def test_an_image_sees_itself_whole(make: Make, tiles: list[bytes], expected: li
     assert "positions" in served.failures[0]
 
 
+@ON_NATIVE_KERNELS
 def test_a_step_without_time_takes_an_image_whole(make: Make, tiles: list[bytes], expected: list[int]) -> None:
     served = make(target_s=1e-6)
     serve_one(served, [7] * 30, ())  # from here on it knows that a step of 8 tokens takes longer
@@ -92,6 +93,7 @@ def test_company_forks_and_preemption_change_no_token(make: Make, tiles: list[by
     assert found["a", 0][:12] == expected
 
 
+@ON_NATIVE_KERNELS
 def test_drafts_change_no_token(make: Make, tiles: list[bytes]) -> None:
     prompt, images = prompt_of(tiles)
     plain = serve_one(make(), prompt, images, max_tokens=30)
@@ -104,6 +106,7 @@ def test_drafts_change_no_token(make: Make, tiles: list[bytes]) -> None:
     assert drafting.speculation.num_accepted > 5
 
 
+@ON_NATIVE_KERNELS
 @pytest.mark.parametrize("block_size", [3, 4])
 def test_a_hit_that_ends_inside_an_image_changes_no_token(
     block_size: int, make: Make, tiles: list[bytes], expected: list[int]

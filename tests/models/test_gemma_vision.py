@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cloister.models.image_processing import SquareProcessor, open_image_process
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.types.errors import ModelError
 from tests.gemma_vision_factory import IMAGE_TOKEN, NUM_TOKENS, SIDE, UNTYPED, make_gemma_vision
-from tests.thinning import cover
+from tests.thinning import thin
 from tests.vision_factory import make_picture
 from tests.vision_serving import Served, place_tiles, score, serve_one
 
@@ -62,7 +63,7 @@ FIELDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("backend", "fields"),
-    cover(["torch", "native"], FIELDS),
+    thin(product(["torch", "native"], FIELDS), [("torch", FIELDS[0]), *(("native", fields) for fields in FIELDS)]),
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
 )
 def test_the_tower_and_the_logits_are_those_of_transformers(backend: str, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_the_tower_and_the_logits_are_those_of_transformers(backend: str, fields
     with torch.no_grad():
         expected = theirs.get_image_features(pixels, return_dict=True).pooler_output.numpy()
     assert np.abs(np.stack([program.encode_image(image) for image in images]) - expected).max() <= 1e-4
-    served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=40)
+    served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=12)
     ids = torch.tensor([[*prompt, *served]])
     kinds = (ids == IMAGE_TOKEN).int()
     with torch.no_grad():
@@ -94,7 +95,7 @@ def test_the_tower_and_the_logits_are_those_of_transformers(backend: str, fields
     logits[:, IMAGE_TOKEN] -= 100
     best = logits.topk(2).values
     equal = (logits.argmax(-1) == ids[0, len(prompt) :]) | (best[:, 0] - best[:, 1] < 1e-4)
-    assert int(equal.sum()) == 40
+    assert int(equal.sum()) == len(served) == 12
 
 
 def test_names_of_published_checkpoints_are_read(path: Path, tmp_path: Path) -> None:

@@ -105,14 +105,14 @@ def test_the_tower_and_the_logits_are_those_of_transformers(
         expected = torch.cat(theirs.get_image_features(pixels, return_dict=True).pooler_output).numpy()
     prompt, images = place_tiles(list(range(5, 40)), tiles, [3, 4, 9, 17, 20, 21, 30, 34], vision.num_tokens)
     assert np.abs(np.concatenate([program.encode_image(image) for image in images]) - expected).max() <= 1e-4
-    served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=60)
+    served = serve_one(Served(path, backend=backend), prompt, images, max_tokens=16)
     ids = torch.tensor([[*prompt, *served]])
     with torch.no_grad():
         logits = theirs(input_ids=ids[:, :-1], pixel_values=pixels).logits[0, len(prompt) - 1 :]
     logits[:, VOCAB - 1] -= 100
     best = logits.topk(2).values
     equal = (logits.argmax(-1) == ids[0, len(prompt) :]) | (best[:, 0] - best[:, 1] < 1e-4)
-    assert int(equal.sum()) == 60
+    assert int(equal.sum()) == len(served) == 16
     assert len(set(served)) > 3
 
 

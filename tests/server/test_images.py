@@ -28,7 +28,7 @@ from cloister.engine import EngineClient, ThreadTransport
 from cloister.launch.engine import build_engine
 from cloister.policy import Policy
 from cloister.server import image_decoding, images
-from cloister.server.image_child import Fault, decode
+from cloister.server.image_child import DAMAGED, TOO_LARGE, UNKNOWN_FORMAT, Fault, decode
 from cloister.server.images import ImageReader
 from cloister.server.responses.keeping import ResponseStore
 from cloister.text import Tokenizer
@@ -204,11 +204,25 @@ BAD: dict[str, tuple[str, str]] = {
 }
 
 
-DECODED_TOO = ("header cut off", "a bomb under Pillow's limit", "a bomb between Pillow's limits", "text", "nothing")
-"""Whose like is among the others, and which a process of its own finds out."""
+FAULTS = {
+    "cut off": DAMAGED, "header is damaged": UNKNOWN_FORMAT, "none of PNG": UNKNOWN_FORMAT,
+    "million pixels": TOO_LARGE, "65,535 on a side": TOO_LARGE,
+}  # fmt: skip
+"""By what the refusal says."""
+DECODED = [name for name, (_, says) in BAD.items() if says in FAULTS]
+ASKED_TOO = ("cut off", "a bomb", "a column of 65,536 pixels", "another format")
+"""One of each refusal: a process of its own finds each out."""
 
 
-@pytest.mark.parametrize("name", thin(BAD, [name for name in BAD if name not in DECODED_TOO]))
+@pytest.mark.parametrize("name", DECODED)
+def test_a_bad_image_has_the_fault_that_its_refusal_names(name: str) -> None:
+    url, says = BAD[name]
+    with pytest.raises(Fault) as raised:
+        decode(base64.b64decode(url.partition(",")[2]))
+    assert raised.value.number == FAULTS[says]
+
+
+@pytest.mark.parametrize("name", thin(BAD, [name for name in BAD if name not in DECODED or name in ASKED_TOO]))
 def test_a_bad_image_is_refused_in_one_line(name: str, server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     url, says = BAD[name]
     with caplog.at_level(logging.DEBUG, "cloister"):

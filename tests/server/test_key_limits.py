@@ -31,7 +31,7 @@ CONFIG = ServerConfig(port=0, api_keys="keys.json", drain_timeout_s=1.0)
 @contextmanager
 def limited(model_path, limits: KeyQuota, engine: ScriptedEngine | None = None, start=start_speaking):
     """A server and a client whose key has the limits."""
-    credentials, key = Credentials.empty().add("ann", limits=limits)
+    credentials, key = Credentials.empty().add("ann", limits=limits, is_operator=True)
     gate = make_gate("team", credentials)
     run = (
         serving(model_path, lambda: start(model_path), gate=gate, config=CONFIG)

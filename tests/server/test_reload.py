@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 
+from cloister.cli import main
 from cloister.policy import Credentials
 from cloister.policy.keyfile import write_credentials
 from cloister.server.reload import Reloader, WatchedFiles
 from cloister.types.errors import ConfigError
 from tests.serving import ServeProcess
-
-ROOT = Path(__file__).parents[2]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -42,7 +39,7 @@ def test_a_running_server_follows_its_keys_without_dropping_a_stream(tmp_path):
     credentials, ann = Credentials.empty().add("ann")
     credentials, bob = credentials.add("bob")
     write_credentials(path, credentials)
-    with ServeProcess("--api-keys", str(path), "--max-num-seqs", "2") as running:
+    with ServeProcess("--api-keys", str(path), "--max-num-seqs", "2", "--num-threads", "1") as running:
         url, process = running.url, running.process
         assert status(url, ann) == status(url, bob) == 200
         body = {"model": "cloister-5m", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -112,11 +109,11 @@ def test_a_signal_reads_again_what_did_not_change(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{}"])
-def test_a_server_with_a_broken_key_file_does_not_start(tmp_path, content):
+def test_a_server_with_a_broken_key_file_does_not_start(tmp_path, capsys, content):
     path = tmp_path / "keys.json"
     path.touch(mode=0o600)
     path.write_text(content)
-    command = [sys.executable, "-m", "cloister.cli", "serve", "cloister-5m", "--port", "0", "--api-keys", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert ended.returncode != 0
-    assert "is broken" in ended.stdout + ended.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "cloister-5m", "--port", "0", "--api-keys", str(path)])
+    assert ended.value.code != 0
+    assert "is broken" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from jsonschema import Draft202012Validator
 
 from cloister.cli import cluster, main
 from cloister.cluster import ROUTERS, ReplicaSet
+from cloister.cluster.rolling_update import Release
 from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ThreadTransport
 from cloister.kv import PrefixKeys
@@ -40,12 +42,20 @@ def make_router(model: ModelInfo, name: str = "least_load") -> Router:
 def served_by_two(
     path: Path, gate: Gate | None = None, *, has_releases: bool = True, router: str = "least_load"
 ) -> Iterator[RunningServer]:
-    def make(index: int = 0, lora: str | None = None) -> EngineClient:
-        return EngineClient(ThreadTransport(make_replica(path, SpeakingRunner("ok")).core), make_config(path))
+    def make(model: str, index: int = 0, lora: str | None = None) -> EngineClient:
+        weights, says = (0, "ok") if model == "old" else (1, "new")
+        core = make_replica(path, SpeakingRunner(says), weights=weights).core
+        return EngineClient(ThreadTransport(core), make_config(path))
+
+    def make_release(model: str) -> Release:
+        return Release(model, partial(make, model))
 
     async def start() -> ReplicaSet:
         replicas = ReplicaSet(
-            [make(), make()], partial(make_router, name=router), make_release=(lambda: make) if has_releases else None
+            [make("old"), make("old")],
+            partial(make_router, name=router),
+            release=make_release("old") if has_releases else None,
+            make_release=make_release if has_releases else None,
         )
         await replicas.start()
         return replicas
@@ -130,8 +140,16 @@ def test_only_operators_update_replicas_and_strict_profiles_refuse_it(model_path
     credentials, operator_key = credentials.add("boss", is_operator=True)
     with served_by_two(model_path, make_gate(profile, credentials)) as server:
         url = f"{server.url}{PATH}/update"
-        refused = httpx.post(url, headers={"authorization": f"Bearer {key}"})
-        assert "only an operator" in check_error(refused, 403)["message"]
+        for user, why in (
+            (key, "only an operator"),
+            *([(operator_key, "T6.closed-source.update")] if profile == "private" else []),
+        ):
+            headers = {"authorization": f"Bearer {user}"}
+            for refused in (
+                httpx.post(url, headers=headers),
+                httpx.post(f"{url}_weights", json={"model": "cloister-5m"}, headers=headers),
+            ):
+                assert why in check_error(refused, 403)["message"]
         by_operator = httpx.post(url, headers={"authorization": f"Bearer {operator_key}"})
         if profile == "private":
             assert check_error(by_operator, 403)["message"].startswith("T6.closed-source.update.private")
@@ -144,7 +162,7 @@ def test_the_command_line_updates_all_replicas_and_says_how_that_ended(
 ) -> None:
     with served_by_two(model_path) as server:
         status, out, _ = run(capsys, "update", server.url)
-        assert (status, out) == (0, "replica 0 has a new engine\nreplica 1 has a new engine\n")
+        assert (status, out.splitlines()[-1]) == (0, "2 of 2 replicas have a new engine")
         assert httpx.get(server.url + PATH).json()["update"] == {
             "state": "done",
             "num_updated": 2,
@@ -155,9 +173,56 @@ def test_the_command_line_updates_all_replicas_and_says_how_that_ended(
         body = {"model": "history", "prompt": "a", "max_tokens": 1}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
         httpx.post(f"{server.url}{PATH}/0/drain")
-        status, out, err = run(capsys, "update", server.url)
+        assert run(capsys, "update", server.url)[0] == 0
+        assert [each["state"] for each in list_replicas(server)] == ["drained", "running"]
+
+
+def write_model_with(path: Path, source: Path, **tokenizer_config: object) -> Path:
+    shutil.copytree(source, path)
+    settings = json.loads((path / "tokenizer_config.json").read_text()) if (path / "tokenizer_config.json").exists() else {}
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, **tokenizer_config}))
+    return path
+
+
+def test_the_command_line_names_other_weights_and_answers_say_which_they_are_of(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"model": "history", "prompt": "a", "max_tokens": 3}
+    chat = {"model": "history", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    with served_by_two(model_path) as server:
+
+        def ask(route: str, body: dict[str, object]) -> tuple[str, str]:
+            reply = httpx.post(f"{server.url}/v1/{route}", json=body).json()
+            (choice,) = reply["choices"]
+            return reply["system_fingerprint"], choice.get("text") or choice["message"]["content"]
+
+        assert ask("completions", body)[1] == "oko"
+        new = write_model_with(tmp_path / "new", model_path)
+        status, out, _ = run(capsys, "update", server.url, "--model", str(new))
+        assert (status, out.splitlines()[-1]) == (0, "2 of 2 replicas have a new engine")
+        assert ask("completions", body) == ("weights 1", "new")
+        assert ask("chat/completions", chat) == ("weights 1", "new")
+        lines = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}).text.splitlines()
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert {piece["system_fingerprint"] for piece in pieces} == {"weights 1"}
+        assert 'fingerprint="weights 1"' in httpx.get(f"{server.url}/metrics").text
+        status, _, err = run(capsys, "update", server.url, "--model", str(new))  # they are served already
         assert status == 1
-        assert "1 of 2 replicas have a new engine, the others keep theirs; replica 1: no other replica is left" in err
+        assert "the same weights and formats as the others" in err
+
+
+def test_weights_that_are_not_here_or_read_text_otherwise_are_refused_before_anything_starts(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_model_with(tmp_path / "other", model_path, add_bos_token=True)
+    (other / "chat_template.jinja").write_text("{{ messages }}!")
+    with served_by_two(model_path) as server:
+        err = " ".join(run(capsys, "update", server.url, "--model", str(other))[2].split())
+        assert "has another tokenizer and another chat template than the model that is served" in err
+        assert "there is no model 'nowhere'" in run(capsys, "update", server.url, "--model", "nowhere")[2]
+        error = check_error(httpx.post(f"{server.url}{PATH}/update_weights", json={"weights": "new"}), 400)
+        assert "weights" in error["message"]
+        assert httpx.get(server.url + PATH).json()["update"] is None
 
 
 def test_ctrl_c_ends_the_command_and_not_the_update(
@@ -230,12 +295,11 @@ def test_a_table_without_load_says_that_the_profile_withholds_it(
     assert "the profile shows no load" in err
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path, path: str) -> None:
+def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path) -> None:
+    numbers = itertools.count()
     with served_by_two(model_path, router="prefix_aware") as server:
-        numbers = itertools.count()
 
-        def ask_some(prompt_cache_key: str | None) -> set[int]:
+        def ask_some(path: str, prompt_cache_key: str | None = None) -> set[int]:
             """Sends prompts that have nothing in common; returns which replicas got them."""
             before = [each["load"]["num_routed"] for each in list_replicas(server)]
             for _ in range(10):
@@ -246,6 +310,7 @@ def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path, 
                 assert reply.status_code == 200, reply.text
             return {each["replica"] for each in list_replicas(server) if each["load"]["num_routed"] > before[each["replica"]]}
 
-        assert ask_some(None) == {0, 1}
-        [home] = ask_some("a conversation")
-        assert ask_some("a conversation") == {home}
+        assert ask_some("/v1/completions") == {0, 1}
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+            [home] = ask_some(path, f"a conversation over {path}")
+            assert ask_some(path, f"a conversation over {path}") == {home}

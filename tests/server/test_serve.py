@@ -97,14 +97,6 @@ def test_what_does_not_end_in_time_is_ended_with_a_reply(model_path, stream):
             assert asking.reply.json()["error"]["code"] == "engine_error"
 
 
-def test_a_server_that_is_still_loading_stops_at_once(model_path):
-    with process(model_path, step_s=2) as running:
-        assert running.stdout.readline() == "loading\n"
-        running.terminate()
-        assert running.wait(60) == 0
-        assert running.stdout.read() == ""
-
-
 def test_a_start_that_fails_after_the_signal_to_stop_leaves_no_traceback():
     complaints = []
 
@@ -125,7 +117,7 @@ def test_a_start_that_fails_after_the_signal_to_stop_leaves_no_traceback():
     assert complaints == []
 
 
-def test_a_signal_to_read_again_does_not_end_a_server_that_is_still_loading(model_path):
+def test_a_server_that_is_still_loading_goes_on_after_a_signal_to_read_again_and_stops_at_once_when_told(model_path):
     with process(model_path, step_s=2) as running:
         assert running.stdout.readline() == "loading\n"
         running.send_signal(signal.SIGHUP)
@@ -133,6 +125,7 @@ def test_a_signal_to_read_again_does_not_end_a_server_that_is_still_loading(mode
             running.wait(0.5)
         running.terminate()
         assert running.wait(60) == 0
+        assert running.stdout.read() == ""
 
 
 def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(model_path):

@@ -54,7 +54,17 @@ def test_an_operator_sees_what_each_tenant_did_and_a_tenant_sees_nothing(model_p
         ]
         error = check_error(clients["ann"].get(PATH), 403)
         assert "only an operator" in error["message"]
-        assert "bob" not in clients["ann"].get("/metrics").text
+        assert "bob" not in clients["boss"].get("/metrics").text
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/history", "/load"])
+@pytest.mark.parametrize("profile", ["open", "team"])
+def test_figures_that_move_with_the_requests_of_other_tenants_are_for_operators(
+    model_path: Path, path: str, profile: str
+) -> None:
+    with served(model_path, profile) as clients:
+        assert "only an operator" in check_error(clients["ann"].get(path), 403)["message"]
+        assert clients["boss"].get(path).status_code == 200
 
 
 @pytest.mark.parametrize("profile", ["private", "paranoid"])

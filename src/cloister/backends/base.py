@@ -56,10 +56,11 @@ import numpy.typing as npt
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.kv_planes import KVPlane
+from cloister.backends.ranges import KVRanges, RangeLayout, has_plain_kv
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor
-from cloister.types.errors import EngineError
+from cloister.types.errors import ConfigError, EngineError
 from cloister.types.images import ImageTile
 from cloister.types.layerwise import CellLayout
 from cloister.types.registry import Registry
@@ -190,11 +191,13 @@ class KVLayout:
         num_blocks: blocks of all sequences together, of all groups; they are numbered through, group after group.
         block_size: positions in a block, 1 to 256.
         groups: of layers; empty for one group of all layers.
+        ranges: addresses at which sequences see their blocks one after the other; None: only block tables say where they are.
     """
 
     num_blocks: int
     block_size: int
     groups: tuple[KVGroup, ...] = ()
+    ranges: RangeLayout | None = None
 
     @classmethod
     def of_groups(cls, groups: Sequence[KVGroup], block_size: int) -> KVLayout:
@@ -360,10 +363,13 @@ class Program(ABC):
     Attributes:
         capabilities: what it can do beside computing logits.
         cells: memory of single layers in its blocks (LAYERWISE); None without it.
+        ranges: maps blocks to the addresses of sequences, where its layout has those; a block table may then name a block by
+            its number there. Every other method takes numbers below `KVLayout.num_blocks`.
     """
 
     capabilities: Capability = Capability(0)
     cells: CellLayout | None = None
+    ranges: KVRanges | None = None
 
     @abstractmethod
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
@@ -518,6 +524,21 @@ def plan_cells(spec: DecoderSpec, kv: KVLayout, layer_bytes: Sequence[int]) -> C
     return CellLayout(len(spec.layers), kv.num_blocks, -(-residual_bytes // layer_bytes[0]), spec.hidden_size)
 
 
+NO_RANGES: Final = (
+    "--kv-layout virtual needs the back end native or torch on a CPU, a model whose layers all keep keys and values of every "
+    "position (no windows, states or latents), and no --kv-dtype kivi2; leave it out"
+)
+
+
+def check_ranges(spec: DecoderSpec, kv: KVLayout) -> None:
+    """Raises ConfigError where a layout has ranges, and KV of a decoder cannot have them."""
+    if kv.ranges is None:
+        return
+    one_group = len(kv.groups) <= 1 and all(group.window is None and not group.is_state for group in kv.groups)
+    if not (has_plain_kv(spec) and one_group):
+        raise ConfigError(NO_RANGES, param="kv_layout")
+
+
 def check_contents(block_ids: Sequence[int], sizes: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
     """Raises ValueError unless there are contents for each block, as many bytes as it has."""
     if len(contents) != len(block_ids) or any(len(each) != size for each, size in zip(contents, sizes, strict=False)):
@@ -546,6 +567,8 @@ class MemoryNeed:
         draft_state_bytes: of the copies of states that one node of the largest token tree of a step reads.
         recent_window: newest positions whose keys and values are kept unpacked too (`KVGroup.is_recent`); 0 for none.
         recent_layer_bytes: of one block of those in each layer.
+        range_block_bytes: of one block in every layer, padded to whole pages, where sequences have address ranges
+            (`KVLayout.ranges`); 0 where the program has none.
     """
 
     weights_bytes: int
@@ -559,6 +582,7 @@ class MemoryNeed:
     draft_state_bytes: int = 0
     recent_window: int = 0
     recent_layer_bytes: tuple[int, ...] = ()
+    range_block_bytes: int = 0
 
     @property
     def unpacked_block_bytes(self) -> int:

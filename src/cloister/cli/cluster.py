@@ -26,6 +26,8 @@ DRAIN_TIMEOUT_S: Final = 75.0
 UPDATE_TIMEOUT_S: Final = 900.0
 """Longest update of one replica: a server gives up its start after ten minutes."""
 UPDATE_POLL_S: Final = 0.2
+CHECK_TIMEOUT_S: Final = 45.0
+"""A server reads the tokenizer of other weights before it replies."""
 _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 
 ServerUrl = Annotated[str, typer.Argument(help="Address of the server.", metavar="[URL]")]
@@ -85,13 +87,25 @@ def _row(replica: dict[str, Any]) -> tuple[object, ...]:
 def _print_update(update: dict[str, Any] | None) -> None:
     if update is not None:
         why = f": {update['error']}" if update["error"] else ""
-        print_line(f"update {update['state']}, {update['num_updated']} of {update['num_replicas']} replicas{why}")
+        print_line(
+            f"update {update['state'].replace('_', ' ')}, {update['num_updated']} of {update['num_replicas']} replicas{why}"
+        )
 
 
 @app.command()
-def update(url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
+def update(
+    url: ServerUrl = LOCAL_URL,
+    api_key_file: ApiKeyFile = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Other weights, as the server's machine has them: a name, a directory or a file.", metavar="NAME"),
+    ] = None,
+) -> None:
     """Give every replica a new engine, one after another, which starts from what is installed now. No request is lost."""
-    found = _ask("POST", url, "/v1/replicas/update", api_key_file)
+    if model is None:
+        found = _ask("POST", url, "/v1/replicas/update", api_key_file)
+    else:
+        found = _ask("POST", url, "/v1/replicas/update_weights", api_key_file, CHECK_TIMEOUT_S, {"model": model})
     try:
         found = _follow_update(found, url, api_key_file)
     except KeyboardInterrupt:
@@ -106,15 +120,17 @@ def update(url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
 
 
 def _follow_update(found: dict[str, Any], url: str, api_key_file: Path | None) -> dict[str, Any]:
-    """Names each replica that has a new engine; returns the update's last report."""
+    """Says what changes; returns the update's last report."""
     give_up_s = time.monotonic() + found["num_replicas"] * UPDATE_TIMEOUT_S
-    num_updated = 0
-    while found["state"] == "running" and time.monotonic() < give_up_s:
+    seen = 0, "running"
+    while found["state"] in ("running", "rolling_back") and time.monotonic() < give_up_s:
         time.sleep(UPDATE_POLL_S)
         found = _ask("GET", url, "/v1/replicas", api_key_file)["update"]
-        for index in range(num_updated, found["num_updated"]):
-            print_line(f"replica {index} has a new engine")
-        num_updated = found["num_updated"]
+        if found["state"] == "rolling_back" != seen[1]:
+            print_line(f"it failed, and the weights from before come back: {found['error']}")
+        if found["num_updated"] != seen[0]:
+            print_line(f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine")
+        seen = found["num_updated"], found["state"]
     return found
 
 
@@ -134,7 +150,14 @@ def give_back(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: A
     print_line(f"replica {replica} gets requests again")
 
 
-def _ask(method: str, url: str, path: str, api_key_file: Path | None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+def _ask(
+    method: str,
+    url: str,
+    path: str,
+    api_key_file: Path | None,
+    timeout_s: float = TIMEOUT_S,
+    body: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """Returns the reply of a server.
 
     Raises:
@@ -151,7 +174,7 @@ def _ask(method: str, url: str, path: str, api_key_file: Path | None, timeout_s:
         raise ConfigError(f"{api_key_file} holds no API key; it has one line, the key", param="api_key_file")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        reply = httpx.request(method, address + path, headers=headers, timeout=timeout_s)
+        reply = httpx.request(method, address + path, headers=headers, timeout=timeout_s, json=body)
     except (httpx.HTTPError, httpx.InvalidURL):
         raise ConfigError(f"no server answers at {url}; start one with `cloister serve`", param="url") from None
     if reply.status_code == httpx.codes.UNAUTHORIZED:

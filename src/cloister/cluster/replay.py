@@ -48,8 +48,8 @@ def find_odd(answers: Mapping[int, Answer]) -> int | None:
 class _Recorder:
     """Takes an answer on its way to its client."""
 
-    def __init__(self, request: Request, replica: int, sink: Sink) -> None:
-        self.request, self.replica = request, replica
+    def __init__(self, request: Request, sink: Sink, replica: int = 0, client: EngineClient | None = None) -> None:
+        self.request, self.replica, self.client = request, replica, client
         self.ends: list[FinishReason] = []
         self._tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._sink = sink
@@ -73,7 +73,7 @@ class _Recorder:
 
 async def compute_answer(client: EngineClient, request: Request) -> Answer | None:
     """Has an engine compute a request; returns None if it does not come to its end."""
-    recorder = _Recorder(request, 0, lambda output: None)
+    recorder = _Recorder(request, lambda output: None)
     try:
         await client.follow(request, recorder.take)
     except CloisterError:
@@ -84,8 +84,8 @@ async def compute_answer(client: EngineClient, request: Request) -> Answer | Non
 class ReplayVerifier:
     """Chooses requests, computes them again and compares.
 
-    One request at a time, and only where nothing waits. If two replicas differ, a third one computes the request too, and the
-    odd one is drained.
+    Only replicas with the same weights are compared (`cluster.rolling_update`). One request at a time, and only where nothing
+    waits. If two replicas differ, a third one computes the request too, and the odd one is drained.
 
     Args:
         rate: share of the requests with one possible answer.
@@ -110,7 +110,7 @@ class ReplayVerifier:
         """Returns what takes the outputs of a request in place of its sink."""
         if not may_replay(request) or self._draw.random() >= self._rate:
             return sink
-        recorder = self._recorders[request.request_id] = _Recorder(request, replica, sink)
+        recorder = self._recorders[request.request_id] = _Recorder(request, sink, replica, self._replicas[replica])
 
         def take(output: SequenceOutput) -> None:
             recorder.take(output)
@@ -142,25 +142,26 @@ class ReplayVerifier:
 
     async def _verify(self, found: _Recorder) -> None:
         try:
-            answers = {found.replica: found.answer}
-            for index in self._draw_voters(found.replica):
-                again = await self._compute_again(found.request, index)
+            assert found.client is not None
+            answers, clients = {found.replica: found.answer}, {found.replica: found.client}
+            for index, client in self._draw_voters(found.replica, found.client):
+                again = await self._compute_again(found.request, index) if self._replicas[index] is client else None
                 if again is None or (again == found.answer and len(answers) == 1):
                     return
-                answers[index] = again
-            if len(answers) > 1:
+                answers[index], clients[index] = again, client
+            if len(answers) > 1 and all(self._replicas[index] is client for index, client in clients.items()):
                 self._judge(answers)
         finally:
             self._task = None
 
-    def _draw_voters(self, replica: int) -> list[int]:
-        """Returns up to two other replicas that have nothing better to do."""
-        snapshots = [client.snapshot(index) for index, client in enumerate(self._replicas)]
-        free = [
-            s.index
-            for s in snapshots
-            if s.index != replica and s.index not in self.odd and s.is_accepting and not s.num_waiting
-        ]
+    def _draw_voters(self, replica: int, computed: EngineClient) -> list[tuple[int, EngineClient]]:
+        """Returns up to two other replicas of the weights that `computed` has, which have nothing better to do."""
+        free = []
+        for index, client in enumerate(self._replicas):
+            snapshot = client.snapshot(index)
+            is_free = snapshot.is_accepting and not snapshot.num_waiting
+            if index != replica and index not in self.odd and is_free and client.fingerprint == computed.fingerprint:
+                free.append((index, client))
         return self._draw.sample(free, min(2, len(free)))
 
     async def compute(self, request: Request, index: int) -> Answer | None:

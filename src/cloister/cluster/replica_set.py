@@ -20,7 +20,7 @@ from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredic
 from cloister.cluster.migration import LoadBalancer
 from cloister.cluster.replay import Answer, ReplayVerifier
 from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
-from cloister.cluster.rolling_update import MakeClient, RollingUpdate
+from cloister.cluster.rolling_update import Release, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
@@ -127,7 +127,8 @@ class ReplicaSet(RequestClient):
 
     A request stays with its replica unless it is moved: after its first token from one that prefills to one that decodes, and
     by `migrate`. If its replica is lost, another one that accepts requests continues it with the next token; if there is
-    none, it waits until its own is restarted.
+    none, it waits until its own is restarted. While an update gives replicas other weights, an answer that has begun stays
+    with replicas that have its weights (`cluster.rolling_update`).
 
     Args:
         replicas: a client for each engine, all with the same settings; at least one.
@@ -137,7 +138,8 @@ class ReplicaSet(RequestClient):
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
         draw: chooses those.
         make_predictor: makes a predictor of lengths, if the router asks for one.
-        make_release: called for each rolling update, returns what makes clients of new engines; None if there can be none.
+        release: what `replicas` were made of; None if there can be no update.
+        make_release: called for each rolling update with the setting `model`, returns what makes clients of new engines.
     """
 
     adapters: ReplicaAdapters
@@ -153,12 +155,14 @@ class ReplicaSet(RequestClient):
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
         make_predictor: MakePredictor = make_length_curves,
-        make_release: Callable[[], MakeClient] | None = None,
+        release: Release | None = None,
+        make_release: Callable[[str], Release] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._replicas = list(replicas)
         self.adapters = ReplicaAdapters(self._replicas)
-        self._make_release = make_release
+        self._release, self._make_release = release, make_release
+        self._wanted: str | None = None  # the weights of new requests, since replicas have had others too
         self._update: RollingUpdate | None = None
         self._make_router = make_router
         self._config = config
@@ -385,10 +389,25 @@ class ReplicaSet(RequestClient):
     def _is_accepting(self, index: int) -> bool:
         return self._snapshot(index).is_accepting
 
-    def _accepting(self, but: int | None = None) -> list[ReplicaSnapshot]:
+    def _able(self, found: InFlightRequest | None = None, but: int | None = None) -> list[ReplicaSnapshot]:
+        """Returns the replicas that a request may go to: those that have the weights of its answer if that has begun, else
+        those that have the weights of new requests, or all if none of these accepts any."""
+        if found is not None and found.is_begun:
+            return self._accepting(but, found.stats.fingerprint)
+        return (self._accepting(but, self._wanted) if self._wanted is not None else []) or self._accepting(but)
+
+    def _accepting(self, but: int | None = None, weights: str | None = None) -> list[ReplicaSnapshot]:
         """Returns the replicas that requests may go to, without slow ones, and without idle ones that need not be started
-        because another one of the same role runs and has no request."""
-        accepting = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and snapshot.index != but]
+        because another one of the same role runs and has no request.
+
+        Args:
+            weights: their fingerprint; None for any.
+        """
+        accepting = [
+            snapshot
+            for snapshot in self.snapshots()
+            if snapshot.is_accepting and snapshot.index != but and weights in (None, self._replicas[snapshot.index].fingerprint)
+        ]
         if accepting and self._avoids_slow:
             accepting = self._speeds.choose(accepting, self._clock.now())
         unused = {snapshot.role for snapshot in accepting if not (snapshot.is_idle or snapshot.num_requests)}
@@ -396,7 +415,7 @@ class ReplicaSet(RequestClient):
 
     def _place(self, request: Request) -> RoutingDecision:
         """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
-        accepting = self._accepting()
+        accepting = self._able()
         if accepting and self._router is not None:
             return self._router.place(request, accepting)
         others = [i for i in range(len(self._replicas)) if i not in self._draining | self._verifier.odd]
@@ -422,7 +441,7 @@ class ReplicaSet(RequestClient):
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
         if self._verifier.has_sent(found.request.request_id):
             return False  # it asks this replica, and waits for its next engine
-        placement = self._find_place(found, self._accepting())
+        placement = self._find_place(found, self._able(found))
         if placement is None:
             return False
         self._shadow_moves.stop(found.request.request_id)
@@ -461,8 +480,8 @@ class ReplicaSet(RequestClient):
         Where engines can load KV from each other, the target loads what there is. Then it computes the request too, while the
         source goes on; once it has said as much as the source, the source is told to stop. A target that stays behind begins
         anew when the source has just filled a block, which it can load: then it has least to compute. An idle target is
-        started first. Returns False if the request has ended or moved meanwhile, is being moved, or the target does not accept
-        it.
+        started first. Returns False if the request has ended or moved meanwhile, is being moved, the target does not accept
+        it, or has other weights than those with which the answer has begun.
         """
         source = self._places.get(request_id)
         if source is None or source == target or request_id in self._moving or not self._is_accepting(target):
@@ -476,7 +495,10 @@ class ReplicaSet(RequestClient):
     async def _move(self, request_id: str, source: int, target: int) -> bool:
         if not await self._replicas[target].wake(WAKE_TIMEOUT_S):
             return False
+        has_copied = False
         for attempt in range(MAX_SHADOWS):
+            if self._replicas[source].fingerprint != self._replicas[target].fingerprint:
+                break  # there is no KV to load, and nothing that both would say
             has_copied = await self._copy_kv(request_id, source, target)
             if self._replicas[source].find(request_id) is not None:
                 await self._wait_for_step(source)  # its next token comes as late as can be
@@ -539,6 +561,9 @@ class ReplicaSet(RequestClient):
     def _migrate(self, request_id: str, source: int, target: int, *, loads_kv: bool = True) -> bool:
         """Moves a request at once; returns False if it has ended."""
         self._shadow_moves.stop(request_id)
+        waiting = self._replicas[source].find(request_id)
+        if waiting is not None and waiting.is_begun and waiting.stats.fingerprint != self._replicas[target].fingerprint:
+            return False
         found = self._replicas[source].detach_request(request_id)
         if found is None:
             return False
@@ -568,7 +593,7 @@ class ReplicaSet(RequestClient):
     def _place_decode(self, index: int, found: InFlightRequest) -> None:
         request_id = found.request.request_id
         assert self._router is not None
-        target = self._router.place_decode(found.request, self._accepting(but=index))
+        target = self._router.place_decode(found.request, self._able(found, but=index))
         if target is not None:
             self._migrate(request_id, index, target)
         elif found.is_prefilled:  # it goes on where it is
@@ -605,7 +630,7 @@ class ReplicaSet(RequestClient):
 
     async def _move_away(self, request: RequestSnapshot, index: int) -> None:
         found = self._replicas[index].find(request.request_id)
-        placement = None if found is None else self._find_place(found, self._accepting(but=index))
+        placement = None if found is None else self._find_place(found, self._able(found, but=index))
         if placement is not None and await self.migrate(request.request_id, placement.index) and placement.hands_off:
             self._handing_off[placement.index].add(request.request_id)
 
@@ -615,20 +640,23 @@ class ReplicaSet(RequestClient):
 
     # Rolling update (`cluster.rolling_update.UpdatableReplicas`)
 
-    def update_replicas(self) -> None:
-        if self._make_release is None:
+    def update_replicas(self, model: str | None = None) -> None:
+        if self._make_release is None or self._release is None:
             raise InvalidRequestError("these replicas are on other machines; start another server for the update", param="on")
         if self._update is not None and self._update.progress.is_running:
             raise InvalidRequestError("an update is under way; `cloister cluster status` shows how far it is")
-        self._update = RollingUpdate(self, self._make_release())
+        release = self._make_release(self._release.model if model is None else model)
+        self._update = RollingUpdate(self, release, None if model is None else self._release)
         self.adapters.are_fixed = True
-        self._begin(self._run_update(self._update), "rolling update")
+        self._begin(self._run_update(self._update, release), "rolling update")
 
-    async def _run_update(self, update: RollingUpdate) -> None:
+    async def _run_update(self, update: RollingUpdate, release: Release) -> None:
         try:
             await update.run()
         finally:
             self.adapters.are_fixed = False
+        if not update.progress.error:
+            self._release = release
 
     @property
     def update_progress(self) -> UpdateProgress | None:
@@ -643,6 +671,12 @@ class ReplicaSet(RequestClient):
 
     def is_drained(self, index: int) -> bool:
         return index in self._draining
+
+    def num_lost(self, index: int) -> int:
+        return self._replicas[index].num_lost
+
+    def prefer_weights(self, model: ModelInfo) -> None:
+        self.model, self._wanted = model, model.fingerprint
 
     async def compute_reference(self, request: Request) -> Answer | None:
         well = [snapshot for snapshot in self.snapshots() if snapshot.is_accepting and not snapshot.is_idle]
@@ -664,10 +698,12 @@ class ReplicaSet(RequestClient):
     # Levelling
 
     async def _rebalance(self) -> None:
-        """Asks the controllers regularly, and does what they say."""
+        """Asks the controllers regularly, and does what they say; nothing while an update moves requests."""
         balancer, flips = LoadBalancer(), RoleFlipper()
         while True:
             await asyncio.sleep(REBALANCE_EVERY_S)
+            if self._update is not None and self._update.progress.is_running:
+                continue
             now = asyncio.get_running_loop().time()
             replicas = self.snapshots()
             requests = {

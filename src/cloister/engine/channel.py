@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from cloister.engine.kv_pool import PoolSeat
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import EngineMessage, FrontMessage
@@ -43,6 +44,8 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
         kv_secret: what all engines that exchange KV know, and nobody else; None: this one does not.
         replica: its index among several replicas, for the log; None: it is the only engine.
         is_restart: an engine before this one was ready, so a KV tier that cannot be used any more is left out.
+        kv_pool: its seat in the memory that engines share for KV, whose descriptor is the last one that comes along; None: it
+            has none.
     """
 
     entry: str
@@ -52,6 +55,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     kv_secret: bytes | None = None
     is_restart: bool = False
     replica: int | None = None
+    kv_pool: PoolSeat | None = None
 
     def __repr__(self) -> str:
         """Shows no secret."""
@@ -127,10 +131,11 @@ class MessageStream:
 
 
 def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
-    """Like `receive_blocking`, for the first frame, which carries descriptors: a pipe for stacks, and perhaps a listener."""
+    """Like `receive_blocking`, for the first frame, which carries descriptors: a pipe for stacks, and perhaps a listener
+    and memory for KV."""
     while True:
         try:
-            head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, 2)
+            head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, 3)
         except TimeoutError:
             continue
         if len(head) < HEAD_BYTES:

@@ -243,8 +243,11 @@ class RequestClient(ABC):
         """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
         raise InvalidRequestError(ONE_ENGINE, param="replica")
 
-    def update_replicas(self) -> None:
+    def update_replicas(self, model: str | None = None) -> None:
         """Begins to replace the engine of one replica after another, while all requests go on (`cluster.rolling_update`).
+
+        Args:
+            model: other weights for the same front, as the setting `model` names them; None: those that are served.
 
         Raises:
             InvalidRequestError: there is one engine only, or an update is under way.
@@ -278,6 +281,7 @@ class EngineClient(RequestClient):
 
     Attributes:
         name: of its engine, in the log.
+        num_lost: engines that ended and were not told to.
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
         diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
@@ -295,6 +299,7 @@ class EngineClient(RequestClient):
     def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
         self.closed: str | None = NOT_STARTED
         self.name = "the engine"
+        self.num_lost = 0
         self.rescue: Callable[[InFlightRequest], bool] | None = None
         self.exchanges_kv = False
         self.kv_endpoint: str | None = None
@@ -320,7 +325,6 @@ class EngineClient(RequestClient):
         self._is_open = False
         self._is_draining = False
         self._fault: str | None = None
-        self._fingerprint: str | None = None
         if transport.ready is not None:
             self._introduce(transport.ready)
 
@@ -336,6 +340,11 @@ class EngineClient(RequestClient):
     def pid(self) -> int | None:
         """The process id of the engine, if it runs in its own process."""
         return self._transport.pid
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its engine's weights; empty before there was one."""
+        return self._requests.fingerprint or ""
 
     @property
     def processes(self) -> list[tuple[str, int]]:
@@ -617,12 +626,13 @@ class EngineClient(RequestClient):
         await self._transport.open(config)
         ready = self._transport.ready
         assert ready is not None
-        if self._fingerprint not in (None, ready.model.fingerprint):
+        before = self._requests.fingerprint
+        if before not in (None, ready.model.fingerprint):
             self._transport.kill()
             await self._transport.close()
             raise EngineError(
-                f"it started again with other weights or formats ({ready.model.fingerprint}, not {self._fingerprint}), and "
-                "answers would go on with them. Put the files of the model back, or restart the server"
+                f"it started again with other weights or formats ({ready.model.fingerprint}, not {before}), and answers "
+                "would go on with them. Put the files of the model back, or restart the server"
             )
         self._introduce(ready)
         self._watchdog.restart(self._clock.now())
@@ -633,7 +643,7 @@ class EngineClient(RequestClient):
 
     def _introduce(self, ready: Ready) -> None:
         self.model, self.memory, self.startup = ready.model, ready.memory, ready.startup
-        self._fingerprint = ready.model.fingerprint
+        self._requests.fingerprint = ready.model.fingerprint
         self.kv_endpoint, self.exchanges_kv = ready.kv_endpoint, ready.kv_endpoint is not None
         self.adapters.start(ready.adapters)
 
@@ -722,6 +732,7 @@ class EngineClient(RequestClient):
 
     async def _close_engine(self) -> None:
         """Cleans up after an engine that has ended."""
+        self.num_lost += not self._is_draining
         self._stop_accepting()
         how = await self._transport.close()
         self._note_end()

@@ -48,6 +48,7 @@ from cloister.types.scope import Scope
 from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from cloister.engine.kv_pool import PoolSeat
     from cloister.engine.kv_tiers import EngineTiers
     from cloister.executor.grammar import Grammars
     from cloister.executor.image_encoding import ImageEncoding
@@ -154,12 +155,13 @@ class EngineCore:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
         self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form), step_bytes)
 
-    def open_kv_tiers(self, setting: str, codec: str | None = None) -> None:
+    def open_kv_tiers(self, setting: str, pool: tuple[int, PoolSeat] | None = None, codec: str | None = None) -> None:
         """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
 
         Args:
             setting: `kv_tier`: one tier or several.
             codec: `kv_tier_codec`: how they compress KV.
+            pool: descriptor of the memory that engines share, and this one's seat.
 
         Raises:
             ConfigError: a tier cannot be used, or the program cannot export KV, or it cannot be compressed.
@@ -169,7 +171,7 @@ class EngineCore:
         from cloister.engine.kv_tier_storage import parse_tiers  # only when it was asked for: it imports cryptography
         from cloister.engine.kv_tiers import EngineTiers
 
-        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), codec)
+        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool, codec)
 
     def disable_overlap(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""

@@ -21,6 +21,7 @@ from typing import Final
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_sockets import KVSocketLinks
 from cloister.engine.sealed_channels import SealedChannels
 from cloister.engine.supervision import STACKS_SIGNAL
@@ -59,10 +60,13 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     frame, descriptors = channel.receive_boot(sock)
     if frame is None:
         return 0
+    boot = channel.decode_boot(frame)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    kv_pool = None if boot.kv_pool is None else (descriptors.pop(), boot.kv_pool)
     stacks_fds, listeners = descriptors[:1], descriptors[1:]  # none: nobody near asks for stacks (`cluster.remote.host`)
     for stacks_fd in stacks_fds:
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
-    boot = channel.decode_boot(frame)
     set_up(boot)
     input_queue = InputQueue()
     threading.Thread(target=_listen, args=(sock, input_queue), name="cloister-channel", daemon=True).start()
@@ -78,7 +82,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     if core is None:
         return 1
     core.input_queue = input_queue
-    if not _set_up_kv(core, boot, send):
+    if not _set_up_kv(core, boot, kv_pool, send):
         return 1
     core.freeze_gc_heap()
     if listener is not None:
@@ -124,7 +128,7 @@ def build(boot: channel.Boot, send: Send) -> EngineCore | None:
     return None
 
 
-def _set_up_kv(core: EngineCore, boot: channel.Boot, send: Send) -> bool:
+def _set_up_kv(core: EngineCore, boot: channel.Boot, kv_pool: tuple[int, PoolSeat] | None, send: Send) -> bool:
     """Connects the engine to others, and opens its tiers; sends why it cannot. Threads and keys are of this process: a template
     has none."""
     config = boot.config
@@ -132,17 +136,19 @@ def _set_up_kv(core: EngineCore, boot: channel.Boot, send: Send) -> bool:
         if boot.kv_secret is not None and config.kv_transfer is not None:
             core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=boot.kv_secret))
         if config.kv_tier is not None:
-            _open_tiers(core, config.kv_tier, config.kv_tier_codec, is_restart=boot.is_restart)
+            _open_tiers(core, config.kv_tier, config.kv_tier_codec, kv_pool, is_restart=boot.is_restart)
     except CloisterError as error:
         send(Failed(error.message, error.code))
         return False
     return True
 
 
-def _open_tiers(core: EngineCore, setting: str, codec: str | None, *, is_restart: bool) -> None:
+def _open_tiers(
+    core: EngineCore, setting: str, codec: str | None, kv_pool: tuple[int, PoolSeat] | None, *, is_restart: bool
+) -> None:
     """Opens the tiers. A disk that has filled up or is gone must not keep an engine from starting again: it goes on without."""
     try:
-        core.open_kv_tiers(setting, codec)
+        core.open_kv_tiers(setting, kv_pool, codec)
     except ConfigError as error:
         if not is_restart:
             raise

@@ -1,21 +1,25 @@
 """Starts engines as forks of a template process (`engine.template`): in milliseconds, and in memory that they share.
 
-Several replicas share a fork server, and so a template. It is made when the first engine is needed, and again when it has died
-or an engine needs other settings. It ends when no engine runs, unless it is to stay.
+Several replicas share a fork server, and so a template. It is made when the first engine is needed, and again as soon as it has
+died, or when an engine needs other settings. It ends when no engine runs, unless it is to stay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import time
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from cloister.engine import channel, child_process
 from cloister.engine.child_process import ForkedProcess, ProcessHandle, spawn_program
-from cloister.types.errors import EngineError, recreate
+from cloister.engine.supervision import Restarts
+from cloister.types.errors import CloisterError, EngineError, recreate
 from cloister.types.events import Failed
 from cloister.types.processes import adopting_orphans
 
@@ -67,6 +71,8 @@ class ForkServer:
         self._engines: list[ProcessHandle] = []
         self._num_crashes = 0
         self._lock = asyncio.Lock()
+        self._restarts = Restarts()
+        self._replacing: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -79,7 +85,9 @@ class ForkServer:
         Raises:
             CloisterError: it cannot be built.
         """
-        boot = msgspec.structs.replace(boot, kv_secret=None, is_restart=False)  # an engine gets these, the template does not
+        boot = msgspec.structs.replace(
+            boot, kv_secret=None, kv_pool=None, is_restart=False
+        )  # an engine gets these, the template does not
         async with self._lock:
             if not self._forks:
                 return spawn_program(far)
@@ -145,7 +153,31 @@ class ForkServer:
                     f"the model was not loaded after {self._start_timeout_s:.0f} s; the log may say why"
                 ) from None
             raise
+        made.watch(lambda: self._begin_replacing(made))
         return made
+
+    def _begin_replacing(self, dead: _Template) -> None:
+        self._replacing = asyncio.get_running_loop().create_task(self._replace(dead), name="replacement of a template")
+
+    async def _replace(self, dead: _Template) -> None:
+        """Makes another template in place of one that has died, so that no engine has to wait for it. After too many, the next
+        engine makes one."""
+        delay_s = self._restarts.next_delay_s(time.monotonic())
+        if delay_s is None:
+            return
+        await asyncio.sleep(delay_s)
+        async with self._lock:
+            self._count_crashes()
+            if self._template is not dead:
+                return  # an engine has needed another one, or none is needed any more
+            _logger.warning("the template of engines has died; it is replaced")
+            await self._end_template()
+            if not self.num_users or not (self._engines or self._keeps_template):
+                return
+            try:
+                self._template = await self._make(dead.boot)
+            except CloisterError as error:
+                _logger.error("the template of engines was not replaced: %s; the next engine tries again", error.message)
 
     async def _end_template(self) -> None:
         ended, self._template = self._template, None
@@ -159,6 +191,7 @@ class _Template:
     def __init__(self, boot: channel.Boot) -> None:
         self.boot = boot
         self.refusal = ""
+        self._pidfd: int | None = None
         self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with far:
@@ -199,12 +232,30 @@ class _Template:
         pid = int.from_bytes(said, "little")
         return self.process if pid == MYSELF else ForkedProcess(pid)
 
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Calls `on_death` once if it dies before it is ended here."""
+        self._pidfd = os.pidfd_open(self.process.pid)
+
+        def note() -> None:
+            self._unwatch()
+            on_death()
+
+        asyncio.get_running_loop().add_reader(self._pidfd, note)
+
+    def _unwatch(self) -> None:
+        fd, self._pidfd = self._pidfd, None
+        if fd is not None:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
     def let_go(self) -> None:
         """Leaves it to itself: it is an engine now."""
+        self._unwatch()
         self._control.close()
 
     async def end(self) -> None:
         """Ends it; its forks live on."""
+        self._unwatch()
         self._control.close()
         await child_process.end(self.process)
 

@@ -56,7 +56,11 @@ Sink = Callable[[SequenceOutput], None]
 
 @dataclass(slots=True)
 class EngineStats:
-    """The engine's statistics of one request. Times are of the monotonic clock."""
+    """The engine's statistics of one request. Times are of the monotonic clock.
+
+    Attributes:
+        fingerprint: of the weights of the engine that has or had it; they stay the same once its answer has begun.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -67,6 +71,7 @@ class EngineStats:
     ended_s: float | None = None
     preempted_s: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    fingerprint: str = ""
 
     def follow(self, event: Event) -> None:
         """Adds one event of the request; `Ended` holds the totals of the `Progressed` events."""
@@ -183,6 +188,11 @@ class InFlightRequest:
         """Whether any of its sequences has a token."""
         return any(self.token_ids)
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether its client has had something of its answer, which only the same weights can continue."""
+        return self.has_output or len(self.open) < len(self.token_ids)
+
     def snapshot(self) -> RequestSnapshot:
         """Returns its progress."""
         return RequestSnapshot(
@@ -237,11 +247,13 @@ class InFlightRequests:
         max_num_seqs: sequences that run at once; an idle engine accepts this many requests without queueing.
 
     Attributes:
+        fingerprint: of the engine's weights; None before it was there.
         last_step: the engine's last step; None before the first one of an engine.
         holds_back: requests wait because one that may kill the engine is tried alone (`engine.poison_requests`).
     """
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
+        self.fingerprint: str | None = None
         self._clock = clock
         self._max_waiting = max_waiting
         self._max_num_seqs = max_num_seqs
@@ -344,6 +356,7 @@ class InFlightRequests:
             source: endpoint of an engine that has KV of the prompt, for that message.
         """
         found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
+        found.stats.fingerprint = self.fingerprint or ""
         if is_held:
             self._held[request.request_id] = found
             found.source = source
@@ -445,7 +458,7 @@ class InFlightRequests:
         Args:
             source: endpoint of an engine that has its KV.
         """
-        found.is_prefilled, found.source = False, source
+        found.is_prefilled, found.source, found.stats.fingerprint = False, source, self.fingerprint or ""
         self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
         self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED
 

@@ -19,15 +19,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
 
 from cloister.engine.kv_transfer import EntryContents, KVDemand, PulledKV
-from cloister.engine.kv_transports import transport_of
+from cloister.engine.kv_transports import KV_TRANSPORTS, KVTransport, parse_places
 from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.logs import describe
 
 NUM_PULLS: Final = 8
@@ -86,7 +87,7 @@ class KVSocketLinks:
     """Serves other engines, and pulls from them.
 
     Args:
-        setting: where it listens, such as "unix" or "tcp://127.0.0.1:0" (`engine.kv_transports`).
+        setting: where it listens, such as "unix" or "unix,tls://127.0.0.1:0" (`engine.kv_transports`).
         form: the format of this engine's KV.
         secret: what all engines of one front know, and nobody else.
 
@@ -95,8 +96,10 @@ class KVSocketLinks:
     """
 
     def __init__(self, setting: str, form: KVFormat, secret: bytes) -> None:
-        self._transport, where = transport_of(setting)
-        self._listener, self.endpoint = self._transport.listen(where)
+        self._secret = secret
+        self._transports: dict[str, KVTransport] = {}
+        self._listeners: list[socket.socket] = []
+        self.endpoint = ",".join(self._listen(name, where) for name, where in parse_places(setting))
         self._sealer = KVSealer(form, hmac.digest(secret, b"objects", "sha256"))
         self._ask_key = hmac.digest(secret, b"queries", "sha256")
         self._max_part_bytes = 2 * MAX_STEP_BYTES + sum(form.sizes) + _OVERHEAD_BYTES
@@ -109,7 +112,24 @@ class KVSocketLinks:
         self._num_peers = 0
         self._is_closed = False
         self._pullers = ThreadPoolExecutor(NUM_PULLS, thread_name_prefix="cloister-kv-pull")
-        threading.Thread(target=self._accept, name="cloister-kv-accept", daemon=True).start()
+        for listener, (name, _) in zip(self._listeners, parse_places(setting), strict=True):
+            run = partial(self._accept, listener, self._transport(name))
+            threading.Thread(target=run, name="cloister-kv-accept", daemon=True).start()
+
+    def _listen(self, name: str, where: str) -> str:
+        try:
+            listener, endpoint = self._transport(name).listen(where)
+        except ConfigError:
+            for earlier in self._listeners:
+                earlier.close()
+            raise
+        self._listeners.append(listener)
+        return endpoint
+
+    def _transport(self, name: str) -> KVTransport:
+        if name not in self._transports:
+            self._transports[name] = KV_TRANSPORTS.get(name)(self._secret)
+        return self._transports[name]
 
     # Called by the engine's thread
 
@@ -157,12 +177,13 @@ class KVSocketLinks:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            for sock in (self._listener, *self._peers.values(), *(pull.sock for pull in self._pulls.values())):
+            for sock in (*self._listeners, *self._peers.values(), *(pull.sock for pull in self._pulls.values())):
                 _shut(sock)
             for pull in self._pulls.values():
                 pull.is_cancelled = True
             self._changed.notify_all()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._pullers.shutdown(wait=False, cancel_futures=True)
 
     # Pulling
@@ -181,8 +202,7 @@ class KVSocketLinks:
 
     def _receive(self, pull: _Pull) -> bool:
         """Receives all parts of a pull; returns whether the other engine has sent all it had."""
-        transport, where = transport_of(pull.endpoint)
-        with transport.connect(where, _time_left(pull.deadline_s)) as sock:
+        with self._connect(pull) as sock:
             with self._changed:
                 pull.sock = sock
                 if pull.is_cancelled:
@@ -199,6 +219,14 @@ class KVSocketLinks:
                 if part.is_complete is not None:
                     return part.is_complete
 
+    def _connect(self, pull: _Pull) -> socket.socket:
+        """Connects to the first place that can be reached of those where the other engine listens."""
+        *firsts, (last, last_where) = parse_places(pull.endpoint)
+        for name, where in firsts:
+            with contextlib.suppress(OSError):
+                return self._transport(name).connect(where, _time_left(pull.deadline_s))
+        return self._transport(last).connect(last_where, _time_left(pull.deadline_s))
+
     def _hand_in(self, pull: _Pull, objects: list[KVObject]) -> None:
         """Leaves objects for the engine, and waits while it has not taken those before them."""
         with self._changed:
@@ -210,44 +238,55 @@ class KVSocketLinks:
 
     # Serving
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, transport: KVTransport) -> None:
         while not self._is_closed:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 if not self._is_closed:
                     time.sleep(0.01)  # out of descriptors, for the moment
                 continue
             with self._changed:
-                is_welcome = len(self._peers) < NUM_PEERS and not self._is_closed and self._transport.admits(sock)
+                is_welcome = len(self._peers) < NUM_PEERS and not self._is_closed
                 if is_welcome:
                     self._num_peers += 1
                     self._peers[self._num_peers] = sock
             if is_welcome:
-                threading.Thread(
-                    target=self._run_peer, args=(self._num_peers, sock), name="cloister-kv-serve", daemon=True
-                ).start()
+                run = partial(self._run_peer, self._num_peers, sock, transport)
+                threading.Thread(target=run, name="cloister-kv-serve", daemon=True).start()
             else:
                 sock.close()
 
-    def _run_peer(self, peer: int, sock: socket.socket) -> None:
+    def _run_peer(self, peer: int, sock: socket.socket, transport: KVTransport) -> None:
         is_sent = False
         try:
-            with sock:
-                deadline_s = time.monotonic() + KV_LOAD_TIMEOUT_S
-                if (query := self._greet(sock, deadline_s)) is not None:
-                    is_sent = self._serve(peer, query, sock, deadline_s)
-        except (ConnectionError, KVPeerGoneError):
-            _logger.debug("an engine left before it had all KV")  # it needs no more, or has died, which its front says
+            deadline_s = time.monotonic() + KV_LOAD_TIMEOUT_S
+            if (welcome := self._welcome(peer, sock, transport, deadline_s)) is not None:
+                with welcome:
+                    if (query := self._greet(welcome, deadline_s)) is not None:
+                        is_sent = self._serve(peer, query, welcome, deadline_s)
         except (OSError, CloisterError, msgspec.MsgspecError) as error:
             if not self._is_closed:
-                _logger.warning("KV was not sent whole to another engine: %s", describe(error))
+                _logger.log(_level_of(error), "KV was not sent whole to another engine: %s", describe(error))
         finally:
             with self._changed:
                 del self._peers[peer]
                 self._replies.pop(peer, None)
                 self._demands.append(KVDemand(peer, is_sent=is_sent))
             self._wake()
+
+    def _welcome(self, peer: int, sock: socket.socket, transport: KVTransport, deadline_s: float) -> socket.socket | None:
+        """Returns a peer's connection once its transport knows it; None if it is a stranger's, which anybody can open."""
+        try:
+            known = transport.accept(sock, _time_left(deadline_s))
+        except OSError as error:
+            _logger.debug("a stranger connected for KV: %s", describe(error))
+            return None
+        with self._changed:
+            self._peers[peer] = known
+            if self._is_closed:
+                _shut(known)
+        return known
 
     def _greet(self, sock: socket.socket, deadline_s: float) -> KVQuery | None:
         """Returns what a peer asks for; None if it does not know the engines' secret, which anybody can cause."""
@@ -294,6 +333,13 @@ class KVSocketLinks:
         return hmac.digest(self._ask_key, hello.nonce + query, "sha256")
 
 
+def _level_of(error: Exception) -> int:
+    """Returns how loud the log is of an engine that did not get all. One that has left needs no more, or has died, which its
+    front says."""
+    has_left = isinstance(error, KVPeerGoneError) or (isinstance(error, OSError) and not isinstance(error, TimeoutError))
+    return logging.DEBUG if has_left else logging.WARNING
+
+
 def _time_left(deadline_s: float) -> float:
     """Raises TimeoutError if there is none."""
     left_s = deadline_s - time.monotonic()
@@ -330,7 +376,8 @@ def _read(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
 
 
 def _shut(sock: socket.socket | None) -> None:
-    """Wakes the thread that waits for a socket."""
+    """Wakes the thread that waits for a socket. It says nothing more: `SSLSocket.shutdown` would forget the keys before, and a
+    thread that sends then would send what is not encrypted."""
     if sock is not None:
         with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -45,17 +45,24 @@ class TierFile:
         name: of the tier.
         fd: the file, which is its own from now on.
         layout: where each slot lies.
-        is_memory: the file is in memory, and nobody else has it.
+        is_memory: the file is in memory.
+        is_shared: other engines have it too. Blocks are copied before they are opened: through a map, bytes could change
+            between the check and their use.
+        start: where its slots begin.
 
     Attributes:
         pattern: how it is read.
         is_full: a write has failed: nothing more is written.
     """
 
-    def __init__(self, name: str, fd: int, layout: TierLayout, *, is_memory: bool = False) -> None:
+    def __init__(
+        self, name: str, fd: int, layout: TierLayout, *, is_memory: bool = False, is_shared: bool = False, start: int = 0
+    ) -> None:
         weakref.finalize(self, os.close, fd)  # not before the last thread that uses it has ended
-        self.name, self.fd, self.is_memory = name, fd, is_memory
+        self.name, self.fd, self.is_memory, self._is_shared = name, fd, is_memory, is_shared
         self.is_full = False
+        self._start = start
+        self._firsts: dict[int | None, list[int]] = {}  # by part of the tier
         self._place(layout)
         self._use(FIRST_PATTERN)
 
@@ -67,14 +74,18 @@ class TierFile:
 
     def _place(self, layout: TierLayout) -> None:
         self.layout, self._slot_bytes = layout, layout.slot_bytes
-        self._firsts = [layout.place(group, 0) for group in range(len(self._slot_bytes))]
+        self.add_part(None, layout, self._start)
 
     def _use(self, pattern: ReadPattern) -> None:
         self.pattern, self._reader = pattern, READ_ENGINES[pattern.engine](self.fd)
 
+    def add_part(self, home: int | None, layout: TierLayout, start: int) -> None:
+        """Notes where the slots of another engine begin, whose blocks have the same sizes; None: those of this one."""
+        self._firsts[home] = [start + layout.place(group, 0) for group in range(len(self._slot_bytes))]
+
     def place(self, block: TierBlock) -> int:
         """Returns where a block begins."""
-        return self._firsts[block.group] + block.slot * self._slot_bytes[block.group]
+        return self._firsts[block.home][block.group] + block.slot * self._slot_bytes[block.group]
 
     def count_sealed(self, block: TierBlock) -> int:
         """Returns the bytes of a sealed block."""
@@ -110,7 +121,7 @@ class TierFile:
         """Groups blocks whose slots are neighbours, each with where it begins."""
         runs: list[list[tuple[int, TierBlock]]] = []
         end, firsts, sizes = -1, self._firsts, self._slot_bytes
-        placed = [(firsts[block.group] + block.slot * sizes[block.group], block) for block in blocks]
+        placed = [(firsts[block.home][block.group] + block.slot * sizes[block.group], block) for block in blocks]
         placed.sort(key=itemgetter(0))
         for place, block in placed:
             if place != end:
@@ -130,7 +141,7 @@ class TierFile:
 
     def extend(self) -> None:
         """Gives a file in memory its whole length, which a map of it needs; memory is taken when it is written."""
-        if self.is_memory:
+        if self.is_memory and not self._is_shared:
             os.ftruncate(self.fd, max(self.layout.num_bytes, os.fstat(self.fd).st_size))
 
     def drop_page_cache(self) -> None:
@@ -140,7 +151,9 @@ class TierFile:
 
     def choose_pattern(self, num_bytes: int) -> None:
         """Measures reads of so many bytes from the file's beginning, and reads like the best from now on. A slow disk is read
-        as at first. No read may be running."""
+        as at first, and so is a file that others have. No read may be running."""
+        if self._is_shared:
+            return
         engines = MEMORY_ENGINES if self.is_memory else DISK_ENGINES
         patterns = [
             pattern for pattern in list_patterns(engines, PROBE_BLOCKS, _PROBE_DEPTHS) if pattern.block_bytes <= num_bytes

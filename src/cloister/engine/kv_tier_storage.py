@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from cloister.kv.shared_tier import SHARED_TIER_THREAT
 from cloister.kv.tiers import tier_threat
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
@@ -23,10 +24,16 @@ _logger = logging.getLogger(__name__)
 
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXAMPLES: Final = (
-    "kv_tier is host:SIZE, disk:PATH[,SIZE], or both with a + between them, such as host:4G+disk:/var/lib/cloister,200G"
+    "kv_tier is host:SIZE or shared:SIZE, disk:PATH[,SIZE], or one of the former and a disk with a + between them, such as "
+    "host:4G+disk:/var/lib/cloister,200G"
 )
 FREE_SHARE: Final = 0.5
 """Default size of a disk tier: this part of what is free at the start."""
+
+
+ONLY_REPLICAS: Final = (
+    "replicas of one machine share a tier; set replicas to 2 or more without on, or give kv_tier host:SIZE in place of shared"
+)
 
 
 class TierStorage(Protocol):
@@ -47,6 +54,11 @@ class TierStorage(Protocol):
     @property
     def is_memory(self) -> bool:
         """Whether its bytes are taken from the engine's memory."""
+        ...
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether replicas share it, in a pool that the front makes (`engine.kv_pool`)."""
         ...
 
 
@@ -70,7 +82,7 @@ class TierSetting:
         name, _, rest = setting.partition(":")
         KV_TIERS.get(name)
         path, comma, size = rest.rpartition(",")
-        if name == "host":
+        if name != "disk":
             path, size = "", rest
         elif not comma:
             path, size = rest, ""
@@ -83,6 +95,10 @@ class TierSetting:
         return KV_TIERS.get(self.name)
 
     @property
+    def is_shared(self) -> bool:
+        return self.storage.is_shared
+
+    @property
     def limit_bytes(self) -> int:
         """Its size: the given one, or what `TierStorage.measure` says."""
         return self.storage.measure(self) if self.num_bytes is None else self.num_bytes
@@ -92,11 +108,11 @@ def parse_tiers(setting: str) -> list[TierSetting]:
     """Returns the tiers of `kv_tier`, those in memory first.
 
     Raises:
-        ConfigError: the setting says something else, or names a tier twice.
+        ConfigError: the setting says something else, or names two tiers of a kind.
     """
     names = "|".join(map(re.escape, KV_TIERS.names()))
     tiers = [TierSetting.parse(part) for part in re.split(rf"\+(?=(?:{names}):)", setting)]
-    if len({tier.name for tier in tiers}) < len(tiers):
+    if len({tier.storage.is_memory for tier in tiers}) < len(tiers):
         raise ConfigError(f"{_EXAMPLES}; each kind once", param="kv_tier")
     return sorted(tiers, key=lambda tier: not tier.storage.is_memory)
 
@@ -117,7 +133,7 @@ KV_TIERS: Registry[TierStorage] = Registry("KV tier")
 class DiskStorage:
     """A file in a directory, whose name is removed when it is made."""
 
-    is_memory = False
+    is_memory = is_shared = False
 
     def open(self, where: TierSetting) -> int:
         if where.num_bytes is not None and where.num_bytes > (free := self._count_free(where)):
@@ -146,13 +162,22 @@ class DiskStorage:
 class HostStorage:
     """A file in memory."""
 
-    is_memory = True
+    is_memory, is_shared = True, False
 
     def open(self, where: TierSetting) -> int:
         return os.memfd_create("cloister-kv")
 
     def measure(self, where: TierSetting) -> int:
         raise ConfigError("a tier in memory needs its size, such as host:4G", param="kv_tier")
+
+
+class SharedStorage(HostStorage):
+    """An engine's part of the memory that replicas share. The front makes it, and gives each engine a seat."""
+
+    is_shared = True
+
+    def open(self, where: TierSetting) -> int:
+        raise ConfigError(ONLY_REPLICAS, param="kv_tier")
 
 
 def _unusable(where: TierSetting, error: OSError) -> ConfigError:
@@ -164,4 +189,5 @@ def _unusable(where: TierSetting, error: OSError) -> ConfigError:
 
 
 KV_TIERS.register("host", tier_threat("host memory"))(HostStorage())
+KV_TIERS.register("shared", SHARED_TIER_THREAT)(SharedStorage())
 KV_TIERS.register("disk", tier_threat("SSD"))(DiskStorage())

@@ -124,16 +124,25 @@ class TierWorker:
     Args:
         files: of each tier.
         form: the format of this engine's KV.
+        find_cipher: returns what opens a block of another engine, in any thread; None: it cannot be opened any more.
         codec: compresses blocks before they are sealed; None: they are stored as they are.
     """
 
-    def __init__(self, files: Sequence[TierFile], form: KVFormat, codec: TierCodec | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[TierFile],
+        form: KVFormat,
+        find_cipher: Callable[[TierBlock], AESGCM | None] = lambda block: None,
+        codec: TierCodec | None = None,
+    ) -> None:
         self.files, self._format = list(files), form.digest
         self._codec, self._contents = codec, form.sizes
         self._stored_form = b""  # what is authenticated of the codec
         self._is_chosen = False
         self._slot_bytes = self.files[0].layout.slot_bytes  # the same in all of them
         self._keys: dict[bytes, AESGCM] = {}  # by root
+        self._secrets: dict[bytes, bytes] = {}  # the same, as bytes
+        self._find_cipher = find_cipher
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
         self._reads: dict[str, _Read] = {}
@@ -197,7 +206,8 @@ class TierWorker:
         """Seals and writes a block, after those before; `take_written` says when."""
         cipher = self._keys.get(block.root)
         if cipher is None:
-            cipher = self._keys[block.root] = AESGCM(AESGCM.generate_key(256))
+            secret = self._secrets[block.root] = AESGCM.generate_key(256)
+            cipher = self._keys[block.root] = AESGCM(secret)
         self._enqueue(block.tier, partial(self._seal, block, cipher, content))
 
     def move(self, block: TierBlock, moved: TierBlock) -> None:
@@ -224,9 +234,14 @@ class TierWorker:
             late_s, slowest = time.monotonic() - job.deadline_s, job.read.slowest
             return (slowest, job.read.tier_bytes[slowest], job.read.timeout_s + late_s) if late_s > 0 else None
 
+    def find_secret(self, root: bytes) -> bytes | None:
+        """Returns the key of a chain's blocks; None if it was forgotten."""
+        return self._secrets.get(root)
+
     def forget(self, root: bytes) -> None:
         """Forgets a key: nothing that it sealed can be opened any more."""
         self._keys.pop(root, None)
+        self._secrets.pop(root, None)
 
     def is_stuck(self, tier: int) -> bool:
         """Whether a read that was cancelled, and needs this tier most, still runs."""
@@ -265,6 +280,7 @@ class TierWorker:
             file.is_full = True
             unwritten.clear()
         self._keys.clear()
+        self._secrets.clear()
         self._buffers.close()
         for threads in (*self._writers, *self._readers, self._openers):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -414,9 +430,6 @@ class TierWorker:
     def _open(self, job: _Read, part: Sequence[TierEntry]) -> dict[int, memoryview]:
         """Reads the blocks of a part, neighbours at once, and returns the contents of those that open, by number."""
         opened: dict[int, memoryview] = {}
-        cipher = job.cipher
-        if cipher is None:
-            return opened
         blocks = [block for entry in part for block in entry.blocks if block is not None]
         sizes, contents, codec = self.files[0].layout.block_bytes, self._contents, self._codec
         room, num_filled = self._buffers.take(sum([contents[block.group] for block in blocks])), 0
@@ -434,6 +447,9 @@ class TierWorker:
                     begin, size = place - first, sizes[block.group]
                     content = room[num_filled : num_filled + contents[block.group]]
                     num_filled += len(content)
+                    cipher = job.cipher if block.home is None else self._find_cipher(block)
+                    if cipher is None:
+                        continue
                     is_coded = codec is not None and codec.is_coded(block.group)
                     stored = streams[:size] if is_coded else content
                     try:

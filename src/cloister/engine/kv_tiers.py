@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from cloister.engine.kv_pool import PoolSeat
+from cloister.engine.kv_pool_member import PoolMember
 from cloister.engine.kv_tier_codec import TierCodec
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
@@ -57,26 +59,40 @@ class EngineTiers:
         blocks: the KV of its program.
         settings: which tiers, and where; the fastest first.
         codec: how blocks are compressed (`kv_tier_codec`); None: not at all.
+        pool: descriptor of the pool that engines share, and this one's seat; None: it has none.
 
     Raises:
         ConfigError: one cannot be used, or nothing can be compressed.
     """
 
     def __init__(
-        self, scheduler: Scheduler, blocks: KVBlocks, settings: Sequence[TierSetting], codec: str | None = None
+        self,
+        scheduler: Scheduler,
+        blocks: KVBlocks,
+        settings: Sequence[TierSetting],
+        pool: tuple[int, PoolSeat] | None = None,
+        codec: str | None = None,
     ) -> None:
         self._loads, self._blocks = scheduler.kv_loads, blocks
         self._codec = None if codec is None else TierCodec(blocks.planes, blocks.form.sizes, codec)
         self._is_choosing = False
         self._num_shares, self._groups = max(1, scheduler.config.cache_scopes), scheduler.pool.groups
-        self._limits = [setting.limit_bytes for setting in settings]
+        self._limits = [0 if setting.is_shared else setting.limit_bytes for setting in settings]
         indexes, files = list[KVTierIndex](), list[TierFile]()
-        for number, (setting, layout) in enumerate(zip(settings, self._plan(), strict=True)):
+        self._member: PoolMember | None = None
+        for number, setting in enumerate(settings):
+            if pool is not None and setting.is_shared:
+                self._member = PoolMember(*pool, blocks.form, self._groups, setting.name, self._num_shares, number)
+                indexes.append(self._member.index)
+                files.append(self._member.file)
+                continue
+            layout = self._plan(number)
             indexes.append(KVTierIndex(setting.name, layout, self._num_shares, number))
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)
-        self.worker = TierWorker(files, blocks.form, self._codec)
+        find_cipher = [] if self._member is None else [self._member.find_cipher]
+        self.worker = TierWorker(files, blocks.form, *find_cipher, codec=self._codec)
         for index, measured in zip(indexes, self.worker.probe(), strict=True):
             index.learn(*measured)
         scheduler.use_tiers(self.tiers)
@@ -84,19 +100,21 @@ class EngineTiers:
         self._restores = scheduler.kv_restores
         self._totals = [TierTotals(index) for index in indexes]
         self._dispatched_s = time.process_time()
+        self._wake: Callable[[], None] = lambda: None
 
-    def _plan(self) -> list[TierLayout]:
-        """Returns the slots of each tier, for blocks as they are stored."""
+    def _plan(self, tier: int) -> TierLayout:
+        """Returns the slots of a tier, for blocks as they are stored."""
         sizes = self._blocks.form.sizes
         stored = sizes if self._codec is None else self._codec.stored_bytes
-        return [TierLayout.plan(limit, stored, self._groups, self._num_shares, sizes) for limit in self._limits]
+        return TierLayout.plan(self._limits[tier], stored, self._groups, self._num_shares, content_bytes=sizes)
 
     def on_news(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, from any thread, when there is something to take."""
+        self._wake = wake
         self.worker.on_news(wake)
 
     def serve(self, now: float) -> None:
-        """Takes what was written and read."""
+        """Takes what was written and read, and what other engines have announced."""
         if self._is_choosing and self.worker.take_choice():
             self._use_choice()
         for tier, index in enumerate(self.tiers.indexes):
@@ -107,6 +125,8 @@ class EngineTiers:
                     index.confirm(block, is_written=is_written)
             index.is_stopped = self.worker.files[tier].is_full
             index.is_stuck = self.worker.is_stuck(tier)
+        if self._member is not None and self._member.follow():
+            self._wake()
         if self._loads.num_waiting_bytes >= 2 * MAX_STEP_BYTES:
             return
         for arrival in self.worker.take_read():
@@ -134,6 +154,8 @@ class EngineTiers:
         """Copies what was evicted, and begins reads. Call it between planning a step and running it, which wipes what was
         evicted."""
         worker = self.worker
+        if self._member is not None:
+            self._member.announce(worker.find_secret)
         for root in self.tiers.take_ended_roots():
             worker.forget(root)
         for index in reversed(self.tiers.indexes):
@@ -179,7 +201,7 @@ class EngineTiers:
     def _use_choice(self) -> None:
         """Gives slots the size that blocks have at the level that was chosen; nothing has been stored yet."""
         self._is_choosing = False
-        layouts = self._plan()
+        layouts = [self._plan(tier) for tier in range(len(self._limits))]
         self.worker.use_layouts(layouts)
         for index, layout in zip(self.tiers.indexes, layouts, strict=True):
             index.use_layout(layout)

@@ -1,4 +1,8 @@
-"""Where engines listen for each other: a Unix socket on one machine, TCP between machines."""
+"""Where engines listen for each other: a Unix socket on one machine, mutual TLS between machines.
+
+A setting names one transport or several, as "unix,tls://HOST:0" does, and so does an endpoint; who connects takes the first one
+that it reaches. A name of a Unix socket is drawn, so on another machine nothing listens there, which is known at once.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,21 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
-from typing import Final, Protocol
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, Protocol
 
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
 
+if TYPE_CHECKING:
+    import ssl
+
 _BACKLOG: Final = 64
 _CREDENTIALS: Final = struct.Struct("3i")
+_LEAST_TIMEOUT_S: Final = 0.001
+"""A socket with a timeout of zero would not wait at all."""
 _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
 
 _THREATS: Final = frozenset({Requirement.STATELESS, Requirement.ENFORCEABLE, Requirement.NON_TARGETABLE})
@@ -40,12 +50,14 @@ class KVTransport(Protocol):
         """Connects to an endpoint, given without the name of the transport. Raises OSError if nothing listens there."""
         ...
 
-    def admits(self, sock: socket.socket) -> bool:
-        """Whether a peer may speak at all."""
+    def accept(self, sock: socket.socket, timeout_s: float) -> socket.socket:
+        """Returns a connection that came in, to one that may speak. Closes it and raises OSError if it may not, or takes too
+        long to say who it is."""
         ...
 
 
-KV_TRANSPORTS: Registry[KVTransport] = Registry("transport of KV")
+KV_TRANSPORTS: Registry[Callable[[bytes], KVTransport]] = Registry("transport of KV")
+"""They take what all engines of one front know, and nobody else."""
 
 
 _UNIX_THREAT: Final = ThreatProfile(
@@ -56,18 +68,25 @@ _UNIX_THREAT: Final = ThreatProfile(
     attack="another process of this machine asks for KV, or offers some",
     mitigations=("only processes of the same user are heard", _AUTHENTICATED),
 )
-_TCP_THREAT: Final = ThreatProfile(
+_TLS_THREAT: Final = ThreatProfile(
     row="pulling (cache fetched by a node)",
     threats=_THREATS,
-    residue="KV in packets",
-    where=("network",),
+    residue="KV in the buffers of a connection until they are used again",
+    where=("host memory",),
     attack="tap; another machine asks for KV, or offers some",
-    mitigations=(_AUTHENTICATED, "not encrypted: off loopback only where the profile trusts the network"),
+    mitigations=("mutual TLS 1.3 under a key that is derived from that secret", _AUTHENTICATED),
 )
 
 
 class UnixTransport:
-    """Abstract names: they leave no file behind when a process dies."""
+    """Abstract names: they leave no file behind when a process dies.
+
+    Args:
+        secret: as of every transport; who may speak is decided by the user here.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        pass
 
     def listen(self, where: str) -> tuple[socket.socket, str]:
         if where:
@@ -83,50 +102,82 @@ class UnixTransport:
         with _closed_on_failure(sock):
             sock.settimeout(timeout_s)
             sock.connect(f"\0{where}")
+            _check_user(sock)
         return sock
 
-    def admits(self, sock: socket.socket) -> bool:
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(raw)
-        return bool(user == os.getuid())
+    def accept(self, sock: socket.socket, timeout_s: float) -> socket.socket:
+        with _closed_on_failure(sock):
+            _check_user(sock)
+        return sock
 
 
-class TcpTransport:
-    """TCP: not encrypted."""
+class TlsTransport:
+    """TCP under mutual TLS 1.3: both sides show the certificate that only engines of this front can show.
+
+    Args:
+        secret: from which their key is derived.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        from cloister.engine import identity  # only where it is used: it imports cryptography
+
+        own = identity.Identity.derive(secret)
+        self._is_peer, self._certificate = identity.is_peer, identity.read_peer(own.certificate)
+        self._client, self._server = own.client_context(own.certificate), own.server_context(own.certificate)
 
     def listen(self, where: str) -> tuple[socket.socket, str]:
         host, port = _split(where)
         if host in _WILDCARDS:
             raise ConfigError(
-                f"kv_transfer tcp:{where} names no address that others can reach; give that of one interface",
+                f"kv_transfer tls:{where} names no address that others can reach; give that of one interface",
                 param="kv_transfer",
             )
         try:
             sock = socket.create_server((host, port), backlog=_BACKLOG, family=_family_of(host))
         except OSError as error:
             raise ConfigError(f"kv_transfer cannot listen on {host}:{port}: {error.strerror}", param="kv_transfer") from error
-        shown = f"[{host}]" if ":" in host else host
-        return sock, f"tcp://{shown}:{sock.getsockname()[1]}"
+        return sock, f"tls://{_bracketed(host)}:{sock.getsockname()[1]}"
 
     def connect(self, where: str, timeout_s: float) -> socket.socket:
+        give_up_s = time.monotonic() + timeout_s
         sock = socket.create_connection(_split(where), timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
+        return self._shake_hands(sock, self._client, give_up_s - time.monotonic())
 
-    def admits(self, sock: socket.socket) -> bool:
-        return True
+    def accept(self, sock: socket.socket, timeout_s: float) -> socket.socket:
+        return self._shake_hands(sock, self._server, timeout_s)
+
+    def _shake_hands(self, sock: socket.socket, context: ssl.SSLContext, timeout_s: float) -> socket.socket:
+        with _closed_on_failure(sock):
+            sock.settimeout(max(timeout_s, _LEAST_TIMEOUT_S))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            secured = context.wrap_socket(sock, server_side=context is self._server)
+        with _closed_on_failure(secured):
+            if not self._is_peer(secured, self._certificate):
+                raise ConnectionRefusedError("the other side showed another certificate than its engines have")
+        return secured
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Raises ConnectionRefusedError if the process at the other end of a Unix socket is another user's."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+        raise ConnectionRefusedError("a process of another user is at the other end")
 
 
 def _split(where: str) -> tuple[str, int]:
     """Reads "//HOST:PORT"."""
     host, _, port = where.removeprefix("//").rpartition(":")
     if not where.startswith("//") or not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"kv_transfer tcp:{where} is no address; write tcp://HOST:0", param="kv_transfer")
+        raise ConfigError(f"kv_transfer tls:{where} is no address; write tls://HOST:0", param="kv_transfer")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _family_of(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 @contextlib.contextmanager
@@ -138,30 +189,28 @@ def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
         raise
 
 
-KV_TRANSPORTS.register("unix", _UNIX_THREAT)(UnixTransport())
-KV_TRANSPORTS.register("tcp", _TCP_THREAT)(TcpTransport())
+KV_TRANSPORTS.register("unix", _UNIX_THREAT)(UnixTransport)
+KV_TRANSPORTS.register("tls", _TLS_THREAT)(TlsTransport)
 
 
-def transport_of(setting: str) -> tuple[KVTransport, str]:
-    """Returns the transport that a setting or an endpoint names, and the rest of it.
+def parse_places(setting: str) -> list[tuple[str, str]]:
+    """Returns the transports that a setting or an endpoint names, each with what is behind the colon: where it listens."""
+    parts = (part.partition(":") for part in setting.split(","))
+    return [(name, where) for name, _, where in parts]
 
-    Raises:
-        ConfigError: there is no such transport.
-    """
-    name, _, where = setting.partition(":")
-    return KV_TRANSPORTS.get(name), where
+
+def lacks_address(setting: str) -> bool:
+    """Whether a setting leaves out an address, for the machine on which an engine will run. Raises ConfigError if there is one
+    that is none."""
+    return any(name == "tls" and (not where or not _split(where)[0]) for name, where in parse_places(setting))
+
+
+def fill_address(setting: str, address: str) -> str:
+    """Returns a setting with the address of the machine on which its engine runs, wherever it leaves one out."""
+    own = f"tls://{_bracketed(address)}:0"
+    return ",".join(own if part == "tls" else part for part in setting.split(","))
 
 
 def has_fixed_port(setting: str) -> bool:
-    """Whether a setting names a port, which only one engine could have. Raises ConfigError if it is no address."""
-    name, _, where = setting.partition(":")
-    return name == "tcp" and _split(where)[1] != 0
-
-
-def leaves_machine(setting: str) -> bool:
-    """Whether a setting lets other machines connect. Raises ConfigError if it is no address."""
-    name, _, where = setting.partition(":")
-    if name != "tcp":
-        return False
-    host, _ = _split(where)
-    return host not in ("localhost", "::1") and not host.startswith("127.")
+    """Whether a setting names a port, which only one engine could have. Raises ConfigError as `lacks_address`."""
+    return any(name == "tls" and where and _split(where)[1] != 0 for name, where in parse_places(setting))

@@ -155,9 +155,11 @@ class UpdateProgress:
         num_replicas: of the server.
         is_running: it has not ended.
         error: why it ended early; empty if it did not. Replicas that were not updated keep their engines.
+        is_rolling_back: it has failed, and replicas with other weights get those from before again.
     """
 
     num_updated: int
     num_replicas: int
     is_running: bool
     error: str = ""
+    is_rolling_back: bool = False

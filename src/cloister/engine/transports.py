@@ -21,6 +21,7 @@ from cloister.engine import channel, child_process
 from cloister.engine.channel import MessageStream
 from cloister.engine.child_process import ProcessHandle, spawn_program
 from cloister.engine.fork_server import ForkServer
+from cloister.engine.kv_pool import KVPool, PoolSeat
 from cloister.engine.sealed_channels import open_listener
 from cloister.engine.supervision import STACKS_SIGNAL, Supervision
 from cloister.types.config import EngineConfig
@@ -126,6 +127,7 @@ class ProcessTransport(_ChannelTransport):
         spawn: starts the child process. Default: executes the interpreter, with an allocator that overwrites freed memory if
             the profile requires it.
         kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
+        kv_pool: memory that several engines share for KV; each engine process gets a seat.
         replica: which of several replicas it is (`Boot.replica`).
         fork_server: starts the child process in place of `spawn`, as a fork of a template.
         keep_listener: called with the near end of the listener of each engine process (`engine.sealed_channels`), and takes
@@ -142,6 +144,7 @@ class ProcessTransport(_ChannelTransport):
         fork_server: ForkServer | None = None,
         keep_listener: Callable[[socket.socket], None] | None = None,
         kv_secret: bytes | None = None,
+        kv_pool: KVPool | None = None,
         replica: int | None = None,
     ) -> None:
         self.ready: Ready | None = None
@@ -153,6 +156,8 @@ class ProcessTransport(_ChannelTransport):
         self._fork_server = fork_server
         self._keep_listener = keep_listener
         self._kv_secret = kv_secret
+        self._kv_pool = kv_pool
+        self._seat: PoolSeat | None = None
         self._replica = replica
         self._process: ProcessHandle | None = None
         self._stacks_fd: int | None = None
@@ -194,9 +199,14 @@ class ProcessTransport(_ChannelTransport):
                 unused.enter_context(listener)
             import_path = [path for path in sys.path if path]
             is_restart = self.ready is not None
-            boot = channel.Boot(self._entry, config, import_path, self._log_format, self._kv_secret, is_restart, self._replica)
+            seat = None if self._kv_pool is None else self._kv_pool.take_seat()
+            boot = channel.Boot(
+                self._entry, config, import_path, self._log_format, self._kv_secret, is_restart, self._replica, seat
+            )
             near, far = socket.socketpair()
             on_failure = unused.enter_context(contextlib.ExitStack())
+            if seat is not None and self._kv_pool is not None:
+                on_failure.callback(self._kv_pool.free_seat, seat)
             on_failure.enter_context(near)
             with far:
                 process = await self._make_process(far, boot)
@@ -207,11 +217,13 @@ class ProcessTransport(_ChannelTransport):
             for fd in (stacks_fd, far_stacks_fd):
                 os.set_blocking(fd, False)  # an engine that hangs must not wait in its signal handler too
             descriptors = [far_stacks_fd, *([] if listener is None else [listener.fileno()])]
+            if seat is not None and self._kv_pool is not None:
+                descriptors.append(self._kv_pool.fd)
             socket.send_fds(near, [channel.frame(boot)], descriptors)
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
             self._messages = await MessageStream.open(near)
-            self._process, self._stacks_fd = process, stacks_fd
+            self._process, self._stacks_fd, self._seat = process, stacks_fd, seat
             on_failure.pop_all()
 
     async def _make_process(self, far: socket.socket, boot: channel.Boot) -> ProcessHandle:
@@ -264,9 +276,18 @@ class ProcessTransport(_ChannelTransport):
         if process is None or messages is None:
             return None
         messages.close()
-        status = await child_process.end(process)
+        try:
+            status = await child_process.end(process)
+        finally:
+            await self._leave_pool()
         await asyncio.sleep(0)  # the loop closes the socket at its next turn
         return f"the process ended with status {status}"
+
+    async def _leave_pool(self) -> None:
+        """Has the part of an engine that has ended wiped."""
+        seat, self._seat = self._seat, None
+        if seat is not None and self._kv_pool is not None:
+            await asyncio.to_thread(self._kv_pool.free_seat, seat)
 
     async def discard_template(self, *, is_final: bool = False) -> None:
         if self._fork_server is None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from cloister.backends.base import FloatArray, ForwardBatch, IntArray
+from cloister.backends.ranges import KVRanges
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
 from cloister.executor.images import find_last_seen, gather
@@ -62,11 +63,13 @@ class TableLayout(msgspec.Struct, frozen=True):
         block_size: positions of an entry.
         num_groups: of layers, each with a block of every entry.
         state_group: which of them has states; None where none has.
+        ranges: sequences read their blocks at these addresses; None: their tables name the blocks themselves.
     """
 
     block_size: int
     num_groups: int = 1
     state_group: int | None = None
+    ranges: KVRanges | None = None
 
     def running_state(self, part: ScheduledSequence) -> int:
         """Returns the block of a sequence's running state, that of the last entry that its plan names."""
@@ -159,17 +162,20 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     embeddings = embedding_rows = last_seen = None
     if has_images:
         embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
+    width = -(-max(context_lens) // block_size) * num_groups
+    if layer_rows is not None:
+        found_tables = layer_rows.cells
+    elif tables.ranges is not None:
+        found_tables = _range_tables(parts, tables.ranges, width, block_size)
+    else:  # not in a function: it would be another call in every step
+        seen = [_seen_blocks(part, block_size) for part in parts] if has_documents else [*map(_blocks_of, parts)]
+        found_tables = block_tables(seen, width)
     return ForwardBatch(
         token_ids=as_ints(token_ids),
         positions=as_ints(positions),
         query_starts=as_ints(query_starts),
         context_lens=as_ints(context_lens),
-        block_tables=block_tables(
-            [_seen_blocks(part, block_size) for part in parts] if has_documents else [*map(_blocks_of, parts)],
-            -(-max(context_lens) // block_size) * num_groups,
-        )
-        if layer_rows is None
-        else layer_rows.cells,
+        block_tables=found_tables,
         logit_rows=as_ints(logit_rows),
         parents=_parents(parts) if has_tree else None,
         adapters=as_ints(array("i", [part.state.adapter for part in parts])) if has_adapter else None,
@@ -181,6 +187,17 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         residual=None if layer_rows is None else layer_rows.residual,
         layer=0 if layer_rows is None else layer_rows.layer,
     )
+
+
+def _range_tables(parts: Sequence[ScheduledSequence], ranges: KVRanges, width: int, block_size: int) -> IntArray:
+    """Returns block tables that name blocks by their numbers in the ranges of sequences, [num_parts, width]."""
+    firsts = as_ints(array("i", [ranges.first_block(part.state.slot) for part in parts]))
+    found: IntArray = (firsts[:, None] + np.arange(width)).astype(np.int32)
+    for row, part in zip(found, parts, strict=True):
+        documents = part.state.documents
+        if documents is not None:  # as `_seen_blocks`
+            row[documents.starts[0] // block_size :] += documents.shift(part.plan.start) // block_size
+    return found
 
 
 def _seen_blocks(part: ScheduledSequence, block_size: int) -> array[int]:

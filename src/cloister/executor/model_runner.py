@@ -61,7 +61,7 @@ class ModelRunner:
         self._program = program
         self._num_groups = max(1, len(groups))
         state_group = next((number for number, group in enumerate(groups) if group.is_state), None)
-        self._tables = TableLayout(block_size, self._num_groups, state_group)
+        self._tables = TableLayout(block_size, self._num_groups, state_group, program.ranges)
         self._num_drafter_blocks = groups[0].num_blocks if len(groups) > 1 else None
         self._is_encoder = Capability.ENCODER in program.capabilities
         self._can_pool = Capability.HIDDEN in program.capabilities
@@ -74,6 +74,7 @@ class ModelRunner:
             grammars=grammars,
             num_groups=self._num_groups,
             vision=vision if Capability.IMAGES in program.capabilities else None,
+            ranges=program.ranges,
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
@@ -137,6 +138,8 @@ class ModelRunner:
             self.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
         parts = [self._part(part) for part in plan.sequences]
+        if self._tables.ranges is not None:
+            self._batch.map_blocks([part.state for part in parts])
         if self._drafts:
             parts = self._drafted(parts)
         live = [part for part in parts if part.state.failure is None]
@@ -260,4 +263,5 @@ class ModelRunner:
             if start > len(state.blocks):
                 raise EngineError(f"the step plan leaves a gap in the block table of sequence {plan.seq_id}")
             state.blocks[start:] = array("i", plan.new_block_ids)
+            state.unmapped_from = start if state.unmapped_from is None else min(start, state.unmapped_from)
         return schedule_sequence(plan, state)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
+from cloister.backends.ranges import KVRanges
 from cloister.backends.vision import AnyVisionSpec
 from cloister.executor.arrays import overwrite
 from cloister.executor.grammar import Grammars, GrammarState
@@ -26,7 +27,7 @@ class SequenceState:
     """One sequence.
 
     Attributes:
-        slot: its row in the sampling columns.
+        slot: its row in the sampling columns, and the number of its address range.
         tokens: token ids of prompt and output.
         blocks: the block table; one block per entry for each group of layers (`KVLayout.groups`).
         num_groups: number of groups.
@@ -42,6 +43,8 @@ class SequenceState:
         images: images of its prompt; None once all their positions are computed.
         grids: what its tokens turn by, where that is not their position; None where it is.
         documents: parts of its prompt that are encoded separately.
+        unmapped_from: the first entry of its block table that its address range lacks, or has another block for
+            (`BatchState.map_blocks`); None if the range is as the table.
     """
 
     seq_id: int
@@ -64,6 +67,7 @@ class SequenceState:
     images: SequenceImages | None = None
     grids: GridPositions | None = None
     documents: Documents | None = None
+    unmapped_from: int | None = 0
 
     @property
     def first_group_blocks(self) -> array[int]:
@@ -112,6 +116,7 @@ class BatchState:
         adapters: digest -> slot of the program's adapters.
         num_groups: number of layer groups, each with one block per entry of a block table.
         vision: the tower that encodes images; None if there is none.
+        ranges: maps blocks to address ranges of sequences; None if the program has none.
 
     Attributes:
         num_pooled: number of pooled sequences.
@@ -129,7 +134,9 @@ class BatchState:
         grammars: Grammars | None = None,
         num_groups: int = 1,
         vision: AnyVisionSpec | None = None,
+        ranges: KVRanges | None = None,
     ) -> None:
+        self._ranges = ranges
         self._num_groups = num_groups
         self._vision = vision
         self._grammars = grammars
@@ -253,6 +260,21 @@ class BatchState:
         self._count(state, -1)
         self._columns[state.slot] = 0
         self._free_slots.append(state.slot)
+        if self._ranges is not None:
+            self._ranges.release(state.slot)
+
+    def map_blocks(self, states: Sequence[SequenceState]) -> None:
+        """Brings address ranges up to date with block tables; a sequence whose range the system refuses fails."""
+        if self._ranges is None:
+            return
+        for state in states:
+            if state.unmapped_from is None:
+                continue
+            try:
+                self._ranges.map(state.slot, state.unmapped_from, state.blocks)
+                state.unmapped_from = None
+            except EngineError as error:
+                state.failure = error.message
 
     def drop_images(self, state: SequenceState, position: int) -> None:
         """Drops the images of a sequence that end before a position."""

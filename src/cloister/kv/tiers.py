@@ -68,6 +68,7 @@ class TierBlock:
         slot: where it lies, among the slots of its group.
         number: of the sealing; no other one in the life of an engine has it. A block that moves keeps it.
         tier: number of its tier; 0 is the first one.
+        home: part of a shared tier where another engine has it (`kv.shared_tier`); None: it is this engine's own.
     """
 
     root: bytes
@@ -78,6 +79,7 @@ class TierBlock:
     slot: int
     number: int
     tier: int = 0
+    home: int | None = None
 
     def __repr__(self) -> str:
         """Shows no key: where a scope has no secret, a key tells whether somebody's text is known."""
@@ -105,19 +107,27 @@ class TierLayout:
         block_bytes: Sequence[int],
         groups: Sequence[BlockGroup],
         num_shares: int = 1,
+        *,
         content_bytes: Sequence[int] = (),
+        fixed_bytes: int = 0,
+        record_bytes: int = 0,
     ) -> TierLayout:
         """Divides a tier of `limit_bytes` among groups as the device's memory is divided.
+
+        Args:
+            fixed_bytes: of the tier that no slot takes.
+            record_bytes: what each slot takes besides.
 
         Raises:
             ConfigError: some group would have no slot for each share.
         """
         layout = cls(tuple(block_bytes), (0,) * len(groups))
         sizes = layout.slot_bytes
-        device_bytes = sum(group.num_blocks * size for group, size in zip(groups, sizes, strict=True))
-        num_slots = tuple(limit_bytes * group.num_blocks // device_bytes for group in groups)
+        device_bytes = sum(group.num_blocks * (size + record_bytes) for group, size in zip(groups, sizes, strict=True))
+        num_slots = tuple((limit_bytes - fixed_bytes) * group.num_blocks // device_bytes for group in groups)
         if min(num_slots) < num_shares:
-            least = math.ceil(num_shares * device_bytes / min(group.num_blocks for group in groups) / 2**20)
+            least_bytes = fixed_bytes + num_shares * device_bytes / min(group.num_blocks for group in groups)
+            least = math.ceil(least_bytes / 2**20)
             shares = "" if num_shares == 1 else f" in each of {num_shares} shares"
             raise ConfigError(
                 f"kv_tier is too small for one block of each kind{shares}; give it at least {least}M", param="kv_tier"
@@ -224,6 +234,7 @@ class KVTierIndex:
         layout: its slots.
         num_shares: owners that may have blocks at once; 1: all take from one share.
         number: of this tier, among those of its engine.
+        first_number: of its sealings (`TierBlock.number`).
 
     Attributes:
         below: gets the blocks that this one lets go; None: they are gone.
@@ -236,7 +247,7 @@ class KVTierIndex:
         num_stored_blocks, num_stored_bytes: written so far.
     """
 
-    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1, number: int = 0) -> None:
+    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1, number: int = 0, *, first_number: int = 0) -> None:
         self.name = name
         self._num_shares, self._number = num_shares, number
         self.below: KVTierIndex | None = None
@@ -249,7 +260,7 @@ class KVTierIndex:
         self._slots = [_Slots(num_slots, num_shares) for num_slots in layout.num_slots]
         self.kept = KeptBlocks(len(layout.num_slots))
         self._unwritten: dict[int, TierBlock] = {}  # by number
-        self._numbers = count()
+        self._numbers = count(first_number)
         self.uses = count()
         self._byte_s = 0.0
         self._num_declined = 0
@@ -263,6 +274,11 @@ class KVTierIndex:
     def __len__(self) -> int:
         """Blocks that it holds, or that are being written."""
         return sum(len(slots.blocks) for slots in self._slots)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can be loaded."""
+        return not len(self)
 
     @property
     def used_bytes(self) -> int:
@@ -473,6 +489,11 @@ class KVTiers:
     def __len__(self) -> int:
         """Blocks that they hold, or that are being written."""
         return sum(map(len, self.indexes))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can be loaded."""
+        return all(index.is_empty for index in self.indexes)
 
     @property
     def num_groups(self) -> int:

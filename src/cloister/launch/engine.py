@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from math import prod
@@ -31,6 +32,7 @@ from cloister.launch.backend import (
     write_in_few_bits,
 )
 from cloister.launch.drafters import open_drafters
+from cloister.launch.kv_ranges import plan_ranges, read_most_mappings, takes_ranges
 from cloister.launch.loading import Loading
 from cloister.launch.processes import close_engine
 from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
@@ -95,6 +97,9 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     backend = make_backend(config, machine, model.spec)
     max_rows = max(max_batched_tokens(config), MAX_ROWS if longest > max_model_len else 0)
     need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_rows)
+    has_ranges = takes_ranges(config, need)
+    if has_ranges:
+        need = replace(need, kv_block_bytes=need.range_block_bytes)
     drafters = open_drafters(config, model, backend, max_model_len=max_model_len, max_batched_tokens=max_batched_tokens(config))
     room = plan_room(config)
     groups = group_layers(model.spec, longest, need.recent_window) if need.kv_layer_bytes else []
@@ -121,8 +126,13 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     )
     identity = f"{model.info.fingerprint} {config.quant} {QUANT_VERSION}"
     layout = KVLayout.of_groups(budget.groups, config.block_size)
+    if has_ranges:
+        sizes = {"max_model_len": longest, "most_drafts": drafters.most_drafts, "most_mappings": read_most_mappings()}
+        layout = replace(layout, ranges=plan_ranges(config, budget.groups, **sizes))
     loading.begin("packing the weights, or reading them packed")
     program = backend.build(model.spec, model.weights, layout, identity=identity)
+    if program.ranges is not None:
+        _logger.info("KV at addresses in a row: %s", program.ranges.describe())
     loading.begin("starting the engine")
     drafters.allocate(program, KVLayout(budget.groups[0].num_blocks, config.block_size))
     slots, adapters = _open_adapters(config, model.spec, program, room)
@@ -343,8 +353,8 @@ def _check_prefill_only(longest: int, num_positions: int) -> None:
         return
     if not num_positions:
         raise ConfigError(
-            "this model or back end computes no prompts layer by layer: that needs a CPU, and layers that all have KV of one "
-            "size and no window, state, or image; leave max_prefill_only_len out",
+            "this model or back end computes no prompts layer by layer: that needs a CPU, --kv-layout paged, and "
+            "layers that all have KV of one size and no window, state, or image; leave max_prefill_only_len out",
             param="max_prefill_only_len",
         )
     raise MemoryBudgetError(

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Final
 from cloister.launch.backend import chosen_backend
 from cloister.trust import hardening
 from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import MakeRouter
-    from cloister.cluster.rolling_update import MakeClient
+    from cloister.cluster.rolling_update import Release
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.child_process import ProcessHandle
     from cloister.engine.fork_server import ForkServer
+    from cloister.engine.kv_pool import KVPool
     from cloister.types.request import ModelInfo
 
 
@@ -60,6 +62,7 @@ def _make_client(
     fork_server: ForkServer | None,
     keep_listener: Callable[[socket.socket], None] | None = None,
     kv_secret: bytes | None = None,
+    kv_pool: KVPool | None = None,
     replica: int | None = None,
 ) -> EngineClient:
     from cloister.engine import EngineClient, ProcessTransport, Supervision
@@ -73,6 +76,7 @@ def _make_client(
         fork_server=fork_server,
         keep_listener=keep_listener,
         kv_secret=kv_secret,
+        kv_pool=kv_pool,
         replica=replica,
     )
     return EngineClient(transport, config)
@@ -83,18 +87,24 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import ClusterConfig
     from cloister.cluster.roles import assign_roles
+    from cloister.cluster.rolling_update import Release
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    kv_secret = None if config.kv_transfer is None else secrets.token_bytes(32)  # new at each start, and never written
+    kv_secret = _draw_kv_secret(config)
+    kv_pool = _make_kv_pool(config, front.replicas + 1)  # a rolling update starts an engine beside the others
 
-    def make_release() -> MakeClient:
+    def make_release(model: str) -> Release:
         """A template of its own loads what is installed now."""
-        return partial(make, _make_fork_server(config, front))
+        return release_of(model, _make_fork_server(replace(config, model=model), front))
 
-    def make(server: ForkServer | None, index: int, lora: str | None = config.lora) -> EngineClient:
-        return _make_client(replace(each, lora=lora), front, server, kv_secret=kv_secret, replica=index)
+    def release_of(model: str, server: ForkServer | None) -> Release:
+        return Release(model, partial(make, replace(each, model=model), server), config.request_timeout_s)
 
-    clients = [make(fork_server, index) for index in range(front.replicas)]
+    def make(own: EngineConfig, server: ForkServer | None, index: int, lora: str | None) -> EngineClient:
+        return _make_client(replace(own, lora=lora), front, server, kv_secret=kv_secret, kv_pool=kv_pool, replica=index)
+
+    release = release_of(config.model, fork_server)
+    clients = [release.make(index, config.lora) for index in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
     return ReplicaSet(
         clients,
@@ -103,19 +113,45 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
+        release=release,
         make_release=make_release,
     )
+
+
+def _draw_kv_secret(config: EngineConfig) -> bytes | None:
+    """Returns what engines that exchange KV have in common, new at each start and never written; None if they do not."""
+    return None if config.kv_transfer is None else secrets.token_bytes(32)
+
+
+def _make_kv_pool(config: EngineConfig, num_parts: int) -> KVPool | None:
+    """Returns memory that engines share for KV; None if they have no such tier.
+
+    Raises:
+        ConfigError: there is no such memory.
+    """
+    if config.kv_tier is None:
+        return None
+    from cloister.engine.kv_pool import KVPool
+    from cloister.engine.kv_tier_storage import parse_tiers
+
+    sizes = [tier.limit_bytes for tier in parse_tiers(config.kv_tier) if tier.is_shared]
+    try:
+        return KVPool(sizes[0], num_parts) if sizes else None
+    except (OSError, OverflowError, ValueError) as error:
+        raise ConfigError("there is no memory for kv_tier; give it a smaller size", param="kv_tier") from error
 
 
 def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
     from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
-    from cloister.cluster.remote.identity import Identity
     from cloister.cluster.remote.transport import RemoteTransport
     from cloister.cluster.replica_set import ClusterConfig
+    from cloister.cluster.roles import assign_roles
     from cloister.engine import EngineClient
+    from cloister.engine.identity import Identity
 
     identity = Identity.make()
+    kv_secret = _draw_kv_secret(config)
     placer = RayPlacer(
         RaySettings(
             num_replicas=front.replicas,
@@ -126,17 +162,20 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
             front=identity.certificate,
         )
     )
-    clients = [
-        EngineClient(
-            RemoteTransport(placer.placement(index), identity, ENGINE_ENTRY, log_format=front.log_format, replica=index), config
+
+    def make(index: int) -> EngineClient:
+        placement = placer.placement(index)
+        transport = RemoteTransport(
+            placement, identity, ENGINE_ENTRY, log_format=front.log_format, replica=index, kv_secret=kv_secret
         )
-        for index in range(front.replicas)
-    ]
+        return EngineClient(transport, config)
+
+    roles = assign_roles(front.replicas, front.prefill, front.decode)
     return PlacedReplicas(
-        clients,
+        [make(index) for index in range(front.replicas)],
         _router_maker(config, front),
         placer,
-        ClusterConfig(rebalance=front.rebalance),
+        ClusterConfig(tuple(roles), front.rebalance),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
     )

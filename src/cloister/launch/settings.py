@@ -139,7 +139,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
             *_drafter_entries(engine.config),
         ),
     )
-    _check_kv_transfer(policy, engine.config, server.config.replicas if listens else 1)
+    _check_kv_transfer(policy, engine.config, server.config, num_replicas=server.config.replicas if listens else 1)
     _check_kv_tier(policy, engine.config, server.config)
     resolved = Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
     if server.config.on == "ray" and importlib.util.find_spec("ray") is None:  # last: the profile may refuse it anyway
@@ -147,7 +147,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     return resolved
 
 
-def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) -> None:
+def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfig, *, num_replicas: int) -> None:
     """Refuses an exchange of KV that the profile denies, or that has no effect.
 
     Raises:
@@ -156,14 +156,21 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, num_replicas: int) 
     """
     if config.kv_transfer is None:
         return
-    from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, leaves_machine  # only when it was asked for
+    from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, lacks_address, parse_places  # only if asked for
 
-    entry = Entry.of(KV_TRANSPORTS, config.kv_transfer.partition(":")[0])
-    source = f"setting `kv_transfer` {config.kv_transfer}"
-    policy.check({"kv-transfer": Use(True, source), "kv-transfer-network": Use(leaves_machine(config.kv_transfer), source)})
-    policy.check_entry(entry.kind, entry.name, entry.threat)
+    policy.check({"kv-transfer": Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
+    for name, _ in parse_places(config.kv_transfer):
+        entry = Entry.of(KV_TRANSPORTS, name)
+        policy.check_entry(entry.kind, entry.name, entry.threat)
+    if lacks_address(config.kv_transfer) != (server.on != LOCAL):
+        raise ConfigError(
+            f"on {server.on}, engines are on several machines, and listen on their addresses; set kv_transfer to unix,tls"
+            if server.on != LOCAL
+            else "kv_transfer tls has no address to listen on; set it to unix, or tls://HOST:0",
+            param="kv_transfer",
+        )
     if has_fixed_port(config.kv_transfer):
-        raise ConfigError("each replica listens on a port of its own; set kv_transfer to tcp://HOST:0", param="kv_transfer")
+        raise ConfigError("each replica listens on a port of its own; set kv_transfer to tls://HOST:0", param="kv_transfer")
     if num_replicas == 1:
         raise ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
     if not config.prefix_cache:
@@ -184,7 +191,7 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
                 "kv_tier_codec compresses what kv_tier stores; set kv_tier, or leave it out", param="kv_tier_codec"
             )
         return
-    from cloister.engine.kv_tier_storage import KV_TIERS, parse_tiers  # only when it was asked for
+    from cloister.engine.kv_tier_storage import KV_TIERS, ONLY_REPLICAS, parse_tiers  # only when it was asked for
 
     policy.check({"kv-tier-lossy": Use(lossy, f"setting `kv_tier_codec` {config.kv_tier_codec}")})
     if lossy and config.numerics == "exact":
@@ -197,11 +204,20 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
     tiers = parse_tiers(config.kv_tier)
     for where in tiers:
         entry = Entry.of(KV_TIERS, where.name)
-        policy.check({"kv-tier": Use(True, f"setting `kv_tier` {where.name}")})
+        feature = "kv-tier-shared" if where.is_shared else "kv-tier"
+        policy.check({feature: Use(True, f"setting `kv_tier` {where.name}")})
         policy.check_entry(entry.kind, entry.name, entry.threat)
     if not config.prefix_cache:
         raise ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
-    if any(where.num_bytes is None and (where.name == "host" or server.replicas > 1) for where in tiers):
+    if any(where.is_shared for where in tiers) and (server.replicas == 1 or server.on != LOCAL):
+        raise ConfigError(ONLY_REPLICAS, param="kv_tier")
+    if any(where.is_shared for where in tiers) and config.kv_tier_codec is not None:
+        raise ConfigError(
+            "a shared tier is not compressed, as its engines would choose levels of their own; leave kv_tier_codec out, or "
+            "set kv_tier to host:SIZE",
+            param="kv_tier_codec",
+        )
+    if any(where.num_bytes is None and (where.storage.is_memory or server.replicas > 1) for where in tiers):
         raise ConfigError(
             "give kv_tier a size, such as host:4G; of several replicas each has a tier of its own", param="kv_tier"
         )
@@ -230,8 +246,6 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
             raise ConfigError(f"a sealed node has one engine, its own; leave {name} out, and start more nodes", param=name)
     if server.on == LOCAL and server.ray_address is not None:
         raise ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
-    if server.on != LOCAL and config.kv_transfer is not None:
-        raise ConfigError(f"KV does not move between machines; leave kv_transfer out, or on {server.on}", param="kv_transfer")
     if server.on != LOCAL and server.idle_timeout_s is not None:
         raise ConfigError(
             f"only engines of this machine end while idle; leave idle_timeout_s out, or on {server.on}", param="idle_timeout_s"
@@ -255,14 +269,11 @@ def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
     if server.replicas == 1 and given:
         raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
     assign_roles(server.replicas, server.prefill, server.decode)
-    if (server.prefill or server.decode) and server.on != LOCAL:
-        raise ConfigError(
-            f"roles need KV to move, which it does not between machines; leave prefill and decode out, or on {server.on}",
-            param="prefill",
-        )
     if (server.prefill or server.decode) and config.kv_transfer is None:
+        where = "unix" if server.on == LOCAL else "unix,tls"
         raise ConfigError(
-            "with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to unix", param="prefill"
+            f"with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to {where}",
+            param="prefill",
         )
 
 

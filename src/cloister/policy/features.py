@@ -89,7 +89,14 @@ def _feature(
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
+_AMONG_ENGINES = mitigate(
+    "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
+)
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
+_SHARED_TIER = mitigate(
+    "AES-256-GCM under a key per engine and scope, sealed under a secret that only the front's engines have; wiped with its "
+    "scope and with its engine; a share for each tenant"
+)
 _DOCUMENTS_BY_SCOPE = mitigate(
     "their keys are seeded by the scope and cover the prefix, as those of prompts, so what other scopes sent is never found; "
     "replies say how many tokens were encoded separately"
@@ -98,7 +105,7 @@ _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
 )
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
-_PLACED = "front and replicas know each other's certificates; no request passes the orchestrator, and no key leaves its process"
+_PLACED = "front and replicas know each other's certificates; neither a request nor a key passes the orchestrator"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
 _STEERED_BY_LENGTHS = refuse(
     "lengths are learned from answers, so others' answers would decide where a request runs; replicas are drawn by capacity"
@@ -164,11 +171,14 @@ _FEATURES: Final = (
         row="closed-source",
         setting="`/v1/replicas/update`",
         title="Rolling update",
-        does="lets operators replace the engines of replicas while the server runs, by engines of what is installed then",
+        does="lets operators replace the engines of replicas while the server runs, by what is installed then or other weights",
         endangers="from then on something may run that was not there when the server started",
         part="update",
         open=allow(ONE_USER),
-        team=mitigate("an operator's key is required; the new engines must have the same model, format and fingerprint"),
+        team=mitigate(
+            "an operator's key is required; new engines have the same fingerprint, or the weights that the operator named, and"
+            " each answer is of one of both and says of which"
+        ),
         private=refuse("what was attested when the server started must not change while it runs"),
         paranoid=refuse("what was attested when the server started must not change while it runs"),
         instead="drain the node and start it again, so that clients verify what runs then",
@@ -177,7 +187,8 @@ _FEATURES: Final = (
         attack="an operator puts another program in the place of the one that clients have verified",
         mitigations=(
             "an operator's key, or no key on loopback",
-            "another fingerprint, or other tokens in a trial request, end the update and the old engine stays",
+            "a fingerprint that nobody named, or other tokens in a trial request, end the update and the old engine stays",
+            "an answer, its KV and its prefix hits stay with one fingerprint, which the answer states",
         ),
     ),
     _feature(
@@ -362,7 +373,7 @@ _FEATURES: Final = (
         endangers="KV travels between processes",
         part="roles",
         open=allow(ONE_USER),
-        team=mitigate("on one machine, between processes of one user that know a secret drawn at each start"),
+        team=_AMONG_ENGINES,
         private=_UNENCRYPTED,
         paranoid=_UNENCRYPTED,
         instead="leave `prefill` and `decode` out",
@@ -376,7 +387,7 @@ _FEATURES: Final = (
         endangers="others' requests decide where a request runs, so it can be steered",
         part="load",
         open=allow(ONE_USER),
-        team=mitigate("replicas run on one machine"),
+        team=mitigate("the operator is trusted with all of them"),
         private=_STEERED,
         paranoid=_STEERED,
         instead="leave the setting `rebalance` out; draining a replica works in every profile",
@@ -390,7 +401,7 @@ _FEATURES: Final = (
         endangers="a tenant who loads one role decides which replica changes its own",
         part="load",
         open=allow(ONE_USER),
-        team=mitigate("replicas run on one machine"),
+        team=mitigate("the operator is trusted with all of them"),
         private=_STEERED,
         paranoid=_STEERED,
         instead="leave the setting `rebalance` out",
@@ -404,24 +415,10 @@ _FEATURES: Final = (
         endangers="KV of requests is in transit, and a replica that asks for more than it should raises its hits",
         part="transfer",
         open=allow(ONE_USER),
-        team=mitigate("on one machine, between processes of one user that know a secret drawn at each start"),
+        team=_AMONG_ENGINES,
         private=_UNENCRYPTED,
         paranoid=_UNENCRYPTED,
         instead="leave the setting `kv_transfer` out; replicas compute what they need",
-    ),
-    _feature(
-        "kv-transfer-network",
-        row="disaggregation",
-        setting="kv_transfer tcp://HOST:0",
-        title="KV between machines",
-        does="lets engines on other machines load cached KV over TCP, authenticated and not encrypted",
-        endangers="a reader of the network reads KV, from which prompts can be recovered",
-        part="network",
-        open=mitigate("authenticated by a secret drawn at each start; only for a network that nobody else reads"),
-        team=_UNENCRYPTED,
-        private=_UNENCRYPTED,
-        paranoid=_UNENCRYPTED,
-        instead="set `kv_transfer` to unix, or to an address of loopback",
     ),
     _feature(
         "kv-tier",
@@ -461,6 +458,20 @@ _FEATURES: Final = (
             "refused with `numerics` exact, which promises that answers do not depend on other requests",
         ),
         instead="leave `kv_tier_codec` out, or set it to lossless or auto, which return the same bits",
+    ),
+    _feature(
+        "kv-tier-shared",
+        row="offload",
+        setting="kv_tier shared:SIZE",
+        title="KV in memory that replicas share",
+        does="keeps KV that the prefix cache evicts in memory that all replicas of the machine read",
+        endangers="whoever takes over one engine reads what the others keep there, of all scopes",
+        part="shared-tier",
+        open=_SHARED_TIER,
+        team=_SHARED_TIER,
+        private=_COPIES_STAY,
+        paranoid=refuse("KV never leaves the device"),
+        instead="set `kv_tier` to host:SIZE, where each replica has its own, or leave it out",
     ),
     _feature(
         "slow-replicas",
@@ -689,7 +700,10 @@ _FEATURES: Final = (
         does="keeps the server's figures of the last day in memory, for the board",
         endangers="users of the board see when the server was used, including earlier times",
         open=allow(ONE_USER),
-        team=allow("what `/metrics` showed, per minute for an hour and per ten minutes for a day, in memory only"),
+        team=mitigate(
+            "with keys an operator's is required, as for `/metrics`: what that showed, per minute for an hour and per ten"
+            " minutes for a day, in memory only"
+        ),
         private=_NO_SINGLE_REQUESTS,
         paranoid=_NO_SINGLE_REQUESTS,
         on_by_default=(

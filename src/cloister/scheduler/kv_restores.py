@@ -107,7 +107,7 @@ class KVRestores:
             keys: those that it may read.
         """
         state = sequence.request_state
-        if not sequence.may_restore or not len(self.tiers) or len(state.sequences) > 1:
+        if not sequence.may_restore or self.tiers.is_empty or len(state.sequences) > 1:
             return None
         keys = keys[: self._most_entries]
         num_here = self._cache.match_length(keys)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
+from cloister.engine.in_flight import EngineStats
 from cloister.policy.gate import Admission
 from cloister.server.answers import CachedTokens, Echo, ReasoningTokens, Usage
 from cloister.server.calls import HttpCall
@@ -34,7 +35,8 @@ class GenerationJob:
         job_id: random; also the prefix of its requests' ids.
         requests: one per prompt; sequence `index` of prompt `i` is choice `i * n + index`.
         model_name: the model's name for clients.
-        fingerprint: `system_fingerprint` of the reply.
+        fingerprint: of the weights that were served when it was read, and of the adapter.
+        engine_stats: what engines said of its requests so far, by their ids (`HttpCall.engine_stats`).
         echoes: one per prompt if the reply repeats it, else none.
         answerless: only the prompt's log-probabilities are needed (`max_tokens` 0 with `echo`).
         form: what an answer may contain besides text; None for nothing.
@@ -55,6 +57,7 @@ class GenerationJob:
     continuous_usage: bool = False
     num_kept: int | None = None
     shows_logprobs: bool = True
+    engine_stats: Mapping[str, EngineStats] = field(default_factory=dict, repr=False)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -65,6 +68,15 @@ class GenerationJob:
     @property
     def num_choices(self) -> int:
         return len(self.requests) * self.n
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Identifies the weights that compute the reply, and the adapter; several, if a rolling update came between its
+        prompts."""
+        found = [self.engine_stats.get(request.request_id) for request in self.requests]
+        weights = dict.fromkeys(stats.fingerprint for stats in found if stats is not None and stats.fingerprint)
+        adapter = self.requests[0].adapter
+        return " ".join(name_weights(each, adapter) for each in weights) or self.fingerprint
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -126,7 +138,7 @@ def make_job(
         job_id=job_id,
         requests=requests,
         model_name=model_name,
-        fingerprint=model.fingerprint if adapter is None else f"{model.fingerprint}-{adapter[:16]}",
+        fingerprint=name_weights(model.fingerprint, adapter),
         stream=stream,
         include_usage=include_usage,
         echoes=echoes,
@@ -136,6 +148,11 @@ def make_job(
         num_kept=num_kept,
         shows_logprobs=shows_logprobs,
     )
+
+
+def name_weights(fingerprint: str, adapter: str | None) -> str:
+    """Returns the `system_fingerprint` of weights with an adapter, whose digest is given."""
+    return fingerprint if adapter is None else f"{fingerprint}-{adapter[:16]}"
 
 
 MAX_SIDE_BY_SIDE: Final = 64

@@ -38,7 +38,7 @@ from cloister.server.routes.models import LoadBody, UnloadBody, Unloaded
 from cloister.server.routes.ollama import OllamaEmbedding, OllamaEmbeddings, OllamaStatus
 from cloister.server.routes.pdf import PdfForm, PdfText
 from cloister.server.routes.policy import PolicyReport
-from cloister.server.routes.replicas import DrainedReplica, ReplicaList, ReturnedReplica, UpdateReport
+from cloister.server.routes.replicas import DrainedReplica, ReplicaList, ReturnedReplica, UpdateBody, UpdateReport
 from cloister.server.routes.responses import DeletedResponse
 from cloister.server.routes.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized, TokenizerInfo
 from cloister.server.schemas import ChatBody, CompletionBody
@@ -269,6 +269,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/replicas/{index}/drain", _SERVER, "Drain a replica", answer=DrainedReplica),
     Operation("POST", "/v1/replicas/{index}/return", _SERVER, "Give a replica requests again", answer=ReturnedReplica),
     Operation("POST", "/v1/replicas/update", _SERVER, "Give every replica a new engine", answer=UpdateReport),
+    Operation("POST", "/v1/replicas/update_weights", _SERVER, "Give every replica other weights", UpdateBody, UpdateReport),
     Operation("GET", "/v1/cache", _SERVER, "Show what is cached of one's own", answer=CacheContent, errors=(400, 503)),
     Operation("DELETE", "/v1/cache", _SERVER, "Drop what is cached of one's own", answer=CacheContent, errors=(400, 503)),
     Operation("GET", "/v1/policy", _SERVER, "Show the active privacy profile", answer=PolicyReport, is_open=True),

@@ -19,6 +19,7 @@ from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService
 from cloister.server.images import ImagesPending
+from cloister.server.jobs import GenerationJob
 from cloister.server.metrics import Exposition
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
@@ -63,6 +64,10 @@ class ServerState:
         if self.call is None:
             return self.engine.generate(request)
         return self.calls.generate(self.engine, self.call, request)
+
+    def follow(self, job: GenerationJob) -> GenerationJob:
+        """Returns a job of the current call, whose replies say which weights compute it."""
+        return job if self.call is None else replace(job, engine_stats=self.call.engine_stats)
 
     async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Runs text work in a thread, with a deadline; twice where it needs images, which are decoded in between.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -168,6 +169,13 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """Returns the id of the vocabulary entry or added token that is written `text`, if there is one."""
         return self._tokenizer.token_to_id(text)
+
+    def digest(self) -> bytes:
+        """Returns the SHA-256 of all by which texts and ids stand for each other. Takes time for a large vocabulary."""
+        special = self.special
+        rest = (sorted(special.added.items()), sorted(special.control_ids), sorted(special.named.items()))
+        ends = (self._adds_bos, self._adds_eos)
+        return hashlib.sha256(f"{self._tokenizer.to_str()}{rest}{ends}".encode()).digest()
 
     @cached_property
     def _guarded(self) -> _GuardedTokenizer:

@@ -62,6 +62,12 @@ class EngineConfig:
         "Number format of KV; unset, the one that suits `quant`, else `dtype`.",
         choices=("float32", "bfloat16", "int8", "int4", "kivi2"),
     )
+    kv_layout: str = setting(
+        "paged",
+        "`paged`: sequences read KV through block tables; `virtual` (Linux, CPU): at addresses in a row, to which blocks are"
+        " mapped as they are allocated.",
+        choices=("paged", "virtual"),
+    )
     strict_config: bool = setting(
         False,
         "Refuse a model whose config.json has unknown fields; else they are ignored, with a warning.",
@@ -119,12 +125,13 @@ class EngineConfig:
     )
     kv_transfer: str | None = setting(
         None,
-        "How replicas load KV from each other: unix (on one machine) or tcp://HOST:0, where each listens on a port"
-        " of its own; unset, they compute it.",
+        "How replicas load KV from each other: unix (on one machine), tls://HOST:0 (mutual TLS, each on a port of its own), or"
+        " both with a comma between; with `on` ray unix,tls; unset, they compute it.",
     )
     kv_tier: str | None = setting(
         None,
-        "Where evicted KV of the prefix cache is kept, encrypted: host:SIZE (with K, M, G or T), disk:PATH[,SIZE], or"
+        "Where evicted KV of the prefix cache is kept, encrypted: host:SIZE (with K, M, G or T), shared:SIZE, where each"
+        " replica stores so much and loads from all, disk:PATH[,SIZE], or one in memory and a disk, such as"
         " host:SIZE+disk:PATH[,SIZE], where the disk gets what memory lets go; unset, nowhere.",
     )
     kv_tier_codec: str | None = setting(

@@ -223,6 +223,7 @@ class Program:
         parallel: bool,
         residual_scale: float,
         cache: _Bytes | None,
+        block_stride: int,
         recent_cache: _Bytes | None,
         kv_kind: int,
         block_size: int,

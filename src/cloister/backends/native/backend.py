@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from cloister.backends.availability import load_torch
-from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Program, Weights
+from cloister.backends.base import ImageEncoder, KVLayout, MemoryNeed, Program, Weights, check_ranges
 from cloister.backends.kivi import KIVI, RECENT_WINDOW, check_block_size
 from cloister.backends.native import _native
 from cloister.backends.native.limits import check_computable
 from cloister.backends.native.memory import Arena
 from cloister.backends.native.model import PackedModel, pack_model, packed_model_bytes
 from cloister.backends.native.packing import LAYOUT, PackedKind, Packer, buffer_bytes
-from cloister.backends.native.program import KV_KINDS, NativeProgram, kv_block_bytes
+from cloister.backends.native.program import KV_KINDS, NativeProgram, kv_block_bytes, range_block_bytes
 from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.states import draft_bytes, draft_state_bytes
 from cloister.backends.native.store import PackedStore
 from cloister.backends.native.streams import InputTable
+from cloister.backends.ranges import has_plain_kv
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.vision import AnyVisionSpec, tower_weights_bytes
 from cloister.types.errors import ConfigError
@@ -94,6 +95,9 @@ class NativeBackend:
             draft_state_bytes=self._pool.num_threads * draft_state_bytes(spec),
             recent_window=RECENT_WINDOW if is_packed else 0,
             recent_layer_bytes=_layer_bytes(spec, "bfloat16", block_size) if is_packed else (),
+            range_block_bytes=range_block_bytes(spec, self._kv_dtype, block_size)
+            if has_plain_kv(spec) and not is_packed
+            else 0,
         )
 
     def build(
@@ -108,6 +112,7 @@ class NativeBackend:
         if spec.merges_hidden and not isinstance(beside, NativeProgram):
             raise TypeError("a module without an embedding and a head is built beside the program that lends both")
         check_computable(spec, self._kv_dtype)
+        check_ranges(spec, kv)
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
         # a drafter has no groups of layers, and packs nothing

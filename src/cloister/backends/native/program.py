@@ -38,6 +38,7 @@ from cloister.backends.native.packing import PackedMatrix, Packer
 from cloister.backends.native.rotation import row_orders
 from cloister.backends.native.states import StateStore
 from cloister.backends.native.streams import InputTable, bind_stream_layer, bind_streams
+from cloister.backends.ranges import KVRanges, pad_block
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import (
     AnyAttentionSpec,
@@ -150,6 +151,12 @@ def kv_block_bytes(attention: AnyAttentionSpec, kv_dtype: str, block_size: int) 
     return _native.kv_block_bytes(KV_KINDS[kv_dtype], *shape, block_size)
 
 
+def range_block_bytes(spec: DecoderSpec, kv_dtype: str, block_size: int) -> int:
+    """Returns the bytes of a block of all layers where sequences have address ranges (`MemoryNeed.range_block_bytes`)."""
+    attentions = [layer.attention for layer in spec.layers if layer.attention is not None]
+    return pad_block(sum(kv_block_bytes(attention, kv_dtype, block_size) for attention in attentions))
+
+
 def _shape(attention: AnyAttentionSpec) -> tuple[int, int, int, int, int]:
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
     return *heads, _value_dim(attention), attention.window or 0
@@ -236,13 +243,18 @@ class NativeProgram(Program):
         self._recent: dict[int, ByteArray] = {}  # by layer, the cache of its newest keys
         self._shared_kv: dict[int, int] = {}  # by layer, the one whose cache it reads
         self._ones: list[FloatArray] = []  # weights of norms that have none
-        self._cells = self._make_cells(spec, kv, kv_dtype)
+        if kv.ranges is not None:
+            self.ranges = KVRanges(kv.ranges, kv.num_blocks, range_block_bytes(spec, kv_dtype, kv.block_size))
+        self._num_range_bytes = 0  # of a block, in the layers so far
+        self._range_starts: dict[int, int] = {}  # by layer, where it begins in a block
+        self._cells = None if self.ranges else self._make_cells(spec, kv, kv_dtype)
         self._states = StateStore(kv)
         self._has_states = any(layer.state is not None for layer in spec.layers)
         if spec.streams is not None and table is not None:
             bind_streams(self._program, spec.streams, model.matrices, model.vectors, table)
         first = 0
-        for group in kv.groups or (KVGroup(kv.num_blocks),):
+        groups = (KVGroup(self.ranges.num_addresses),) if self.ranges else kv.groups or (KVGroup(kv.num_blocks),)
+        for group in groups:
             self._program.add_group(
                 first_block=first,
                 num_blocks=group.num_blocks,
@@ -294,8 +306,8 @@ class NativeProgram(Program):
         mixer = prefix + BESIDE if beside else prefix
         cache: ByteArray | None = None
         recent: ByteArray | None = None
+        shared = attention.shared_kv if isinstance(attention, AttentionSpec) else None
         if attention is not None:
-            shared = attention.shared_kv if isinstance(attention, AttentionSpec) else None
             if shared is None:
                 cache = self._make_cache(attention, number, kv, kv_dtype)
                 self._caches.append(LayerCache(number, cache, kv.blocks_of(number), attention))
@@ -339,7 +351,8 @@ class NativeProgram(Program):
             growth=_growth(attention),
             parallel=layer.parallel,
             residual_scale=layer.residual_scale,
-            cache=None if cache is None else cache.reshape(-1),
+            cache=None if cache is None else self._bind_cache(cache, number if shared is None else shared),
+            block_stride=0 if self.ranges is None else self.ranges.stride,
             recent_cache=None if recent is None else recent.reshape(-1),
             kv_kind=KV_KINDS[kv_dtype],
             block_size=kv.block_size,
@@ -361,10 +374,18 @@ class NativeProgram(Program):
     def _make_cache(self, attention: AnyAttentionSpec, number: int, kv: KVLayout, kv_dtype: str) -> ByteArray:
         if self._cells is not None:
             return self._cells[number * kv.num_blocks : (number + 1) * kv.num_blocks]
+        if self.ranges is not None:
+            first = self._range_starts[number] = self._num_range_bytes
+            self._num_range_bytes += kv_block_bytes(attention, kv_dtype, kv.block_size)
+            return self.ranges.memory[: kv.num_blocks, first : self._num_range_bytes]
         num_empty = 1 if kv.groups and kv.groups[kv.group_of(number)].window else 0  # stands for what is behind the window
         num_blocks = len(kv.blocks_of(number)) + num_empty
         block_bytes = kv_block_bytes(attention, kv_dtype, kv.block_size)
         return reserve(block_bytes * num_blocks, streamed=False).reshape(num_blocks, block_bytes)
+
+    def _bind_cache(self, cache: ByteArray, layer: int) -> ByteArray:
+        """Returns the memory that the kernels read as a layer's cache: with ranges all addresses, from the layer's first on."""
+        return cache.reshape(-1) if self.ranges is None else self.ranges.memory.reshape(-1)[self._range_starts[layer] :]
 
     def _make_recent_cache(self, attention: AnyAttentionSpec, kv: KVLayout) -> ByteArray:
         num_blocks, block_bytes = len(kv.recent_blocks) + 1, kv_block_bytes(attention, "bfloat16", kv.block_size)

@@ -52,7 +52,9 @@ def attend(
     state = _State(highest, total, mixed=queries.new_zeros(*shape, layout.value_dim))
     for run in batch.runs:
         newest = None
-        if forms is None:
+        if run.first_slot is not None:
+            found = slots[run.first_slot : run.first_slot + run.num_splits * run.width].float()
+        elif forms is None:
             pages = slots if run.page_size == 1 else slots[:-1].view(-1, run.page_size * slots.shape[1])
             found = pages.index_select(0, run.pages).float()
         else:

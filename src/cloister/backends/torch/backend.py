@@ -8,15 +8,16 @@ from importlib.util import find_spec
 
 import torch
 
-from cloister.backends.base import KVLayout, MemoryNeed, Program, Weights
+from cloister.backends.base import NO_RANGES, KVLayout, MemoryNeed, Program, Weights, check_ranges
 from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.kivi import KIVI, RECENT_WINDOW, check_block_size
+from cloister.backends.ranges import has_plain_kv
 from cloister.backends.spec import DecoderSpec, LatentAttentionSpec, LayerSpec, kv_size, widest_feed_forward
 from cloister.backends.torch.cuda.limits import check_computable, check_numbers
 from cloister.backends.torch.cuda.memory import device_need
 from cloister.backends.torch.encoder import EncoderProgram, encoder_need
 from cloister.backends.torch.packing import packed_sizes
-from cloister.backends.torch.program import TorchProgram
+from cloister.backends.torch.program import TorchProgram, range_block_bytes
 from cloister.backends.torch.schedule import Team
 from cloister.backends.torch.streams import INPUT_TABLE, table_bytes
 from cloister.backends.torch.vision import tower_bytes
@@ -99,6 +100,7 @@ class TorchBackend:
             draft_state_bytes=4 * self._team.num_threads * max((state.state_size for state in states), default=0),
             recent_window=RECENT_WINDOW if self._packs else 0,
             recent_layer_bytes=unpacked_bytes if self._packs else (),
+            range_block_bytes=range_block_bytes(spec, block_size, self._dtype) if has_plain_kv(spec) and not self._packs else 0,
         )
 
     @staticmethod
@@ -116,12 +118,15 @@ class TorchBackend:
         """
         if not 1 <= kv.block_size <= 256 or kv.num_blocks < 1:
             raise ConfigError("a KV cache needs at least one block, of 1 to 256 positions", param="block_size")
+        if kv.ranges is not None and (self._device.type == "cuda" or isinstance(spec, EncoderSpec)):
+            raise ConfigError(NO_RANGES, param="kv_layout")
         if self._device.type == "cuda":
             from cloister.backends.torch.cuda.program import CudaProgram  # needs triton, which a CPU does not
 
             return CudaProgram(spec, weights, kv, dtype=self._dtype, device=self._device, is_exact=self._is_exact)
         if isinstance(spec, EncoderSpec):
             return EncoderProgram(spec, weights, kv, team=self._team, dtype=self._dtype)
+        check_ranges(spec, kv)
         if kv.recent_group is not None:
             check_packable(spec, kv.block_size)
         if spec.merges_hidden and not isinstance(beside, TorchProgram):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cloister.backends.base import ByteArray, IntArray, KVLayout
 from cloister.backends.kv_planes import KVPlane
+from cloister.backends.ranges import KVRanges
 from cloister.backends.spec import AnyAttentionSpec, LatentAttentionSpec, StateSpec, kv_size
 from cloister.backends.torch.packing import PackedBlocks, pack_moved
 from cloister.types.layerwise import CellLayout
@@ -168,6 +169,39 @@ class KVCache:
         return pages + [(packed.pages[:-1], self.layout.blocks_of(number)) for number, packed in self.packed.items()]
 
 
+class RangedKVCache(KVCache):
+    """K and V at the addresses of sequences: a position has the numbers of every layer one after the other, so the positions of
+    one layer lie at equal distances from the first of a sequence to its last.
+
+    Attributes:
+        layout: of blocks numbered through all addresses (`KVRanges`).
+        layers: as in `KVCache`, of all addresses; its rows lie apart.
+    """
+
+    def __init__(
+        self, layout: KVLayout, layers: Sequence[AnyAttentionSpec | None], dtype: torch.dtype, ranges: KVRanges
+    ) -> None:
+        self.layout = KVLayout(ranges.num_addresses, layout.block_size)
+        self.cells = None
+        self.packed = {}
+        self._blocks = [range(ranges.num_addresses)] * len(layers)
+        self._memory = torch.from_numpy(ranges.memory).view(dtype)[: ranges.num_blocks]
+        sizes = [0 if layer is None else kv_size(layer) for layer in layers]
+        positions = torch.from_numpy(ranges.memory.reshape(-1)).view(dtype)
+        positions = positions.view(-1, ranges.stride // layout.block_size // dtype.itemsize)
+        positions = positions[: ranges.num_addresses * layout.block_size + 1, : sum(sizes)]
+        self.layers = list(torch.split(positions, sizes, dim=1))
+
+    def rows(self, block: int) -> list[Tensor]:
+        """Returns the numbers of a block in each layer that has it, in place, [block_size, size] each."""
+        size = self.layout.block_size
+        return [slots[block * size : (block + 1) * size] for slots in self.layers]
+
+    def _pages(self) -> list[tuple[Tensor, range]]:
+        """Returns the pages of all layers together."""
+        return [(self._memory, range(len(self._memory)))]
+
+
 class StateCache:
     """The states of every layer that has one: one for each block.
 
@@ -206,12 +240,13 @@ class StateCache:
 
 def export_rows(rows: Sequence[Tensor]) -> bytes:
     """Returns the bytes of tensors, one after the other."""
-    return b"".join([row.view(torch.uint8).cpu().numpy().data for row in rows])
+    return b"".join([row.contiguous().view(torch.uint8).cpu().numpy().data for row in rows])
 
 
 def import_rows(rows: Sequence[Tensor], content: bytes | memoryview) -> None:
     """Overwrites tensors with bytes that `export_rows` returned."""
     numbers, first = torch.from_numpy(np.frombuffer(content, np.uint8).copy()), 0
     for row in rows:
-        row.view(torch.uint8).copy_(numbers[first : first + row.nbytes])
+        target = row.view(torch.uint8)
+        target.copy_(numbers[first : first + row.nbytes].view(target.shape))
         first += row.nbytes

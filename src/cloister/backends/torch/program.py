@@ -31,12 +31,13 @@ from cloister.backends.base import (
     plan_cells,
 )
 from cloister.backends.kv_planes import KVPlane
+from cloister.backends.ranges import KVRanges, pad_position
 from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, LatentAttentionSpec, QueryGrowth, kv_size
 from cloister.backends.tensors import dequantized
 from cloister.backends.torch.adapters import RowAdapters, TorchAdapters
 from cloister.backends.torch.attention import attend, attention_tiles, split_widths
-from cloister.backends.torch.cache import KVCache, export_rows, import_rows, slot_layout
+from cloister.backends.torch.cache import KVCache, RangedKVCache, export_rows, import_rows, slot_layout
 from cloister.backends.torch.decoder import DecoderLayer
 from cloister.backends.torch.layers import RopeTable, cap, on_whole_vectors
 from cloister.backends.torch.linear import common_tiles, pad_rows
@@ -134,11 +135,18 @@ class TorchProgram(Program):
         attentions = [layer.attention for layer in spec.layers]
         owned = [each is not None and kv_layer(each, number) == number for number, each in enumerate(attentions)]
         sizes = [kv_size(each) if each is not None and own else 0 for each, own in zip(attentions, owned, strict=True)]
-        if device.type == "cpu":
+        if kv.ranges is not None:
+            stride = range_block_bytes(spec, kv.block_size, dtype)
+            self.ranges = KVRanges(kv.ranges, kv.num_blocks, stride)
+        elif device.type == "cpu":
             self.cells = plan_cells(spec, kv, [kv.block_size * size * dtype.itemsize for size in sizes])
         if self.cells is not None:
             self.capabilities |= Capability.LAYERWISE
-        self._cache = KVCache(kv, attentions, dtype, device, self.cells)
+        self._cache = (
+            KVCache(kv, attentions, dtype, device, self.cells)
+            if self.ranges is None
+            else RangedKVCache(kv, attentions, dtype, self.ranges)
+        )
         specs = {number: layer.state for number, layer in enumerate(spec.layers) if layer.state is not None}
         self._mixers = {number: layer.mixer for number, layer in enumerate(self._layers) if layer.mixer is not None}
         self._states = States(kv, specs, team, device) if specs else None
@@ -396,7 +404,8 @@ class TorchProgram(Program):
             if group not in keys_of:
                 tables, window = of_group(batch, layout, group), layout.groups[group].window if layout.groups else None
                 zero_slot = len(layout.blocks_of(number)) * layout.block_size if cells is None else len(cells) - 1
-                keys_of[group] = KeySlots(tables, layout.block_size, zero_slot, nodes, window)
+                in_rows = self.ranges is not None
+                keys_of[group] = KeySlots(tables, layout.block_size, zero_slot, nodes, window, in_rows=in_rows)
             keys = keys_of[group]
             if shape not in units:
                 tiles = attention_tiles(slot_layout(spec), self._device)
@@ -521,6 +530,12 @@ def grow(growth: QueryGrowth, positions: IntArray) -> Tensor:
     """Returns what multiplies the queries of each token, [num_tokens, 1, 1] float32; logarithms are rounded once."""
     steps = (positions.astype(np.int64) + growth.first) // growth.period
     return torch.from_numpy((1 + growth.beta * np.log1p(steps.astype(np.float64))).astype(np.float32)).view(-1, 1, 1)
+
+
+def range_block_bytes(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a block of all layers where sequences have address ranges (`MemoryNeed.range_block_bytes`)."""
+    size = sum(kv_size(layer.attention) for layer in spec.layers if layer.attention is not None)
+    return block_size * pad_position(size * dtype.itemsize, block_size)
 
 
 def kv_layer(spec: AnyAttentionSpec, number: int) -> int:

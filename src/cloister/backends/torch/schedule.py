@@ -8,6 +8,7 @@ whatever chunk, block size or company it came in (batch invariance). No L x L bu
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -64,6 +65,8 @@ class Run:
         pages: [num_splits * num_units * width / page_size] pages of the cache; single slots past a context are the zero slot.
         hidden: [num_units, num_rows, width], True where a row must not see a key; None when every row sees every key,
             which is so in every run of several splits.
+        first_slot: where keys lie in a row, of a run that sees every key of one sequence: they are read where they are. None:
+            `pages` are fetched.
     """
 
     first_split: int
@@ -73,6 +76,7 @@ class Run:
     page_size: int
     pages: Tensor
     hidden: Tensor | None
+    first_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,7 @@ class KeySlots:
         batch: its block tables are of one group of layers.
         zero_slot: stands for positions past the context, and behind the window.
         window: of the group, where blocks behind it are given back.
+        in_rows: whether sequences may lie at consecutive slots (`KVLayout.ranges`), and are then read in place.
 
     Attributes:
         starts: [num_seqs] index of a sequence's first split in `slots`.
@@ -127,8 +132,10 @@ class KeySlots:
         zero_slot: int,
         nodes: Sequence[TreeNode] = (),
         window: int | None = None,
+        *,
+        in_rows: bool = False,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.in_rows = block_size, in_rows
         counts = -(-batch.context_lens.astype(np.int64) // SPLIT)
         self.starts = np.cumsum(counts) - counts
         seqs = np.repeat(np.arange(len(counts)), counts)
@@ -187,10 +194,11 @@ def schedule_units(
     batches = []
     for size, units in by_size.items():
         units.sort(key=lambda unit: unit.last, reverse=True)
+        num_alone = sum(keys.in_rows and unit.last >= SPLIT for unit in units)  # keys in a row are those of one sequence
         at_once = min(max(1, rows_at_once // size), -(-len(units) // num_threads))
-        for start in range(0, len(units), at_once):
-            chosen = units[start : start + at_once]
-            batches.append(_make_batch(batch, keys, shape, widths, chosen, size, num_padded, device))
+        starts = [*range(num_alone), *range(num_alone, len(units), at_once), len(units)]
+        for start, end in itertools.pairwise(starts):
+            batches.append(_make_batch(batch, keys, shape, widths, units[start:end], size, num_padded, device))
     return batches
 
 
@@ -271,7 +279,11 @@ def _make_runs(
             count, hidden = 1, torch.from_numpy(mask).to(device)
         numbers = number + np.arange(count)
         slots = keys.slots[keys.starts[seqs[:active]] + numbers[:, None], :width].reshape(-1)
-        page_size = keys.block_size if hidden is None and SPLIT % keys.block_size == 0 else 1
+        if keys.in_rows and active == 1 and hidden is None and (np.diff(slots) == 1).all():
+            yield Run(number, count, active, width, 1, torch.empty(0, dtype=torch.long), None, int(slots[0]))
+            number += count
+            continue
+        page_size = keys.block_size if hidden is None and SPLIT % keys.block_size == 0 and not keys.in_rows else 1
         pages = torch.from_numpy(slots[::page_size] // page_size).to(device)
         yield Run(number, count, active, width, page_size, pages, hidden)
         number += count

@@ -10,9 +10,9 @@ from typing import Final
 
 from cloister.cluster.link import Link, LinkError
 from cloister.cluster.remote.clock_offset import ClockOffset
-from cloister.cluster.remote.identity import Identity, is_peer, read_peer
 from cloister.cluster.remote.placement import Place
 from cloister.cluster.remote.wire import STREAM_TIMES, Assembler, ChunkKind, FrameStream, split
+from cloister.engine.identity import Identity, is_peer, read_peer
 
 RECONNECT_S: Final = 0.1
 LOST_LINK: Final = "the connection to it was lost"

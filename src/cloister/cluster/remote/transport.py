@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import msgspec
 
-from cloister.cluster.remote.identity import Identity
 from cloister.cluster.remote.placement import Place, Placement
 from cloister.cluster.remote.session import LOST_LINK, HostSession
 from cloister.engine import channel
+from cloister.engine.identity import Identity
+from cloister.engine.kv_transports import fill_address
 from cloister.engine.supervision import Supervision
 from cloister.engine.transports import LOST, Deliver
 from cloister.types.config import EngineConfig
@@ -33,6 +34,7 @@ class RemoteTransport:
         entry: "module:function" that takes the configuration there and returns its EngineCore.
         log_format: log format there.
         replica: which of several replicas it is (`Boot.replica`).
+        kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
         import_path: folders that are searched for `entry` there, after those of the interpreter.
     """
 
@@ -49,6 +51,7 @@ class RemoteTransport:
         supervision: Supervision | None = None,
         import_path: Sequence[str] = (),
         replica: int | None = None,
+        kv_secret: bytes | None = None,
     ) -> None:
         self.ready: Ready | None = None
         self._supervision = supervision or Supervision()
@@ -56,6 +59,7 @@ class RemoteTransport:
         self._placement, self._identity = placement, identity
         self._entry, self._log_format, self._import_path = entry, log_format, list(import_path)
         self._replica = replica
+        self._kv_secret = kv_secret
         self._session: HostSession | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -83,9 +87,10 @@ class RemoteTransport:
             config,
             num_threads=config.num_threads if place.num_threads is None else place.num_threads,
             memory_share=config.memory_share * place.memory_share,
+            kv_transfer=None if config.kv_transfer is None else fill_address(config.kv_transfer, place.address),
         )
         session = HostSession(place, self._identity)
-        boot = channel.Boot(self._entry, config, self._import_path, self._log_format, replica=self._replica)
+        boot = channel.Boot(self._entry, config, self._import_path, self._log_format, self._kv_secret, replica=self._replica)
         session.send(channel.encode(boot))
         return session
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from cloister.cluster.virtual.scenario import Job, Scenario
+from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.engine.client import GRACE_S
 from cloister.engine.poison_requests import NUM_SAFE_LOSSES
 from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
@@ -133,14 +133,20 @@ def may_fail(scenario: Scenario) -> bool:
 def longest_trouble_s(scenario: Scenario) -> float:
     """Returns a time within which a cluster has overcome all faults of a scenario and answered everything."""
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)
+    num_updates = len(updates_of(scenario))
     lasting_s = sum(RECOVERY_S + (0.0 if fault.kind == "hang" else fault.lasts_s) for fault in scenario.faults)
-    return 10.0 + RECOVERY_S * num_killers + lasting_s
+    return 10.0 + RECOVERY_S * (num_killers + num_updates) + lasting_s
+
+
+def updates_of(scenario: Scenario) -> list[OperatorAction]:
+    """Returns the updates of a scenario."""
+    return [operation for operation in scenario.operations if operation.kind == "update"]
 
 
 def most_starts(scenario: Scenario) -> int | None:
     """Returns how many engines may be started, if none ends while it is idle, or seems to be lost."""
     kinds = Counter(fault.kind for fault in scenario.faults)
-    if scenario.idle_timeout_s is not None or kinds.keys() - {"crash", "fail_step", "refuse_start"}:
+    if scenario.idle_timeout_s is not None or updates_of(scenario) or kinds.keys() - {"crash", "fail_step", "refuse_start"}:
         return None
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))

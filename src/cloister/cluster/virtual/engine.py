@@ -55,6 +55,7 @@ class EngineShape:
         step_s, token_s, sample_s, key_s, read_s: a step takes `step_s`, and that much more for each of its tokens and samples,
             for each key that a token of a prompt attends to, and for each key that an answer's next token reads.
         start_s: from the start of its process until it is ready.
+        weights: 0, or others: an engine of them says something else.
     """
 
     num_blocks: int = 64
@@ -70,6 +71,12 @@ class EngineShape:
     key_s: float = 0.0
     read_s: float = 0.0
     start_s: float = 0.5
+    weights: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights."""
+        return f"history {self.weights}"
 
     def step_time_s(self, plan: StepPlan) -> float:
         """Returns the seconds that a step takes."""
@@ -161,10 +168,12 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         max_model_len=shape.max_model_len,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
-        fingerprint="history",
+        fingerprint=shape.fingerprint,
     )
     own = EngineClock(clock, offset_s)
-    program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=shape.num_blocks, block_size=shape.block_size)
+    program = HistoryProgram(
+        vocab_size=VOCAB_SIZE, num_blocks=shape.num_blocks, block_size=shape.block_size, salt=shape.weights
+    )
     runner = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=shape.max_model_len, block_size=shape.block_size)
     timed = TimedRunner(runner, own, shape)
     scheduler = Scheduler(

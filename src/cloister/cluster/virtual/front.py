@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from cloister.cluster.replica_set import ClusterConfig, MakePredictor, ReplicaSet, make_length_curves
+from cloister.cluster.rolling_update import Release
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.engine import EngineShape
@@ -20,6 +22,10 @@ from cloister.types.clock import Clock
 from cloister.types.config import EngineConfig
 from cloister.types.events import FrontMessage
 
+LONGEST_REQUEST_S: Final = 300.0
+OLD_WEIGHTS: Final = "0"
+"""The name of the weights with which a cluster starts (`EngineShape.weights`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class VirtualFront:
@@ -27,7 +33,7 @@ class VirtualFront:
 
     Attributes:
         replicas: the client of all engines.
-        transports, clients: of each replica.
+        transports, clients: of each replica, and of those that updates bring.
     """
 
     replicas: ReplicaSet
@@ -52,6 +58,7 @@ def make_front(
     supervise: Callable[[], Supervision] = Supervision,
     amend: Callable[[int, FrontMessage], list[FrontMessage]] = _send_as_it_is,
     make_predictor: MakePredictor = make_length_curves,
+    make_host: Callable[[int, str], Host] | None = None,
 ) -> VirtualFront:
     """Returns a front, which has not been started.
 
@@ -61,15 +68,27 @@ def make_front(
         supervise: makes the supervision of an engine.
         amend: returns what is sent in place of a message to a replica.
         make_predictor: makes what predicts lengths of answers, for routers that use it.
+        make_host: makes a machine for a replica with these weights, for updates; None: there are none.
     """
     engine = EngineConfig(
         model="history", max_waiting=shape.max_waiting, max_num_seqs=shape.max_num_seqs, stall_timeout_s=stall_timeout_s
     )
-    transports = [LinkTransport(host, draw, supervise(), partial(amend, index)) for index, host in enumerate(hosts)]
-    clients = [EngineClient(transport, engine, clock=clock) for transport in transports]
+    transports: list[LinkTransport] = []
+    clients: list[EngineClient] = []
+
+    def make_client(host: Host) -> EngineClient:
+        owns = make_host is not None
+        transports.append(LinkTransport(host, draw, supervise(), partial(amend, host.index), owns_engine=owns))
+        clients.append(EngineClient(transports[-1], engine, clock=clock))
+        return clients[-1]
+
+    def make_release(model: str) -> Release:
+        assert make_host is not None
+        return Release(model, lambda index, lora: make_client(make_host(index, model)), LONGEST_REQUEST_S)
+
     make_router = ROUTERS.get(router)
     replicas = ReplicaSet(
-        clients,
+        [make_client(host) for host in hosts],
         lambda model: make_router(RouterContext(PrefixKeys(model.fingerprint, shape.block_size), draw)),
         config,
         shape.block_size,
@@ -77,5 +96,7 @@ def make_front(
         draw=draw,
         make_predictor=make_predictor,
         clock=clock,
+        release=None if make_host is None else make_release(OLD_WEIGHTS),
+        make_release=make_release,
     )
     return VirtualFront(replicas, transports, clients)

@@ -128,6 +128,10 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         operations = tuple(replace(each, replica=min(each.replica, last - 1)) for each in scenario.operations)
         roles = scenario.roles[:last]
         yield replace(scenario, num_replicas=last, faults=faults, operations=operations, roles=roles)
+    for number, operation in enumerate(scenario.operations):
+        if operation.trouble != "none":
+            plain = replace(operation, trouble="none")
+            yield replace(scenario, operations=(*scenario.operations[:number], plain, *scenario.operations[number + 1 :]))
     if scenario.roles:
         yield replace(scenario, roles=())
     if scenario.rebalance:

@@ -24,12 +24,16 @@ class WrongSlotError(AssertionError):
 
 
 class HistoryProgram(Program):
-    """Keeps (token, position) in every slot of every block."""
+    """Keeps (token, position) in every slot of every block.
+
+    Args:
+        salt: stands for its weights.
+    """
 
     capabilities = Capability.KV_TRANSFER
 
-    def __init__(self, *, vocab_size: int, num_blocks: int, block_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, *, vocab_size: int, num_blocks: int, block_size: int, salt: int = 0) -> None:
+        self.vocab_size, self.salt = vocab_size, salt
         self.block_size = block_size
         self.slots = np.zeros((num_blocks, block_size, 2), np.int64)
         self._positions = np.arange(num_blocks * block_size).tobytes()
@@ -55,7 +59,7 @@ class HistoryProgram(Program):
 
     def logits_after(self, seen: npt.NDArray[np.int64]) -> FloatArray:
         """Returns the logits [vocab_size] that follow these tokens."""
-        return history_logits(seen, self.vocab_size)
+        return history_logits(seen, self.vocab_size, self.salt)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks (source, target)."""
@@ -92,28 +96,29 @@ class HistoryProgram(Program):
         return tokens
 
 
-def history_logits(token_ids: npt.ArrayLike, vocab_size: int) -> FloatArray:
-    """Returns the logits [vocab] that follow a history: uniform in [0, 8), a function of all its tokens in order."""
-    history: FloatArray = prefix_logits(token_ids, np.size(token_ids), vocab_size)[0]
+def history_logits(token_ids: npt.ArrayLike, vocab_size: int, salt: int = 0) -> FloatArray:
+    """Returns the logits [vocab] that follow a history: uniform in [0, 8), a function of all its tokens in order, and the
+    salt."""
+    history: FloatArray = prefix_logits(token_ids, np.size(token_ids), vocab_size, salt)[0]
     return history
 
 
-def prefix_logits(token_ids: npt.ArrayLike, first: int, vocab_size: int) -> FloatArray:
+def prefix_logits(token_ids: npt.ArrayLike, first: int, vocab_size: int, salt: int = 0) -> FloatArray:
     """Returns the logits [num_tokens - first + 1, vocab] that follow each beginning of a history from `first` tokens on."""
     tokens = np.asarray(token_ids, np.uint64)
     with np.errstate(over="ignore"):
         mixed = _mix(tokens * np.uint64(0x9E3779B97F4A7C15) + np.arange(tokens.size, dtype=np.uint64))
-        histories = np.append(np.uint64(0), mixed.cumsum(dtype=np.uint64))[first:]
+        histories = np.append(np.uint64(0), mixed.cumsum(dtype=np.uint64))[first:] + np.uint64(salt)
         bits = _mix(_mix(histories)[:, None] + np.arange(vocab_size, dtype=np.uint64))
     logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * (_SPREAD / np.float32(2**24))
     return logits
 
 
-def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: int, salt: int = 0) -> list[int]:
     """Returns the `num_tokens` tokens that greedy decoding appends to a prompt."""
     tokens = list(token_ids)
     for _ in range(num_tokens):
-        tokens.append(int(history_logits(tokens, vocab_size).argmax()))
+        tokens.append(int(history_logits(tokens, vocab_size, salt).argmax()))
     return tokens[len(token_ids) :]
 
 

@@ -24,17 +24,17 @@ def are_right(answers: Sequence[JobAnswer], shape: EngineShape, tokenizer: Token
     Token by token the program is asked what follows the tokens before it, for all tokens of all answers at once: some twentieth
     of the time in which an engine would compute them.
     """
-    return all(_is_whole(answer, shape, tokenizer) for answer in answers) and _are_chosen(answers)
+    return all(_is_whole(answer, shape, tokenizer) for answer in answers) and _are_chosen(answers, shape.weights)
 
 
-def _are_chosen(answers: Sequence[JobAnswer]) -> bool:
+def _are_chosen(answers: Sequence[JobAnswer], weights: int) -> bool:
     """Whether the program chooses each token of the answers."""
     logits, sampling, token_ids = [], [], []
     for answer in answers:
         prompt, how = answer.request.token_ids, answer.request.sampling
         for index, given in enumerate(answer.token_ids):
             if given:
-                logits.append(prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE))
+                logits.append(prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE, weights))
                 positions = range(len(prompt), len(prompt) + len(given))
                 sampling += [
                     (how.temperature, 0, how.top_k, how.top_p, how.min_p, how.seed or 0, index, position)

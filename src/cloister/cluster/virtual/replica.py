@@ -146,11 +146,12 @@ class Host:
     """A machine that runs the engine of one replica.
 
     Args:
-        index: of the replica.
+        index: a number of its own, from 0: of the replica, or of one that an update has brought.
         make: makes an engine.
         switch: connects it to the engines of other replicas; None: it exchanges no KV.
 
     Attributes:
+        index: as above.
         process: the engine that runs; None if there is none.
         refuses_starts: so many of the next engines cannot start.
         num_starts: engines that were started.
@@ -171,7 +172,7 @@ class Host:
         self.refuses_starts = 0
         self.num_starts = 0
         self.times = times
-        self._index, self._make, self._network, self._draw, self._start_s = index, make, network, draw, start_s
+        self.index, self._make, self._network, self._draw, self._start_s = index, make, network, draw, start_s
         self._switch = switch
         self._fronts: dict[int, Callable[[bytes], None]] = {}
 
@@ -186,7 +187,7 @@ class Host:
             raise EngineError("the engine was to refuse to start")
         self.process = VirtualProcess(self._make(), self._reply, self._draw, self.times)
         if self._switch is not None:
-            self.process.exchange_kv(self._index, self._switch)
+            self.process.exchange_kv(self.index, self._switch)
         self.process.task.add_done_callback(self._note_end)
 
     def kill(self) -> None:
@@ -197,7 +198,7 @@ class Host:
 
     def send(self, session: int, data: bytes) -> None:
         """Sends a front's datagram to the engine."""
-        self._network.send(self._index, True, data, self._arrive)
+        self._network.send(self.index, True, data, self._arrive)
 
     def listen(self, session: int, receive: Callable[[bytes], None] | None) -> None:
         """Registers what takes the datagrams of a session; None: nothing does any more."""
@@ -215,7 +216,7 @@ class Host:
             )  # as the kernel answers for a port without a server
 
     def _reply(self, data: bytes) -> None:
-        self._network.send(self._index, False, data, self._come_back)
+        self._network.send(self.index, False, data, self._come_back)
 
     def _come_back(self, data: bytes) -> None:
         receive = self._fronts.get(decode_frame(data).session)

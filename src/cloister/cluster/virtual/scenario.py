@@ -11,9 +11,12 @@ from cloister.engine.replica_snapshot import ROLES, Role
 
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
 LengthError = Literal["none", "noise", "zero", "hundredfold", "either"]
-OperationKind = Literal["migrate", "drain", "flip"]
+OperationKind = Literal["migrate", "drain", "flip", "update"]
+UpdateTrouble = Literal["none", "start", "front", "step"]
 LENGTH_ERRORS: Final[tuple[LengthError, ...]] = get_args(LengthError)
 OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
+"""What is drawn for a cluster without an update."""
+UPDATE_TROUBLES: Final[tuple[UpdateTrouble, ...]] = get_args(UpdateTrouble)
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
     "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
 )  # fmt: skip
@@ -24,6 +27,10 @@ IDLE_SHARE: Final = 0.2
 MOVED_SHARE: Final = 0.3
 """Share of the clusters of several replicas in which one long request moves again and again."""
 MOVES_SPAN_S: Final = 0.8
+UPDATED_SHARE: Final = 0.2
+"""Share of the clusters of several replicas in which replicas get new engines."""
+UPDATE_SPAN_S: Final = 4.0
+"""In this time their requests come, each twice: about so long takes an update."""
 IDLE_SLOWDOWN: Final = 4
 """How many times as slowly requests come there."""
 SHARED_TEXT: Final = "Between two engines goes a text. "
@@ -87,7 +94,9 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         kind: `migrate`: the request of `job` goes to `replica`. `drain`: `replica` is drained, and returned after `lasts_s`.
-            `flip`: the role of `replica` becomes `role`.
+            `flip`: the role of `replica` becomes `role`. `update`: all replicas get new engines.
+        weights: of these (`EngineShape.weights`); None: the same as before.
+        trouble: what is wrong with new engines: that of `replica` does not start or cannot make a step, or none fits the front.
     """
 
     at_s: float
@@ -96,6 +105,8 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     job: int = 0
     lasts_s: float = 0.5
     role: Role = "mixed"
+    weights: int | None = None
+    trouble: UpdateTrouble = "none"
 
 
 _Happening = TypeVar("_Happening", Job, InjectedFault, OperatorAction)
@@ -144,7 +155,47 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
     error = random.Random(f"lengths {seed}").choice(LENGTH_ERRORS)
     drawn = msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
     draw = random.Random(f"moves {seed}")
-    return _move_one(drawn, draw) if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE else drawn
+    if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE:
+        drawn = _move_one(drawn, draw)
+    draw = random.Random(f"updates {seed}")
+    return _update(drawn, draw) if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE else drawn
+
+
+def _update(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario whose replicas get new engines while its requests come. Its front is not killed meanwhile: the engines
+    of a real one end with it."""
+    replace = msgspec.structs.replace
+    updates = tuple(
+        OperatorAction(
+            at_s=round(draw.random() * UPDATE_SPAN_S / 2, 4),
+            kind="update",
+            replica=draw.randrange(scenario.num_replicas),
+            weights=draw.choice((None, 1, 1, 1, 2)),
+            trouble=draw.choice(("none", "none", "none", *UPDATE_TROUBLES)),
+        )
+        for _ in range(draw.choice((1, 1, 2)))
+    )
+    crashes = tuple(
+        InjectedFault(at_s=0.0, kind="crash", replica=draw.randrange(scenario.num_replicas))
+        for _ in range(draw.choice((0, 1, 1, 2)))
+    )
+    faults = (*scenario.faults, *crashes)
+    return replace(
+        scenario,
+        jobs=tuple(_spread(job, draw) for job in 2 * scenario.jobs),
+        faults=tuple(
+            replace(fault, at_s=round(draw.random() * UPDATE_SPAN_S, 4)) for fault in faults if fault.kind != "restart_router"
+        ),
+        operations=scenario.operations + updates,
+    )
+
+
+def _spread(job: Job, draw: random.Random) -> Job:
+    """Returns a job that comes during an update; some of them last long."""
+    at_s = round(draw.random() * UPDATE_SPAN_S, 4)
+    if draw.random() < 0.5:
+        return msgspec.structs.replace(job, at_s=at_s)
+    return msgspec.structs.replace(job, at_s=at_s, max_tokens=80, num_stop_ids=0, stop="", ignores_eos=True)
 
 
 def _move_one(scenario: Scenario, draw: random.Random) -> Scenario:

@@ -8,7 +8,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -16,15 +16,15 @@ import msgspec
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
-from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts
+from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts, updates_of
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
-from cloister.cluster.virtual.front import make_front
+from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
@@ -44,6 +44,8 @@ QUIET_S: Final = 6.0
 """A cluster without anything left for so long is at rest: it would have lost links and made up for lost frames by then."""
 LOOK_EVERY_S: Final = 1.0
 DRAIN_S: Final = 5.0
+UPDATE_LOOK_S: Final = 0.05
+MANY: Final = 1_000_000
 NUM_RESTARTS: Final = 20
 """More than faults and requests that kill can use up, so that no front gives an engine up."""
 
@@ -77,12 +79,24 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
         run_virtually(simulation.run())
     except RuntimeError as error:  # nothing will ever happen again
         return simulation.outcome([str(error)])
-    is_right = are_right(simulation.answers, simulation.shape, tokenizer)
-    expected = [answer.as_given() for answer in simulation.answers] if is_right else answer_alone(simulation)
-    for answer, alone in zip(simulation.answers, expected, strict=True):
-        simulation.violations += check_answer(answer, alone, simulation)
-    simulation.violations += check_events(simulation)
+    simulation.violations += _check_answers(simulation, tokenizer) + check_events(simulation)
     return simulation.outcome(simulation.violations)
+
+
+def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
+    """Compares each answer with that of one engine alone, of whatever weights that the scenario has."""
+    weights = sorted({0, *(update.weights or 0 for update in updates_of(simulation.scenario))})
+    shapes = [replace(simulation.shape, weights=each) for each in weights]
+    if are_right(simulation.answers, shapes[0], tokenizer) or (
+        len(shapes) > 1 and all(any(are_right([a], shape, tokenizer) for shape in shapes) for a in simulation.answers)
+    ):
+        return [wrong for answer in simulation.answers for wrong in check_answer(answer, answer.as_given(), simulation)]
+    alone = [answer_alone(simulation, shape) for shape in shapes]
+    found: list[str] = []
+    for number, answer in enumerate(simulation.answers):
+        each = [check_answer(answer, of_shape[number], simulation) for of_shape in alone]
+        found += next((wrong for wrong in each if not wrong), each[0])
+    return found
 
 
 def prompt_of(job: Job) -> bytes:
@@ -134,7 +148,9 @@ class _Simulation:
         self.served: dict[str, set[int]] = {}  # replicas that have had requests of a tenant
         self.digest = hashlib.sha256()
         self.answers = [JobAnswer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
-        self.hosts: list[Host] = []
+        self.hosts: list[Host] = []  # those of the replicas, and then those that updates bring
+        self.hosts_of: list[list[Host]] = []
+        self.updating: OperatorAction | None = None
         self.transports: list[LinkTransport] = []
         self.clients: list[EngineClient] = []
         self.front: ReplicaSet | None = None
@@ -146,7 +162,9 @@ class _Simulation:
         assert isinstance(loop, VirtualEventLoop)
         self.loop = loop
         loop.set_exception_handler(self._note_exception)
-        self.hosts = [self._make_host(index) for index in range(self.scenario.num_replicas)]
+        self.hosts_of = [[] for _ in range(self.scenario.num_replicas)]
+        for replica in range(self.scenario.num_replicas):
+            self._make_host(replica, OLD_WEIGHTS)
         await self._start_front()
         async with asyncio.TaskGroup() as group:
             for number, answer in enumerate(self.answers):
@@ -169,21 +187,42 @@ class _Simulation:
 
     # What happens
 
-    def _make_host(self, index: int) -> Host:
-        return Host(
+    def _make_host(self, replica: int, model: str) -> Host:
+        index, update = len(self.hosts), self.updating
+        host = Host(
             index,
-            lambda: self._make_engine(index),
+            lambda: self._make_engine(index, replica, int(model), update),
             self.network,
             self.draw,
             start_s=self.shape.start_s,
             times=LinkTimes(),
             switch=self.switch if self.scenario.moves_kv else None,
         )
+        if self._has_trouble("start", int(model), replica, update):
+            host.refuses_starts = NUM_RESTARTS
+        self.hosts.append(host)
+        self.hosts_of[replica].append(host)
+        return host
 
-    def _make_engine(self, index: int) -> VirtualEngine:
+    def _host_of(self, replica: int) -> Host:
+        """Returns the last machine of a replica whose engine runs."""
+        return next((host for host in reversed(self.hosts_of[replica]) if host.process is not None), self.hosts[replica])
+
+    def _has_trouble(self, trouble: UpdateTrouble, weights: int, replica: int | None, update: OperatorAction | None) -> bool:
+        """Whether something is wrong with an engine that an update brings, of all replicas or of one."""
+        if update is None or update.trouble != trouble or replica not in (None, update.replica):
+            return False
+        return weights == update.weights or (update.weights is None and replica is not None)
+
+    def _make_engine(self, index: int, replica: int, weights: int, update: OperatorAction | None) -> VirtualEngine:
         offsets_s = self.scenario.clock_offsets_s
         offset_s = offsets_s[index] if index < len(offsets_s) else 0.0
-        engine = make_engine(self.shape, self.tokenizer, self.loop.clock, offset_s)
+        shape = replace(self.shape, weights=weights)
+        if self._has_trouble("front", weights, None, update):
+            shape = replace(shape, max_model_len=shape.max_model_len // 2)
+        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s)
+        if self._has_trouble("step", weights, replica, update):
+            engine.runner.num_failing = MANY
         engine.runner.kills_after = {
             prompt_of(job): job.kills_after for job in self.scenario.jobs if job.kills_after is not None
         }
@@ -210,6 +249,7 @@ class _Simulation:
             verify_replay=self.scenario.verify_replay,
             supervise=self._make_supervision,
             amend=self._move_kv,
+            make_host=self._make_host if updates_of(self.scenario) else None,
         )
         front, self.transports, self.clients = made.replicas, made.transports, made.clients
         front.subscribe(self._observe)
@@ -267,7 +307,7 @@ class _Simulation:
     async def _break(self, fault: InjectedFault) -> None:
         await asyncio.sleep(fault.at_s)
         self.faults[fault.kind] += 1
-        host = self.hosts[fault.replica]
+        host = self._host_of(fault.replica)
         match fault.kind:
             case "crash":
                 host.kill()
@@ -307,6 +347,20 @@ class _Simulation:
                     front.return_replica(operation.replica)
                 case "flip":
                     await front.set_role(operation.replica, operation.role, DRAIN_S)
+                case "update":
+                    await self._update(front, operation)
+
+    async def _update(self, front: ReplicaSet, operation: OperatorAction) -> None:
+        before = self.updating
+        self.updating = operation
+        try:
+            front.update_replicas(None if operation.weights is None else str(operation.weights))
+        except InvalidRequestError:  # another one is under way
+            self.updating = before
+            return
+        ends_s = self.loop.time() + LONGEST_S
+        while (progress := front.update_progress) is not None and progress.is_running and self.loop.time() < ends_s:
+            await asyncio.sleep(UPDATE_LOOK_S)
 
     async def _disturb(self, fault: InjectedFault) -> None:
         if fault.kind == "cut":
@@ -314,11 +368,14 @@ class _Simulation:
         else:
             path = NetworkPath(loses=fault.amount, repeats=fault.amount, jitter_s=fault.jitter_s)
         ways = {"both": (True, False), "to_engine": (True,), "to_front": (False,)}[fault.ways]
-        for is_to_engine in ways:
-            self.network.set_path(fault.replica, is_to_engine, path)
+        hosts = list(self.hosts_of[fault.replica])
+        for host in hosts:
+            for is_to_engine in ways:
+                self.network.set_path(host.index, is_to_engine, path)
         await asyncio.sleep(fault.lasts_s)
-        for is_to_engine in ways:
-            self.network.set_path(fault.replica, is_to_engine, GOOD)
+        for host in hosts:
+            for is_to_engine in ways:
+                self.network.set_path(host.index, is_to_engine, GOOD)
 
     async def _restart_front(self) -> None:
         """Kills the front with all that it has, and starts another one."""
@@ -391,6 +448,7 @@ class _Simulation:
                 left.append(f"replica {replica.index} computed something else than another one")
             if replica.is_slow and replica.index not in slowed:
                 left.append(f"replica {replica.index} counts as slow, and is not")
+        left += self._leftovers_of_update(front)
         if front.num_forecasts:
             left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
         if front.num_shadows:
@@ -398,6 +456,17 @@ class _Simulation:
         if front.num_places:
             left.append(f"the front still knows the places of {front.num_places} requests")
         return left
+
+    def _leftovers_of_update(self, front: ReplicaSet) -> Iterator[str]:
+        if (progress := front.update_progress) is None:
+            return
+        weights = [client.fingerprint for client in front._replicas]
+        if progress.is_running:
+            yield "the update has not ended"
+        elif len(set(weights)) > 1 and "keeps the new weights" not in progress.error:
+            yield f"replicas have several weights: {', '.join(weights)}"
+        elif not progress.error and progress.num_updated < progress.num_replicas:
+            yield f"the update has ended with {progress.num_updated} replicas"
 
     def _observe(self, event: Event) -> None:
         self.digest.update(msgspec.msgpack.encode(event))
@@ -408,10 +477,10 @@ class _Simulation:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")
 
 
-def answer_alone(simulation: _Simulation) -> list[list[tuple[list[int], str, FinishReason]]]:
+def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[list[tuple[list[int], str, FinishReason]]]:
     """Returns what one engine alone answers without faults: (tokens, text, finish reason) of each sequence of each job."""
     clock = VirtualClock()
-    engine = make_engine(simulation.shape, simulation.tokenizer, clock)
+    engine = make_engine(shape, simulation.tokenizer, clock)
     answers = [JobAnswer.to(answer.job, answer.request) for answer in simulation.answers]
     by_id = {answer.request.request_id: answer for answer in answers}
     for answer in answers:

@@ -21,7 +21,11 @@ CONNECT_S: Final = 6.0
 
 
 class LinkTransport:
-    """Transport to an engine on another machine over a link (protocol `engine.transports.Transport`)."""
+    """Transport to an engine on another machine over a link (protocol `engine.transports.Transport`).
+
+    Args:
+        owns_engine: the engine ends with the client of this transport; else it waits for the next front.
+    """
 
     lost = LOST
     pid = None
@@ -32,10 +36,12 @@ class LinkTransport:
         draw: random.Random,
         supervision: Supervision,
         amend: Callable[[FrontMessage], list[FrontMessage]] = lambda message: [message],
+        *,
+        owns_engine: bool = False,
     ) -> None:
         self.ready: Ready | None = None
         self.supervision: Supervision | None = supervision
-        self._host, self._draw, self._amend = host, draw, amend
+        self._host, self._draw, self._amend, self._owns_engine = host, draw, amend, owns_engine
         self._session = 0
         self._is_crashed = False
         self._link: Link | None = None
@@ -117,7 +123,9 @@ class LinkTransport:
         return "the link to it was lost"
 
     async def discard_template(self, *, is_final: bool = False) -> None:
-        """Keeps the engine: it belongs to its own machine."""
+        """Ends the engine if it was this client's; one that belongs to its own machine stays."""
+        if is_final and self._owns_engine and not self._is_crashed:
+            self._host.kill()
 
     def _connect(self) -> None:
         self._session = self._draw.getrandbits(62)

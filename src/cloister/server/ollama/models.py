@@ -93,7 +93,7 @@ def list_running(state: ServerState) -> OllamaRunningModels:
                 name=name,
                 model=name,
                 size=_weights_bytes(state),
-                digest=model.fingerprint,
+                digest=state.engine.model.fingerprint,
                 details=describe_details(state, name),
                 expires_at=FOREVER,
                 size_vram=_weights_bytes(state) if model.is_on_device else 0,
@@ -156,7 +156,7 @@ def write_count(count: int) -> str:
 
 
 def _entry(state: ServerState, name: str, created_s: int) -> OllamaModel:
-    fingerprint = state.reader.model.fingerprint
+    fingerprint = state.engine.model.fingerprint
     return OllamaModel(name, name, _time(created_s), _weights_bytes(state), fingerprint, describe_details(state, name))
 
 

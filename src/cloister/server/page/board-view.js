@@ -78,6 +78,12 @@ export class BoardView {
   }
 
   async read() {
+    const { api } = this.page;
+    if (api.key && api.key === this.refusedKey) {
+      this.say("An operator's key shows the figures of this server. Give one in the settings.");
+      this.schedule(PERIOD_MS);
+      return;
+    }
     this.isReading = true;
     const startMs = performance.now();
     try {
@@ -88,6 +94,7 @@ export class BoardView {
       this.say(valueOf(samples, "cloister_engine_healthy") === 0 ? "The engine is not well: nothing advances." : "");
       this.draw();
     } catch (error) {
+      if (error.status === 403) this.refusedKey = api.key;
       const { title, helps } = explain(error.status === undefined ? { status: 0 } : error);
       this.say(`${title}. ${helps === "key" ? "Give it in the settings." : "Trying again."}`);
     }
@@ -110,21 +117,13 @@ export class BoardView {
     for (const card of this.cards) card.forget?.();
   }
 
-  /** Reads the figures of tenants where there are some. A key that is no operator's is not tried again. */
+  /** Reads the figures of tenants where there are some. */
   async readTenants() {
-    const { policy, api } = this.page;
-    if (!policy.tenants || api.key === this.refusedKey) return;
-    try {
-      const { data } = JSON.parse(await this.fetch("/metrics/tenants"));
-      this.tenants ??= new TenantsCard();
-      this.tenants.show(data);
-      if (!this.tenants.element.isConnected) this.grid.append(this.tenants.element);
-    } catch (error) {
-      if (error.status !== 403) throw error;
-      this.refusedKey = api.key;
-      this.tenants?.element.remove();
-      this.tenants = null;
-    }
+    if (!this.page.policy.tenants) return;
+    const { data } = JSON.parse(await this.fetch("/metrics/tenants"));
+    this.tenants ??= new TenantsCard();
+    this.tenants.show(data);
+    if (!this.tenants.element.isConnected) this.grid.append(this.tenants.element);
   }
 
   draw() {

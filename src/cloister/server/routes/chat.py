@@ -40,7 +40,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, at once or as a stream."""
     state = state_of(request)
-    job = await state.off_the_loop(state.reader.read_chat, await request.body(), admission_of(request))
+    job = state.follow(await state.off_the_loop(state.reader.read_chat, await request.body(), admission_of(request)))
     outputs = run_job(state.generate, job)
     if job.stream:
         return await open_stream(stream_chat(job, outputs))
@@ -63,7 +63,7 @@ async def answer_chat(job: GenerationJob, outputs: AsyncGenerator[Numbered, None
         id=job.job_id,
         created=job.created_s,
         model=job.model_name,
-        system_fingerprint=job.fingerprint,
+        system_fingerprint=job.system_fingerprint,
         choices=[
             ChatChoice(
                 index=i,
@@ -194,7 +194,7 @@ def _chunk(job: GenerationJob, choices: list[ChatChunkChoice], usage: Usage | No
         id=job.job_id,
         created=job.created_s,
         model=job.model_name,
-        system_fingerprint=job.fingerprint,
+        system_fingerprint=job.system_fingerprint,
         choices=choices,
         usage=usage if job.include_usage else UNSET,
     )

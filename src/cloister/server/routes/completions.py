@@ -36,7 +36,7 @@ PromptLogprobs = list[TokenLogprobs | None]
 async def create_completion(request: Request) -> Response:
     """Continues one or more prompts, at once or as a stream."""
     state = state_of(request)
-    job = await state.off_the_loop(state.reader.read_completion, await request.body(), admission_of(request))
+    job = state.follow(await state.off_the_loop(state.reader.read_completion, await request.body(), admission_of(request)))
     outputs = run_job(state.generate, job)
     if job.stream:
         return await open_stream(stream_completion(job, outputs))
@@ -155,7 +155,7 @@ def _completion(job: GenerationJob, choices: list[CompletionChoice], usage: Usag
         id=job.job_id,
         created=job.created_s,
         model=job.model_name,
-        system_fingerprint=job.fingerprint,
+        system_fingerprint=job.system_fingerprint,
         choices=choices,
         usage=usage if usage is not None or job.include_usage else UNSET,
     )

@@ -13,7 +13,7 @@ from cloister import __version__
 from cloister.policy.policy import Use
 from cloister.server.errors import error_headers
 from cloister.server.metrics import CONTENT_TYPE, RecordedMetrics
-from cloister.server.state import admission_of, json_response, state_of
+from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.errors import EngineError, NotFoundError, PolicyError
 
 router = APIRouter()
@@ -56,7 +56,7 @@ class Load(msgspec.Struct, frozen=True):
 @router.get("/load")
 async def report_load(request: Request) -> Response:
     """Returns the number of running requests, if the profile permits counting single ones."""
-    state = state_of(request)
+    state = _check_reader(request)
     policy = state.reader.gate.policy
     if policy.counts_only:
         raise PolicyError(
@@ -68,9 +68,27 @@ async def report_load(request: Request) -> Response:
 
 @router.get("/metrics")
 async def report_metrics(request: Request) -> Response:
-    """Returns the metrics that the profile permits."""
+    """Returns the metrics that the profile permits.
+
+    Raises:
+        PolicyError: as `_check_reader`.
+    """
+    state = _check_reader(request)
     for_operator = admission_of(request).is_operator
-    return Response(state_of(request).metrics.render(for_operator=for_operator), media_type=CONTENT_TYPE)
+    return Response(state.metrics.render(for_operator=for_operator), media_type=CONTENT_TYPE)
+
+
+def _check_reader(request: Request) -> ServerState:
+    """Returns the server's state.
+
+    Raises:
+        PolicyError: there are tenants, figures move with the requests of each of them, and the requester is no operator.
+    """
+    state = state_of(request)
+    gate = state.reader.gate
+    if gate.asks_for_keys and not gate.policy.counts_only:
+        gate.check_operator(admission_of(request))
+    return state
 
 
 @router.get("/metrics/history")
@@ -78,9 +96,9 @@ async def report_history(request: Request) -> Response:
     """Returns the metrics of the last day.
 
     Raises:
-        PolicyError: the profile permits no metrics over time, so none are recorded.
+        PolicyError: the profile permits no metrics over time, so none are recorded; or as `_check_reader`.
     """
-    state = state_of(request)
+    state = _check_reader(request)
     state.reader.gate.policy.check({"metrics-history": Use(True, "the request")})
     assert isinstance(state.metrics, RecordedMetrics)
     return json_response(state.metrics.report())

@@ -6,13 +6,17 @@ from typing import Literal
 
 import msgspec
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role, UpdateProgress
 from cloister.policy.policy import Use
 from cloister.server.errors import invalid
+from cloister.server.parse import parse_body
+from cloister.server.schemas import Strict
 from cloister.server.state import ServerState, admission_of, json_response, state_of
+from cloister.server.weight_updates import check_weights
 
 router = APIRouter()
 
@@ -57,16 +61,25 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_mismatches: int
 
 
+class UpdateBody(Strict):
+    """Attributes:
+    model: the new weights: a name, a directory or a file, as the server's own machine has it.
+    """
+
+    model: str = Field(min_length=1, max_length=4096)
+
+
 class UpdateReport(msgspec.Struct, frozen=True):
     """A rolling update, which runs or was the last one.
 
     Attributes:
-        state: `failed`: it ended early, and replicas that were not updated keep their engines.
+        state: `failed`: it ended early, and replicas that were not updated keep their engines. `rolling_back`: it has failed,
+            and replicas with other weights get those from before again.
         num_updated: replicas that have a new engine.
         error: why it failed; null otherwise.
     """
 
-    state: Literal["running", "done", "failed"]
+    state: Literal["running", "rolling_back", "done", "failed"]
     num_updated: int
     num_replicas: int
     error: str | None
@@ -111,8 +124,9 @@ async def list_replicas(request: Request) -> Response:
 def _report_update(progress: UpdateProgress | None) -> UpdateReport | None:
     if progress is None:
         return None
-    ended: Literal["done", "failed"] = "failed" if progress.error else "done"
-    state = "running" if progress.is_running else ended
+    state: Literal["running", "rolling_back", "done", "failed"] = "failed" if progress.error else "done"
+    if progress.is_running:
+        state = "rolling_back" if progress.is_rolling_back else "running"
     return UpdateReport(state, progress.num_updated, progress.num_replicas, progress.error or None)
 
 
@@ -154,6 +168,17 @@ async def update(request: Request) -> Response:
     state = _check_command(request)
     state.reader.gate.policy.check({"rolling-update": Use(True, "a request")})
     state.engine.update_replicas()
+    return json_response(_report_update(state.engine.update_progress))
+
+
+@router.post("/v1/replicas/update_weights")
+async def update_weights(request: Request) -> Response:
+    """Begins to replace the engines of all replicas by engines of other weights, while their requests go on."""
+    state = _check_operator(request)
+    state.reader.gate.policy.check({"rolling-update": Use(True, "a request")})
+    body = parse_body(await request.body(), UpdateBody)
+    await state.off_the_loop(check_weights, state.reader, body.model)
+    state.engine.update_replicas(body.model)
     return json_response(_report_update(state.engine.update_progress))
 
 

@@ -608,7 +608,7 @@ NB_MODULE(_native, m) {
         .def("add_layer", [](Program& self, std::tuple<int, int, int, int, int> shape, float scale, float softcap, int rope, const Matrix* qkv, const Latent* latent, const ShortConv* short_conv, const Mamba2* mamba2, const DeltaNet* delta_net, bool gated, const Matrix* output, std::tuple<float, float> scales,
                              const FeedForward* mlp, const Mixture* mixture, const GivenNorm* attention_norm, const GivenNorm* mlp_norm,
                              const GivenNorm* attention_post_norm, const GivenNorm* mlp_post_norm, nb::object q_norm, nb::object k_norm, nb::object v_norm,
-                             bool norms_projection, bool shares_kv, const StreamLayer* stream, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, nb::object cache, nb::object recent_cache, int kv_kind, int block_size, int group, bool beside) {
+                             bool norms_projection, bool shares_kv, const StreamLayer* stream, nb::object sinks, bool chunked, std::tuple<float, int, int> growth, bool parallel, float residual_scale, nb::object cache, size_t block_stride, nb::object recent_cache, int kv_kind, int block_size, int group, bool beside) {
             Layer layer;
             Bytes memory;
             require((qkv != nullptr) == (output != nullptr), "a layer mixes tokens with two matrices, or not at all");
@@ -662,6 +662,8 @@ NB_MODULE(_native, m) {
             layer.parallel = parallel;
             layer.residual_scale = residual_scale;
             layer.cache = {qkv ? memory.data() : nullptr, layer.attends() ? kv_block_bytes(layer.shape, KVKind(kv_kind), block_size) : 0, block_size, KVKind(kv_kind)};
+            require(!block_stride || block_stride >= layer.cache.block_bytes, "blocks of a cache lie over each other");
+            if (block_stride && layer.attends()) layer.cache.block_bytes = block_stride;
             layer.num_blocks = layer.attends() ? int(std::min(memory.size() / layer.cache.block_bytes, size_t(INT32_MAX))) : short_conv ? short_conv->num_blocks : 0;
             layer.group = group;
             if (layer.attends() && KVKind(kv_kind) == KVKind::kivi2) set_recent(self, layer, recent_cache);
@@ -672,7 +674,7 @@ NB_MODULE(_native, m) {
             self.layers.back().beside = std::make_shared<Layer>(std::move(layer));
         }, nb::arg("shape"), nb::arg("scale"), nb::arg("softcap"), nb::arg("rope"), nb::arg("qkv").none(), nb::arg("latent").none(), nb::arg("short_conv").none(), nb::arg("mamba2").none(), nb::arg("delta_net").none(), nb::arg("gated"), nb::arg("output").none(), nb::arg("scales"), nb::arg("mlp").none(), nb::arg("mixture").none(),
            nb::arg("attention_norm").none(), nb::arg("mlp_norm").none(), nb::arg("attention_post_norm").none(), nb::arg("mlp_post_norm").none(),
-           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("v_norm").none(), nb::arg("norms_projection"), nb::arg("shares_kv"), nb::arg("stream").none(), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").none(), nb::arg("recent_cache").none(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"), nb::arg("beside"))
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("v_norm").none(), nb::arg("norms_projection"), nb::arg("shares_kv"), nb::arg("stream").none(), nb::arg("sinks").none(), nb::arg("chunked"), nb::arg("growth"), nb::arg("parallel"), nb::arg("residual_scale"), nb::arg("cache").none(), nb::arg("block_stride"), nb::arg("recent_cache").none(), nb::arg("kv_kind"), nb::arg("block_size"), nb::arg("group"), nb::arg("beside"))
         .def("forward", [](Program& self, STEP_ARRAYS, Array2<float> logits) {
             Batch batch = make_batch(STEP_NAMES);
             require(int(logits.shape(0)) == batch.num_rows && int(logits.shape(1)) == self.vocab_size(), "there is no room for the logits");

@@ -1,7 +1,8 @@
-"""Keys and certificates with which fronts and engine hosts know each other: TLS 1.3, each side expects one certificate.
+"""Keys and certificates with which processes know each other: TLS 1.3, each side expects one certificate.
 
-Each process makes its own key, which never leaves it. Only certificates are handed over, through whatever starts the host: they
-are no secret, but must not be exchanged for others on their way.
+A front and an engine host each draw a key, which never leaves the process. Only certificates are handed over, through whatever
+starts the host: they are no secret, but must not be exchanged for others on their way. Engines that exchange KV have one key
+among them, derived from the secret that their front gives them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
 from cloister.types.errors import ConfigError
@@ -26,9 +28,13 @@ _ALWAYS: Final = (
 )
 
 
+_PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
+_PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The key of one process, and its certificate.
+    """A key of one process or several, and its certificate.
 
     Attributes:
         certificate: PEM.
@@ -41,17 +47,16 @@ class Identity:
     def make(cls) -> Identity:
         """Draws a key (P-256) and signs a certificate with it."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cloister")])
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(_ALWAYS[0])
-            .not_valid_after(_ALWAYS[1])
-            .sign(key, hashes.SHA256())
-        )
+        return cls._of(key, _certificate(key.public_key(), x509.random_serial_number()).sign(key, hashes.SHA256()))
+
+    @classmethod
+    def derive(cls, secret: bytes) -> Identity:
+        """Returns the identity of those who know a secret of 32 random bytes: one key and certificate (Ed25519) for all."""
+        key = ed25519.Ed25519PrivateKey.from_private_bytes(HKDF(hashes.SHA256(), 32, None, b"cloister/identity").derive(secret))
+        return cls._of(key, _certificate(key.public_key(), 1).sign(key, None))
+
+    @classmethod
+    def _of(cls, key: _PrivateKey, certificate: x509.Certificate) -> Identity:
         return cls(
             certificate.public_bytes(serialization.Encoding.PEM).decode(),
             key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
@@ -90,6 +95,19 @@ class Identity:
             os.close(descriptor)
 
 
+def _certificate(key: _PublicKey, serial_number: int) -> x509.CertificateBuilder:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cloister")])
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key)
+        .serial_number(serial_number)
+        .not_valid_before(_ALWAYS[0])
+        .not_valid_after(_ALWAYS[1])
+    )
+
+
 def read_peer(certificate: str) -> bytes:
     """Returns the DER form of one certificate in PEM.
 
@@ -104,4 +122,4 @@ def read_peer(certificate: str) -> bytes:
 
 def is_peer(connection: object, certificate: bytes) -> bool:
     """Whether the other side of a TLS connection has shown just this certificate (DER), not one that it signed."""
-    return isinstance(connection, ssl.SSLObject) and connection.getpeercert(binary_form=True) == certificate
+    return isinstance(connection, ssl.SSLObject | ssl.SSLSocket) and connection.getpeercert(binary_form=True) == certificate

@@ -1,0 +1,44 @@
+"""Checks that what a front has read by its model also holds for other weights (decisions/0035)."""
+
+from __future__ import annotations
+
+from cloister.models.image_processing import open_image_processor
+from cloister.models.location import locate_here
+from cloister.server.errors import invalid
+from cloister.server.prompts import PromptReader
+from cloister.text import ChatTemplate, Tokenizer
+from cloister.types.errors import CloisterError
+
+
+def check_weights(reader: PromptReader, model: str) -> None:
+    """Checks other weights before any engine loads them. Takes seconds for a large vocabulary.
+
+    Args:
+        model: as the setting `model`; it must be on this machine.
+
+    Raises:
+        InvalidRequestError: they are not here, or have another tokenizer, chat template or image processor.
+    """
+    try:
+        other = _find_differences(reader, model)
+    except CloisterError as error:
+        raise invalid(error.message, "model") from None
+    if other:
+        raise invalid(
+            f"{model} has another {' and another '.join(other)} than the model that is served, and this server has read "
+            "requests by that; start another server for it, and send requests there",
+            "model",
+        )
+
+
+def _find_differences(reader: PromptReader, model: str) -> list[str]:
+    path = locate_here(model)
+    tokenizer = Tokenizer(path)
+    template = ChatTemplate.load(path, tokenizer.special)
+    images = reader.chat_format.images
+    pairs = {
+        "tokenizer": (tokenizer.digest(), reader.tokenizer.digest()),
+        "chat template": (template.source, reader.chat_format.template.source),
+        "image processor": (open_image_processor(path), None if images is None else (images.processor, images.token_id)),
+    }
+    return [name for name, (new, own) in pairs.items() if new != own]
