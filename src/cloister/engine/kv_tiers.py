@@ -91,8 +91,10 @@ class EngineTiers:
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)
-        find_cipher = [] if self._member is None else [self._member.find_cipher]
-        self.worker = TierWorker(files, blocks.form, *find_cipher, codec=self._codec)
+        if self._member is None:
+            self.worker = TierWorker(files, blocks.form, codec=self._codec)
+        else:
+            self.worker = TierWorker(files, blocks.form, self._member.find_cipher)  # `launch.settings` refuses a codec here
         for index, measured in zip(indexes, self.worker.probe(), strict=True):
             index.learn(*measured)
         scheduler.use_tiers(self.tiers)
