@@ -3,6 +3,8 @@
 Prompt Cache (Gim et al. 2024), APE (Yang et al. 2025), KVLink (Yang et al. 2025). Each prompt has notes with an invented number
 each, and asks for one of them. It is computed as one text, as one text with the newlines that fill up blocks, and with each
 note encoded separately; without notes nobody can know the number.
+
+With --tune, APE's temperature and scale are chosen on these notes, and tried on others: about people, with a word each.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import msgspec
 
@@ -21,11 +25,14 @@ from benchmarks.harness import Bench, make_parser, make_progress, open_engine
 from cloister.engine import EngineCore
 from cloister.models import locate
 from cloister.server.documents import join_documents
+from cloister.server.prompt_schemas import Layout, ModuleInput, PromptSchemaBody
+from cloister.server.schemas import ModuleChoice
 from cloister.text import Tokenizer
+from cloister.types.documents import Documents
 from cloister.types.events import Submit
 from cloister.types.request import Request, SamplingParams
 
-KINDS = ("one text", "one text, filled up", "separately", "no notes")
+KINDS = ("one text", "one text, filled up", "separately", "modules of a schema", "no notes")
 NUM_NOTES = (2, 4, 8)
 SENTENCES = (4, 16, 32)
 """Further sentences of each of eight notes where time is measured."""
@@ -41,19 +48,39 @@ FILLER = (
 PREFIX = "Read these notes. Then answer the question with the number that they give.\n\n"
 
 
+PEOPLE = (
+    "Anna", "Boris", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "James", "Karen", "Louis", "Maria", "Nora",
+    "Oscar", "Paula",
+)  # fmt: skip
+WORDS = (
+    "apple", "river", "candle", "silver", "window", "tiger", "garden", "orange", "thunder", "marble", "violin", "pepper",
+    "button", "falcon", "desert", "ladder",
+)  # fmt: skip
+HABITS = (
+    "Every morning there is coffee with two neighbours.", "The train to the office takes an hour.", "Two cats live there too.",
+    "On Sundays the bicycle stays at home.", "The old piano is out of tune.", "A sister lives in another country.",
+    "Last year there was a long journey.", "The kitchen was painted in spring.",
+)  # fmt: skip
+OTHER_PREFIX = "These are notes about people. Answer the question with the secret word that a note gives.\n\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Notes, what is asked, and the number that is right."""
+    """Notes, what is asked, and the number or word that is right."""
 
     notes: list[str]
     text: str
     number: str
+    prefix: str = PREFIX
 
 
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--models", default="cloister-5m,smollm2-135m", help="names or directories, with commas")
     parser.add_argument("--num-questions", type=int, default=24, help="for each number of notes")
+    parser.add_argument("--tune", action="store_true", help="choose temperature and scale, and nothing else")
+    parser.add_argument("--temperatures", default="1,0.8,0.6,0.4", help="to choose from, with commas")
+    parser.add_argument("--scales", default="1.2,1.1,1,0.9", help="to choose from, with commas")
     parser.add_argument("--num-rounds", type=int, default=3, help="prompts of each length that are timed")
     options = parser.parse_args()
     bench = Bench(
@@ -65,6 +92,9 @@ def main() -> int:
     for name in options.models.split(","):
         engine = open_engine(options, model=name, prefix_cache=True, max_model_len=8192 if name != "cloister-5m" else None)
         tokenizer = Tokenizer(locate(name))
+        if options.tune:
+            tune_weights(bench, options, name, engine, tokenizer)
+            continue
         judge_answers(bench, options, name, engine, tokenizer)
         time_hits(bench, options, name, engine, tokenizer)
     return bench.finish(options)
@@ -83,14 +113,41 @@ def draw(rng: random.Random, num_notes: int, num_sentences: int) -> Question:
     return Question(notes, text, numbers[asked])
 
 
-def make_request(kind: str, question: Question, tokenizer: Tokenizer, block_size: int, max_tokens: int = 8) -> Request:
+def draw_person(rng: random.Random, num_notes: int, num_sentences: int) -> Question:
+    """Returns a question of another text."""
+    people, words = rng.sample(PEOPLE, num_notes), rng.sample(WORDS, num_notes)
+    notes = []
+    for person, word in zip(people, words, strict=True):
+        sentences = [rng.choice(HABITS) for _ in range(num_sentences)]
+        sentences.insert(rng.randrange(num_sentences + 1), f"The secret word of {person} is {word}.")
+        notes.append(f"About {person}: {' '.join(sentences)}\n")
+    asked = rng.randrange(num_notes)
+    text = f"\nQuestion: What is the secret word of {people[asked]}?\nAnswer: The secret word of {people[asked]} is"
+    return Question(notes, text, words[asked], OTHER_PREFIX)
+
+
+def make_request(
+    kind: str,
+    question: Question,
+    tokenizer: Tokenizer,
+    block_size: int,
+    max_tokens: int = 8,
+    weights: tuple[float, float] = (1.0, 1.0),
+    num_chosen: int | None = None,
+) -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     if kind in ("one text", "no notes"):
         notes = question.notes if kind == "one text" else []
-        tokens = tokenizer.encode("".join([PREFIX, *notes, question.text]), add_special_tokens=True)
+        tokens = tokenizer.encode("".join([question.prefix, *notes, question.text]), add_special_tokens=True)
         return Request(request_id=kind, token_ids=tokens, sampling=sampling)
-    prompt = join_documents(PREFIX, question.notes, question.text, tokenizer, block_size)
-    documents = prompt.documents if kind == "separately" else None
+    if kind == "modules of a schema":
+        modules = [ModuleInput(name=f"note-{number}", text=note) for number, note in enumerate(question.notes)]
+        layout = Layout(PromptSchemaBody(name="notes", prefix=question.prefix, modules=[*modules]), tokenizer, block_size)
+        asked = tokenizer.encode(question.text, add_special_tokens=False)
+        placed = layout.join([ModuleChoice(name=module.name) for module in modules[:num_chosen]], asked)
+        return Request(request_id=kind, token_ids=placed.token_ids, sampling=sampling, documents=placed.documents)
+    prompt = join_documents(question.prefix, question.notes, question.text, tokenizer, block_size)
+    documents = Documents(prompt.documents.starts, prompt.documents.end, *weights) if kind == "separately" else None
     return Request(request_id=kind, token_ids=prompt.token_ids, sampling=sampling, documents=documents)
 
 
@@ -128,11 +185,52 @@ def judge_answers(bench: Bench, options: argparse.Namespace, name: str, engine: 
     bench.check(f"{name}: right without notes", max(row[KINDS.index("no notes") + 1] for row in rows), high=0.1)
 
 
+def tune_weights(bench: Bench, options: argparse.Namespace, name: str, engine: EngineCore, tokenizer: Tokenizer) -> None:
+    """Chooses temperature and scale by right answers about places, and reports both texts with those and without."""
+    rng = random.Random(options.seed + 2)
+    questions = [draw(rng, num_notes, 3) for num_notes in NUM_NOTES for _ in range(options.num_questions)]
+    others = [draw_person(rng, num_notes, 3) for num_notes in NUM_NOTES for _ in range(options.num_questions)]
+    temperatures, scales = ([float(each) for each in given.split(",")] for given in (options.temperatures, options.scales))
+    shares: dict[tuple[float, float], float] = {}
+    with make_progress() as progress:
+        for weights in progress.track(list(product(temperatures, scales)), description=f"{name}: temperatures and scales"):
+            shares[weights] = sum(judge(engine, tokenizer, questions, "separately", weights)) / len(questions)
+    rows = [[temperature, *(shares[temperature, scale] for scale in scales)] for temperature in temperatures]
+    headers = ("temperature", *(f"scale {scale}" for scale in scales))
+    bench.print_rows(f"{name}: right answers about places ({len(questions)} questions)", headers, rows)
+    best = max(shares, key=lambda weights: (shares[weights], -abs(weights[0] - 1) - abs(weights[1] - 1)))
+    judged: list[list[Any]] = []
+    for text, asked in (("places, tuned on", questions), ("people", others)):
+        ways: list[tuple[str, tuple[float, float] | None]] = [
+            ("one text", None), ("separately", (1.0, 1.0)), ("separately", best), (KINDS[3], None), ("no notes", None)
+        ]  # fmt: skip
+        for kind, chosen in ways:
+            right = judge(engine, tokenizer, asked, kind, chosen or (1.0, 1.0))
+            size = options.num_questions
+            of_size = [sum(right[place : place + size]) / size for place in range(0, len(right), size)]
+            judged.append([text, kind, "" if chosen is None else f"{chosen[0]}, {chosen[1]}", *of_size])
+    headers = ("text", "computed as", "temperature, scale", *(f"{num_notes} notes" for num_notes in NUM_NOTES))
+    bench.print_rows(f"{name}: share of right answers ({options.num_questions} questions each)", headers, judged)
+    bench.check(f"{name}: right without notes", max(max(row[3:]) for row in judged if row[1] == "no notes"), high=0.2)
+
+
+def judge(
+    engine: EngineCore, tokenizer: Tokenizer, questions: Sequence[Question], kind: str, weights: tuple[float, float]
+) -> list[bool]:
+    """Returns which questions are answered right."""
+    right = []
+    for number, question in enumerate(questions):
+        request = make_request(kind, question, tokenizer, engine.model.document_block_size, weights=weights)
+        answer = ask(engine, request, f"{kind} {weights} {number}")[0]
+        right.append(answer.strip().startswith(question.number))
+    return right
+
+
 def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: EngineCore, tokenizer: Tokenizer) -> None:
     rng, rows = random.Random(options.seed + 1), []
     size = engine.model.document_block_size
     for num_sentences in SENTENCES:
-        times: dict[str, list[float]] = {"one text": [], "all new": [], "another order": []}
+        times: dict[str, list[float]] = {"one text": [], "all new": [], "another order": [], "modules": [], "some modules": []}
         lengths: list[int] = []
         for number in range(options.num_rounds):
             question = draw(rng, 8, num_sentences)
@@ -140,6 +238,8 @@ def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: Engi
                 ("one text", make_request("one text", question, tokenizer, size, 1)),
                 ("all new", make_request("separately", question, tokenizer, size, 1)),
                 ("another order", make_request("separately", shuffle(rng, question), tokenizer, size, 1)),
+                ("modules", make_request(KINDS[3], question, tokenizer, size, 1)),
+                ("some modules", make_request(KINDS[3], question, tokenizer, size, 1, num_chosen=6)),
             ]
             if len(requests[1][1].token_ids) >= engine.model.max_model_len:
                 break
@@ -149,7 +249,10 @@ def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: Engi
         if lengths:
             medians = {kind: 1e3 * statistics.median(each) for kind, each in times.items()}
             rows.append([round(statistics.median(lengths)), *medians.values(), medians["one text"] / medians["another order"]])
-    headers = ("prompt tokens", "one text", "separately, all new", "separately, hit in another order", "hit against one text")
+    headers = (
+        "prompt tokens", "one text", "separately, all new", "separately, hit in another order", "modules, all new",
+        "six of eight modules, hit", "hit in another order against one text",
+    )  # fmt: skip
     bench.print_rows(f"{name}: time to first token, ms (median of {options.num_rounds})", headers, rows)
     bench.check(f"{name}: a hit of the longest prompt against one text", rows[-1][-1], low=2.0)
 

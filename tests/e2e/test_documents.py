@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from cloister.engine import EngineCore
 from cloister.launch import build_engine, resolve_settings
@@ -28,13 +28,19 @@ PLAIN = [
 ]
 
 
-def make_request(name: str, *texts: Sequence[int], **sampling: Any) -> Request:
+def make_request(
+    name: str,
+    *texts: Sequence[int],
+    weights: tuple[float, float] = (1.0, 1.0),
+    positions: tuple[tuple[int, int], ...] = (),
+    **sampling: Any,
+) -> Request:
     tokens, starts = list(PREFIX), []
     for text in texts:
         starts.append(len(tokens))
         tokens += text
     params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, "logprobs": 8, "ignore_eos": True, **sampling})
-    documents = Documents(tuple(starts), len(tokens))
+    documents = Documents(tuple(starts), len(tokens), *weights, positions)
     return Request(request_id=name, token_ids=tokens + QUESTION, sampling=params, documents=documents)
 
 
@@ -51,6 +57,26 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("documents"), "llama")
 
 
+def make_attention(documents: Documents) -> Any:
+    """Returns APE's attention (Yang et al. 2025, section 4): documents have a softmax of their own, and then one score."""
+
+    def attend(module: Any, queries: Any, keys: Any, values: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        groups = queries.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        scores = queries @ keys.transpose(2, 3) * scaling + mask
+        first, end = documents.starts[0], documents.end
+        plain = scores[:, :, :end].softmax(-1) @ values
+        scores = scores[:, :, end:]
+        apart = scores[..., first:end] / documents.temperature
+        score = apart.logsumexp(-1, keepdim=True) * documents.temperature * documents.scale
+        found = torch.cat((values[:, :, :first], values[:, :, end:]), 2)
+        weights = torch.cat((scores[..., :first], scores[..., end:], score), -1).softmax(-1)
+        weighed = weights[..., :-1] @ found + weights[..., -1:] * (apart.softmax(-1) @ values[:, :, first:end])
+        return torch.cat((plain, weighed), 2).transpose(1, 2).contiguous(), None
+
+    return attend
+
+
 def masked_logprobs(path: Path, request: Request, answer: Sequence[int]) -> np.ndarray:
     """Returns the log-probabilities of each token of the answer by transformers, which gets positions and a mask: a document
     stands directly behind the prefix and sees nothing else."""
@@ -61,8 +87,12 @@ def masked_logprobs(path: Path, request: Request, answer: Sequence[int]) -> np.n
     for start, end in zip(documents.starts, (*documents.starts[1:], documents.end), strict=True):
         positions[start:end] -= start - documents.starts[0]
         sees[start:end, documents.starts[0] : start] = False
+    if documents.positions:
+        positions = torch.tensor(documents.turns(0, len(tokens)))
     mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    AttentionInterface.register("weighed", make_attention(documents))
+    implementation = "weighed" if documents.has_weights else "eager"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=implementation).eval()
     with torch.no_grad():
         logits = model(tokens[None], attention_mask=mask[None, None], position_ids=positions[None]).logits[0]
     logprobs = logits[len(request.token_ids) - 1 :].log_softmax(-1)
@@ -89,13 +119,26 @@ def test_a_document_sees_the_prefix_and_itself_and_the_answer_sees_all(path: Pat
     assert abs(separate.logprobs[0].logprob - plain.logprobs[0].logprob) > 1e-3, "encoding separately changes nothing"
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_an_answer_weighs_documents_by_their_temperature_and_scale(path: Path, backend: str) -> None:
+    core = open_core(path, backend)
+    plain = said(core, make_request("plain", A, B))["plain"]
+    for weights in ((0.5, 1.0), (1.0, 0.8), (0.7, 1.3)):
+        request = make_request("asked", A, B, weights=weights)
+        answer = said(core, request)["asked"]
+        found = np.array([each.logprob for each in answer.logprobs])
+        assert np.abs(found - masked_logprobs(path, request, answer.token_ids)).max() < 1e-4
+        assert abs(found[0] - plain.logprobs[0].logprob) > 1e-4, "the weights change nothing"
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 0.9)])
 @pytest.mark.parametrize(
     ("backend", "settings"), [("native", {}), ("native", {"dtype": "bfloat16", "kv_dtype": "int8"}), ("torch", {})]
 )
 def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(
-    path: Path, backend: str, settings: dict[str, str]
+    path: Path, backend: str, settings: dict[str, str], weights: tuple[float, float]
 ) -> None:
-    request = make_request("asked", C, A, B)
+    request = make_request("asked", C, A, B, weights=weights)
     alone = said(open_core(path, backend, **settings), request)["asked"]
     core = open_core(path, backend, **settings)
     said(core, *PLAIN, make_request("other order", B, A))
@@ -105,6 +148,7 @@ def test_an_answer_has_the_same_bits_whatever_is_cached_and_in_any_company(
     again = said(core, msgspec.structs.replace(request, request_id="again"))["again"]
     in_chunks = said(open_core(path, backend, max_batched_tokens=13, prefix_cache=False, **settings), request)["asked"]
     others = [make_request(str(n), *texts, temperature=1.0, seed=n, n=2) for n, texts in enumerate([(B, C), (A, B, C), (A,)])]
+    others += [make_request(f"{n} weighed", A, B, weights=(0.5 + n, 1.1)) for n in range(2)]
     in_company = said(open_core(path, backend, max_batched_tokens=64, **settings), *PLAIN, *others, request)["asked"]
     for found in (behind_hits, again, in_chunks, in_company):
         assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
@@ -128,8 +172,56 @@ def test_text_that_moves_between_prefix_and_documents_is_another_context(path: P
     assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
 
 
+PLACED = ((0, 0), (16, 100), (20, 112), (56, 40), (80, 104), (82, 160))
+"""A is far from the prefix, with a place for 8 tokens in it, B nearer, two of the question's tokens in that place."""
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_modules_turn_by_the_positions_of_their_schema(path: Path, backend: str) -> None:
+    core = open_core(path, backend)
+    assert core.model.places_documents
+    plain = said(core, make_request("plain", A, B))["plain"]
+    for weights in ((1.0, 1.0), (0.7, 0.9)):
+        request = make_request("asked", A, B, positions=PLACED, weights=weights)
+        answer = said(core, request)["asked"]
+        found = np.array([each.logprob for each in answer.logprobs])
+        assert np.abs(found - masked_logprobs(path, request, answer.token_ids)).max() < 1e-4
+        assert abs(found[0] - plain.logprobs[0].logprob) > 1e-3, "positions change nothing"
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_modules_have_the_same_bits_whatever_is_cached_and_in_any_company(path: Path, backend: str) -> None:
+    request = make_request("asked", A, B, positions=PLACED)
+    alone = said(open_core(path, backend), request)["asked"]
+    core = open_core(path, backend)
+    elsewhere = make_request("elsewhere", A, B, positions=((0, 0), (16, 90), (56, 40), (80, 160)))
+    said(core, *PLAIN, make_request("documents", A, B), elsewhere)
+    report = ask(core, [request, make_request("only B", B, positions=((0, 0), (16, 40), (40, 104)))])
+    assert report.num_hits
+    in_chunks = said(open_core(path, backend, max_batched_tokens=13, prefix_cache=False), request)["asked"]
+    in_company = said(open_core(path, backend, max_batched_tokens=64), *PLAIN, elsewhere, request)["asked"]
+    drafted = ask(open_core(path, "native", speculate="ngram", draft_tokens=4), [request]).answers["asked", 0]
+    for found in (report.answers["asked", 0], in_chunks, in_company, *([drafted] if backend == "native" else [])):
+        assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("positions", "reason"),
+    [
+        (((0, 1), (16, 16)), "the prefix at position 0"),
+        (((0, 0), (8, 16)), "the prefix at position 0"),
+        (((0, 0), (16, 16), (16, 20)), "runs in order"),
+        (((0, 0), (16, -1)), "runs in order"),
+        (((0, 0), (16, 200)), "beyond the context window"),
+    ],
+)
+def test_modules_that_cannot_be_placed_are_refused(path: Path, positions: tuple[tuple[int, int], ...], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        ask(open_core(path, "native"), [make_request("asked", A, B, positions=positions)])
+
+
 def test_drafts_do_not_change_an_answer_about_documents(path: Path) -> None:
-    request = make_request("asked", A, B, max_tokens=24)
+    request = make_request("asked", A, B, max_tokens=24, weights=(0.8, 0.9))
     plain = said(open_core(path, "native"), request)["asked"]
     drafted = ask(open_core(path, "native", speculate="ngram", draft_tokens=4), [request])
     assert drafted.num_drafted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -68,15 +69,72 @@ def test_a_reply_without_documents_does_not_speak_of_them(server: RunningServer)
         ({"documents": TWO, "prompt": ""}, "prompt"),
         ({"documents": [{"text": SECRET * 100}]}, "prompt"),
         ({"documents_prefix": SECRET}, "documents_prefix"),
+        ({"documents_scale": 0.9}, "documents_scale"),
+        ({"documents": TWO, "documents_temperature": 0}, "documents_temperature"),
+        ({"documents": TWO, "documents_scale": 11}, "documents_scale"),
     ],
 )
 def test_bad_documents_are_refused_with_a_reason(server: RunningServer, body: dict[str, object], param: str) -> None:
     assert check_error(post(server, **body), 400)["param"] == param
 
 
-def test_chats_take_no_documents(server: RunningServer) -> None:
-    body = {"messages": [{"role": "user", "content": "why?"}], "documents": TWO}
-    assert check_error(httpx.post(f"{server.url}/v1/chat/completions", json=body), 400)["param"] == "documents"
+def test_documents_are_weighed_as_the_request_says(server: RunningServer, engine: ScriptedEngine) -> None:
+    assert post(server, documents=TWO, documents_temperature=0.8, documents_scale=0.9).status_code == 200
+    documents = engine.taken[-1].documents
+    assert documents is not None
+    assert (documents.temperature, documents.scale) == (0.8, 0.9)
+
+
+def test_a_back_end_that_cannot_weigh_documents_says_so(model_path: Path) -> None:
+    info = msgspec.structs.replace(INFO, document_block_size=SIZE, weighs_documents=False)
+    with serving_script(model_path, ScriptedEngine(says("yes"), model=info)) as server:
+        assert check_error(post(server, documents=TWO, documents_scale=0.5), 400)["param"] == "documents_scale"
+        assert post(server, documents=TWO, documents_scale=1.0).status_code == 200
+
+
+def chat(server: RunningServer, **body: object) -> httpx.Response:
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "why?"}]
+    return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages, "max_tokens": 4, **body})
+
+
+def test_documents_of_a_chat_stand_before_what_the_user_says(server: RunningServer, engine: ScriptedEngine) -> None:
+    assert chat(server).status_code == 200
+    plain = engine.taken[-1].token_ids
+    documents = [{"title": "first", "text": "one two"}, {"text": SECRET}]
+    reply = chat(server, documents=documents, documents_temperature=0.8)
+    assert reply.status_code == 200, reply.text
+    request = engine.taken[-1]
+    assert request.documents is not None
+    bounds = (0, *request.documents.starts, request.documents.end, len(request.token_ids))
+    prefix, first, second, rest = (request.token_ids[start:end] for start, end in pairwise(bounds))
+    assert bytes(first).rstrip(b"\n") == b"first\none two"
+    assert bytes(second).rstrip(b"\n") == SECRET.encode()
+    assert not any(len(piece) % SIZE for piece in (prefix, first, second))
+    while prefix[-1] == ord("\n"):
+        prefix.pop()
+    assert [*prefix, *rest[1:]] == plain
+    assert request.documents.temperature == 0.8
+    assert reply.json()["usage"]["prompt_tokens_details"]["document_tokens"] == len(first) + len(second)
+
+
+def test_a_chat_without_documents_may_say_so(server: RunningServer, engine: ScriptedEngine) -> None:
+    assert chat(server, documents=[]).status_code == 200
+    assert engine.taken[-1].documents is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"documents": [{"title": SECRET}]}, "documents[0].text"),
+        ({"documents": TWO * 33}, "documents"),
+        ({"documents_temperature": 0.5}, "documents_temperature"),
+        ({"documents": TWO, "documents_prefix": SECRET}, "documents_prefix"),
+        ({"documents": TWO, "messages": [{"role": "system", "content": SECRET}]}, "documents"),
+        ({"documents": [{"text": SECRET * 100}]}, "messages"),
+    ],
+)
+def test_bad_documents_of_a_chat_are_refused_with_a_reason(server: RunningServer, body: dict[str, object], param: str) -> None:
+    assert check_error(chat(server, **body), 400)["param"] == param
 
 
 def test_a_model_that_takes_no_documents_says_so(thinking: RunningServer) -> None:

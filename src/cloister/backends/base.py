@@ -141,6 +141,11 @@ class ForwardBatch:
             the next one reads in its place (LAYERWISE). The first layer reads embeddings instead; logits and hidden states come
             of the last one only. `block_tables` then has cells (`types.layerwise.CellLayout`) in place of blocks.
         layer: the number of that layer.
+        document_ranges: None, or [num_seqs, 2] int32: first position and end of the documents that a sequence weighs, all
+            before its tokens; equal ones for none (DOCUMENT_WEIGHTS). They have a softmax of their own, whose scores are
+            divided by the temperature; the logarithm of what it sums up, times temperature and scale, is their score beside
+            all other keys (APE, Yang et al. 2025, arXiv:2502.05431, section 4).
+        document_weights: [num_seqs, 2] float32, temperature and scale, both above 0; None where there are no ranges.
     """
 
     token_ids: IntArray
@@ -160,6 +165,8 @@ class ForwardBatch:
     hidden: FloatArray | None = None
     residual: FloatArray | None = None
     layer: int = 0
+    document_ranges: IntArray | None = None
+    document_weights: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +270,7 @@ class Capability(Flag):
         IMAGES: encodes images (`Program.encode_image`), and takes their embeddings (`ForwardBatch.embeddings`).
         KV_TRANSFER: gives and takes the contents of whole blocks (`Program.export_blocks`, `Program.import_blocks`).
         LAYERWISE: computes single layers (`ForwardBatch.residual`), with KV and residuals in cells (`Program.cells`).
+        DOCUMENT_WEIGHTS: weighs keys of documents by a temperature and a scale (`ForwardBatch.document_ranges`).
     """
 
     GREEDY = auto()
@@ -280,6 +288,7 @@ class Capability(Flag):
     EVERY_HIDDEN = auto()
     KV_TRANSFER = auto()
     LAYERWISE = auto()
+    DOCUMENT_WEIGHTS = auto()
 
 
 class Wants(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
 from cloister.executor.images import find_last_seen, gather
 from cloister.executor.state import SequenceState
+from cloister.types.documents import Documents
 from cloister.types.errors import EngineError
 from cloister.types.step import MAX_SCORED_ROWS, SequencePlan
 
@@ -119,7 +120,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     # Growable C arrays: for the few numbers of a decode step a numpy call costs more than a loop.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = has_tree = has_images = has_grids = has_documents = False
+    has_adapter = has_tree = has_images = has_grids = has_documents = has_weights = False
     block_size, num_groups = tables.block_size, tables.num_groups
     block_positions = block_size if num_groups == 1 else block_size / num_groups  # positions for each number in a block table
     for part in parts:
@@ -135,10 +136,12 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
             has_adapter = has_adapter or part.state.adapter >= 0
             has_images = has_images or part.state.images is not None
             has_grids = has_grids or part.state.grids is not None
+            has_weights = has_weights or part.state.documents is not None
             continue
         _check(part, block_positions)
         shift = 0 if part.state.documents is None else part.state.documents.shift(start)
         has_documents = has_documents or shift > 0
+        has_weights = has_weights or part.state.documents is not None
         token_ids += known[start:end]
         positions.extend(range(start - shift, end - shift))
         if draft is NOTHING:
@@ -160,6 +163,8 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         has_grids = has_grids or part.state.grids is not None
     layer_rows = parts[0].layer_rows
     embeddings = embedding_rows = last_seen = None
+    ranges, weights = _document_weights(parts) if has_weights else (None, None)
+    has_turns = has_grids or (has_weights and any(_turned_documents(part) is not None for part in parts))
     if has_images:
         embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
     width = -(-max(context_lens) // block_size) * num_groups
@@ -182,10 +187,12 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
         embeddings=embeddings,
         embedding_rows=embedding_rows,
         last_seen=last_seen,
-        rope_positions=_rope_positions(parts, query_starts, as_ints(positions)) if has_grids else None,
+        rope_positions=_rope_positions(parts, query_starts, as_ints(positions)) if has_turns else None,
         state_spans=None if tables.state_group is None else _state_spans(parts, tables),
         residual=None if layer_rows is None else layer_rows.residual,
         layer=0 if layer_rows is None else layer_rows.layer,
+        document_ranges=ranges,
+        document_weights=weights,
     )
 
 
@@ -210,6 +217,16 @@ def _seen_blocks(part: ScheduledSequence, block_size: int) -> array[int]:
     return blocks[:first] + blocks[first + shift // block_size :]
 
 
+def _document_weights(parts: Sequence[ScheduledSequence]) -> tuple[IntArray, FloatArray] | tuple[None, None]:
+    """Returns the documents that each part weighs, and how (`ForwardBatch.document_ranges`); None where no part weighs any."""
+    ranges, weights = np.zeros((len(parts), 2), np.int32), np.ones((len(parts), 2), np.float32)
+    for number, part in enumerate(parts):
+        documents = part.state.documents
+        if documents is not None and documents.has_weights and part.plan.start >= documents.end:
+            ranges[number], weights[number] = (documents.starts[0], documents.end), (documents.temperature, documents.scale)
+    return (ranges, weights) if ranges.any() else (None, None)
+
+
 def _images(
     parts: Sequence[ScheduledSequence], query_starts: Sequence[int], positions: IntArray
 ) -> tuple[FloatArray | None, IntArray | None, IntArray | None]:
@@ -226,10 +243,20 @@ def _rope_positions(parts: Sequence[ScheduledSequence], query_starts: Sequence[i
     """Returns what each token turns by (`ForwardBatch.rope_positions`)."""
     turns = np.tile(positions, (3, 1))
     for number, part in enumerate(parts):
+        own = slice(query_starts[number], query_starts[number + 1])
         if part.state.grids is not None:
-            own = slice(query_starts[number], query_starts[number + 1])
             turns[:, own] = part.state.grids.turn(positions[own])
+        elif (documents := _turned_documents(part)) is not None:
+            known = documents.turns(part.plan.start, part.end)
+            turns[:, own] += known[-1] - positions[own][len(known) - 1]  # so far for drafts, which follow
+            turns[:, own.start : own.start + len(known)] = known
     return turns
+
+
+def _turned_documents(part: ScheduledSequence) -> Documents | None:
+    """Returns the documents of a part whose tokens have positions of their own; None where they stand as they are computed."""
+    documents = part.state.documents
+    return documents if documents is not None and documents.positions else None
 
 
 def _state_spans(parts: Sequence[ScheduledSequence], tables: TableLayout) -> IntArray:

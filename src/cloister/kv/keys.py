@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 
@@ -90,16 +91,32 @@ class PrefixKeys:
         """Returns what precedes the next key of a chain, if a document or what follows the last one begins there."""
         position, size = len(chain) * self.block_size, self.block_size
         if position in documents.starts:
-            return chain[documents.starts[0] // size - 1]
+            prefix = chain[documents.starts[0] // size - 1]
+            return _open_module(documents, position, prefix, root) if documents.positions else prefix
         if position != documents.end:
             return None
         # The root is in it because the prefix and all documents may be public; the bounds are, because documents that begin
-        # alike have the same keys as those behind a prefix that is longer by this beginning, yet are seen elsewhere.
-        digest = hashlib.sha256(b"cloister/documents/2\0" + root)
+        # alike have the same keys as those behind a prefix that is longer by this beginning, yet are seen elsewhere. Documents
+        # have the same KV however they are weighed; what follows has not.
+        digest = hashlib.sha256(b"cloister/documents/3\0" + root)
         digest.update(array("q", [*documents.starts, documents.end]).tobytes())
+        digest.update(struct.pack("<ddq", documents.temperature, documents.scale, len(documents.positions)))
+        for run in documents.positions:
+            digest.update(array("q", run).tobytes())
         for end in (*documents.starts[1:], documents.end):
             digest.update(chain[end // size - 1])
         return digest.digest()
+
+
+def _open_module(documents: Documents, start: int, prefix: bytes, root: bytes) -> bytes:
+    """Returns what precedes the first key of a document whose tokens have positions of their own: these, and the prefix.
+
+    The root is in it because the prefix may be public.
+    """
+    digest = hashlib.sha256(b"cloister/module/1\0" + root + prefix)
+    end = documents.find_piece_end(start) or documents.end
+    digest.update(array("q", documents.turns(start, end)).tobytes())
+    return digest.digest()
 
 
 def digest_images(images: Sequence[ImageTile], start: int, end: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
-from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec, LayerGroup, group_layers
+from cloister.backends.spec import FOREIGN_FAMILY, AttentionSpec, DecoderSpec, LayerGroup, group_layers
 from cloister.backends.vision import AnyVisionSpec, QwenVisionSpec
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.machine import read_machine, return_free_memory
@@ -152,6 +152,8 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         number_format="" if config.quant == NO_QUANT else config.quant,
         is_on_device=(config.device or "cpu") != "cpu",
         document_block_size=config.block_size if _takes_documents(model.spec, budget.groups) else 0,
+        weighs_documents=Capability.DOCUMENT_WEIGHTS in program.capabilities,
+        places_documents=_places_documents(model.spec, program),
         max_prefill_only_len=longest if longest > max_model_len else 0,
     )
     vocab_size = model.spec.vocab_size
@@ -192,6 +194,12 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
 def _takes_documents(spec: DecoderSpec, groups: Sequence[KVGroup]) -> bool:
     """Whether documents can be encoded separately: every layer sees all positions, and a step computes its own ones only."""
     return len(groups) == 1 and groups[0].window is None and not groups[0].is_state and spec.family != FOREIGN_FAMILY
+
+
+def _places_documents(spec: DecoderSpec, program: Program) -> bool:
+    """Whether tokens may turn by other positions than they stand at: nothing but the rotation may depend on a position."""
+    growing = any(isinstance(each.attention, AttentionSpec) and each.attention.query_growth for each in spec.layers)
+    return Capability.DOCUMENT_WEIGHTS in program.capabilities and not spec.position_embeddings and not growing
 
 
 def _host_tier_bytes(config: EngineConfig) -> int:
@@ -330,6 +338,8 @@ def build_scheduler(
             cache_scopes=config.cache_scopes or 0,
             num_images_at_once=config.num_threads or 1,
             max_prefill_only_len=model.max_prefill_only_len,
+            weighs_documents=model.weighs_documents,
+            places_documents=model.places_documents,
         ),
         BlockPool([_block_group(group, config) for group in groups], config.block_size),
         keys,

@@ -98,8 +98,8 @@ _SHARED_TIER = mitigate(
     "scope and with its engine; a share for each tenant"
 )
 _DOCUMENTS_BY_SCOPE = mitigate(
-    "their keys are seeded by the scope and cover the prefix, as those of prompts, so what other scopes sent is never found; "
-    "replies say how many tokens were encoded separately"
+    "their keys are seeded by the scope and cover the prefix and their positions, so what other scopes sent is never found; "
+    "schemas are kept for their tenant only, and only where responses are; replies say how many tokens were encoded separately"
 )
 _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
@@ -314,8 +314,8 @@ _FEATURES: Final = (
     _feature(
         "documents",
         row="prefix-cache",
-        setting="request field `documents`",
-        title="Documents encoded separately",
+        setting="request fields `documents`, `prompt_schema`",
+        title="Documents and modules encoded separately",
         does="computes each document of a request on its own, so that later requests find it in any company and order",
         endangers="a quicker answer reveals that a single document was sent before, not only a whole prompt",
         open=_DOCUMENTS_BY_SCOPE,

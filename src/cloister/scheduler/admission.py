@@ -12,6 +12,9 @@ from cloister.types.request import Request, SamplingParams
 MAX_LENGTH_PENALTY: Final = 10.0
 MAX_CANDIDATES: Final = 32768
 """Limit on candidate tokens in one step of a beam search, over all beams: sorting more would delay all requests."""
+LEAST_WEIGHT: Final = 0.1
+MOST_WEIGHT: Final = 10.0
+"""Limits of the temperature and the scale of documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class EngineLimits:
         block_size: positions in one KV block.
         max_step_tokens: tokens of one step.
         takes_documents: it can encode documents separately: every layer sees all positions.
+        weighs_documents: its program can weigh them by a temperature and a scale.
+        places_documents: tokens may turn by other positions than they stand at (`Documents.positions`).
     """
 
     max_model_len: int
@@ -33,6 +38,8 @@ class EngineLimits:
     block_size: int = 1
     max_step_tokens: int = 2**31
     takes_documents: bool = True
+    weighs_documents: bool = True
+    places_documents: bool = True
 
 
 def find_refusal(request: Request, limits: EngineLimits) -> str | None:
@@ -121,6 +128,19 @@ def _find_wrong_documents(request: Request, limits: EngineLimits) -> str | None:
         return "some layers of this model do not see all positions; put the documents into the prompt"
     if request.images or request.pooling is not None or request.sampling.prompt_logprobs is not None:
         return "documents do not go with images, pooling or prompt_logprobs; leave out one of the two"
+    if not all(LEAST_WEIGHT <= weight <= MOST_WEIGHT for weight in (documents.temperature, documents.scale)):
+        return f"temperature and scale of documents must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+    if documents.has_weights and not limits.weighs_documents:
+        return "this back end cannot weigh documents; leave out their temperature and scale"
+    if documents.positions:
+        firsts, turned = zip(*documents.positions, strict=True)
+        is_placed = firsts[0] == turned[0] == 0 and (*firsts[1:], documents.starts[0])[0] >= documents.starts[0]
+        if not limits.places_documents:
+            return "this model cannot place modules of a schema; send the text as a prompt"
+        if not is_placed or list(firsts) != sorted(set(firsts)) or firsts[-1] >= len(request.token_ids) or min(turned) < 0:
+            return "positions of documents need runs in order, the first of which is the prefix at position 0"
+        if documents.count_positions(len(request.token_ids)) >= limits.max_model_len:
+            return f"the modules of the schema have positions beyond the context window, which holds {limits.max_model_len}"
     bounds = (0, *documents.starts, documents.end)
     is_sorted = all(before < after for before, after in pairwise(bounds))
     if not documents.starts or not is_sorted or any(bound % limits.block_size for bound in bounds):

@@ -65,6 +65,8 @@ class SchedulerConfig:
         cache_scopes: number of scopes with their own share of the prefix cache; 0 for one shared cache.
         num_images_at_once: images that are encoded at once, beside the steps.
         max_prefill_only_len: the longest prompt of a request that ends with it; less than `max_model_len` changes nothing.
+        weighs_documents: the program can weigh documents by a temperature and a scale.
+        places_documents: tokens of documents may turn by other positions than they stand at.
     """
 
     max_model_len: int
@@ -76,6 +78,8 @@ class SchedulerConfig:
     cache_scopes: int = 0
     num_images_at_once: int = 1
     max_prefill_only_len: int = 0
+    weighs_documents: bool = True
+    places_documents: bool = True
 
 
 class Scheduler:
@@ -272,6 +276,8 @@ class Scheduler:
             takes_documents=len(self.pool.groups) == 1
             and self.pool.groups[0].window is None
             and not self.pool.groups[0].is_state,
+            weighs_documents=self.config.weighs_documents,
+            places_documents=self.config.places_documents,
         )
         if is_layerwise and self._layerwise is not None:
             longest = self.config.max_prefill_only_len + int(max_output > 0)

@@ -55,6 +55,7 @@ from cloister.server.routes import (
     page,
     pdf,
     policy,
+    prompt_schemas,
     reference,
     replicas,
     responses,
@@ -84,6 +85,7 @@ _ROUTERS: Final = (
     reference.router,
     replicas.router,
     cache.router,
+    prompt_schemas.router,
 )
 PLAIN_PATHS: Final = frozenset(
     route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route) and "{" not in route.path

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
+from cloister.server.documents import read_chat_documents
 from cloister.server.errors import invalid
 from cloister.server.images import CutImage, ImageReader
 from cloister.server.parse import ignored_fields
@@ -23,8 +25,9 @@ from cloister.text.tools import FAMILIES, Tool, ToolCallFormat, detect_family
 from cloister.text.tools.base import json_value, literal
 from cloister.text.tools.harmony import FINAL
 from cloister.types.config import ServerConfig
+from cloister.types.documents import Documents
 from cloister.types.images import ImageTile
-from cloister.types.request import Grammar, GrammarKind, SamplingParams
+from cloister.types.request import Grammar, GrammarKind, ModelInfo, SamplingParams
 
 # The tools of a request: the offered ones, those that may be called, and whether a call is required.
 
@@ -142,6 +145,7 @@ class Opening:
         grammar: grammar of the answer, including calls if allowed.
         shown_token_ids: control tokens that the answer's parser needs.
         images: images of the prompt.
+        documents: parts of the prompt that are encoded separately.
     """
 
     token_ids: list[int]
@@ -149,6 +153,7 @@ class Opening:
     grammar: Grammar | None
     shown_token_ids: tuple[int, ...]
     images: tuple[ImageTile, ...] = ()
+    documents: Documents | None = None
 
     def shape(self, sampling: SamplingParams) -> SamplingParams:
         """Returns the sampling parameters with those that the conversation requires."""
@@ -186,11 +191,12 @@ class ChatFormat:
         """Whether a conversation may have images."""
         return self.images is not None and self.images.is_allowed
 
-    def open(self, body: ChatBody, grammar: Grammar | None = None) -> Opening:
+    def open(self, body: ChatBody, grammar: Grammar | None = None, model: ModelInfo | None = None) -> Opening:
         """Renders a conversation and tokenizes it.
 
         Args:
             grammar: grammar that the client requests for the answer.
+            model: what may encode documents separately; None for a body without them.
 
         Raises:
             InvalidRequestError: the model does not support it; the message says why.
@@ -198,14 +204,19 @@ class ChatFormat:
         tools = read_tools(body)
         messages = template_messages(body.messages)
         images = self._read_images(body.messages)
-        prompt = self.template.render(
-            messages,
-            tools.to_template(),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=_continues(body),
-            call_example=self.family.example,
+        variables = {
+            "tools": tools.to_template(),
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final_message": _continues(body),
+            "call_example": self.family.example,
             **self._thinking(body),
-        )
+        }
+        render = partial(_render, self.template, variables)
+        pieces = None
+        if body.documents and model is not None:
+            pieces, prompt = read_chat_documents(body, messages, self.template, render, self.tokenizer, model)
+        else:
+            prompt = render(messages)
         if grammar is not None and not tools.callable and isinstance(self.marks, ChannelMarks):
             prompt += FINAL
         grammar = tools.grammar(self.family, self._spell, grammar)
@@ -214,6 +225,8 @@ class ChatFormat:
         if self.images is not None and images:
             prompt = self.images.processor.expand(prompt)
         token_ids = self.tokenizer.encode(prompt)
+        if pieces is not None:
+            token_ids = pieces.token_ids[: pieces.documents.end] + token_ids
         tiles: tuple[ImageTile, ...] = ()
         if self.images is not None and images:
             token_ids, tiles = self.images.place(token_ids, images)
@@ -223,6 +236,7 @@ class ChatFormat:
             grammar=grammar,
             shown_token_ids=self._shown(form),
             images=tiles,
+            documents=None if pieces is None else pieces.documents,
         )
 
     def _read_images(self, messages: Sequence[Message]) -> list[CutImage]:
@@ -292,6 +306,10 @@ class ChatFormat:
     def _control_id(self, text: str) -> int | None:
         token_id = self.tokenizer.token_id(text)
         return token_id if token_id in self.tokenizer.special.control_ids else None
+
+
+def _render(template: ChatTemplate, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    return template.render(messages, **variables, **more)
 
 
 def _continues(body: ChatBody) -> bool:

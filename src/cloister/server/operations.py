@@ -27,6 +27,7 @@ from cloister.server.ollama.schemas import (
 )
 from cloister.server.ollama.writing import NDJSON, OllamaChatLine, OllamaError, OllamaGenerateLine
 from cloister.server.parse import REFUSED, Refused
+from cloister.server.prompt_schemas import DeletedPromptSchema, PromptSchema, PromptSchemaBody
 from cloister.server.responses.schemas import REFUSED as RESPONSES_REFUSED
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.routes.cache import CacheContent
@@ -272,6 +273,10 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation("POST", "/v1/replicas/update_weights", _SERVER, "Give every replica other weights", UpdateBody, UpdateReport),
     Operation("GET", "/v1/cache", _SERVER, "Show what is cached of one's own", answer=CacheContent, errors=(400, 503)),
     Operation("DELETE", "/v1/cache", _SERVER, "Drop what is cached of one's own", answer=CacheContent, errors=(400, 503)),
+    Operation("POST", "/v1/prompt_schemas", _SERVER, "Keep a schema of prompts", PromptSchemaBody, PromptSchema, errors=(404,)),
+    Operation(
+        "DELETE", "/v1/prompt_schemas/{name}", _SERVER, "Forget a schema of prompts", answer=DeletedPromptSchema, errors=(404,)
+    ),
     Operation("GET", "/v1/policy", _SERVER, "Show the active privacy profile", answer=PolicyReport, is_open=True),
     Operation("GET", "/version", _SERVER, "Tell the version", answer=Version),
     _health("GET", "/health", _SERVER),

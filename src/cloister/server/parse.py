@@ -148,8 +148,7 @@ REFUSED: Final[Mapping[str, Refused]] = {
 }
 CHAT_REFUSED: Final[Mapping[str, Refused]] = {
     **REFUSED,
-    "documents": Refused("chats take no documents; put them into a message, or ask at /v1/completions", ([],)),
-    "documents_prefix": Refused("chats take no documents; ask at /v1/completions"),
+    "documents_prefix": Refused("documents of a chat follow its system message; write the prefix there"),
 }
 
 

@@ -16,13 +16,14 @@ import msgspec
 from cloister.policy.gate import Admission, Gate
 from cloister.server.answers import Echo
 from cloister.server.conversation import ChatFormat
-from cloister.server.documents import DocumentPrompt, read_documents
+from cloister.server.documents import DocumentPrompt, check_weights, read_documents
 from cloister.server.errors import invalid
 from cloister.server.jobs import GenerationJob, make_job
 from cloister.server.messages import REFUSED as MESSAGES_REFUSED
 from cloister.server.messages import CountBody, MessagesBody
 from cloister.server.messages import to_chat as message_to_chat
 from cloister.server.parse import CHAT_REFUSED, parse_body, renamed_fields
+from cloister.server.prompt_schemas import find_schema, read_schema_prompt
 from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.responses.schemas import to_chat as response_to_chat
@@ -168,6 +169,8 @@ class PromptReader:
             fits: limit the answer to the rest of the context window instead of refusing the request.
         """
         admission = self._check(body, admission)
+        if not body.documents:
+            check_weights(body)
         max_tokens = _chat_max_tokens(body)
         sampling = sampling_params(
             body, self.model, max_tokens=max_tokens, vocab_size=self.vocab_size, logprobs=_chat_logprobs(body)
@@ -175,7 +178,7 @@ class PromptReader:
         if body.best_of is not None and not body.use_beam_search and body.best_of != sampling.n:
             raise invalid("`best_of` of a chat is for beam search; set `use_beam_search` too, or leave it out.", "best_of")
         check_number_of_sequences(max(sampling.n, body.best_of or 1), 1, self.max_n)
-        opening = self.chat_format.open(body, sampling.grammar)
+        opening = self.chat_format.open(body, sampling.grammar, self.model)
         if fits:
             sampling = fit_length(len(opening.token_ids), sampling, self.model)
         check_length(len(opening.token_ids), sampling, self.model, "messages")
@@ -190,6 +193,7 @@ class PromptReader:
             prefix=prefix,
             form=opening.form,
             images=opening.images,
+            documents=opening.documents,
             **fields,
         )
 
@@ -237,13 +241,16 @@ class PromptReader:
             logprobs = 0 if sampling.logprobs is None else sampling.logprobs
             sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
         check_number_of_sequences(max(sampling.n, body.best_of or 1), len(body.prompt), self.max_n)
-        pieces = self._read_documents(body)
+        pieces = self._read_documents(body, admission)
         prompts = [self._tokenize(prompt) for prompt in body.prompt] if pieces is None else [pieces.token_ids]
+        lengths = [len(prompt) for prompt in prompts]
+        if pieces is not None:
+            lengths = [pieces.documents.count_positions(len(pieces.token_ids))]
         if fits:
-            sampling = fit_length(max(map(len, prompts)), sampling, self.model)
-        for prompt in prompts:
-            check_length(len(prompt), sampling, self.model, "prompt")
-        sampling = self.model.bound(sampling, max(map(len, prompts)))
+            sampling = fit_length(max(lengths), sampling, self.model)
+        for length in lengths:
+            check_length(length, sampling, self.model, "prompt")
+        sampling = self.model.bound(sampling, max(lengths))
         echoes = tuple(map(self._echo, body.prompt, prompts)) if echo else ()
         return make_job(
             prompts,
@@ -281,7 +288,7 @@ class PromptReader:
             priority=body.priority,
             cache_salt=body.cache_salt,
             prompt_cache_key=body.prompt_cache_key,
-            documents=isinstance(body, CompletionBody) and body.documents is not None,
+            documents=_has_documents(body),
         )
 
     def find_adapter(self, name: str | None) -> str | None:
@@ -300,13 +307,17 @@ class PromptReader:
         if name is not None and name != self.model_name and name not in self.other_names:
             raise unknown_model(self.model_name)
 
-    def _read_documents(self, body: CompletionBody) -> DocumentPrompt | None:
+    def _read_documents(self, body: CompletionBody, admission: Admission) -> DocumentPrompt | None:
         if body.documents is not None:
-            return read_documents(body, self.tokenizer, self.model.document_block_size)
+            return read_documents(body, self.tokenizer, self.model)
         if body.documents_prefix is not None:
             raise invalid(
                 "`documents_prefix` needs `documents`; put the text into `prompt`, or send documents.", "documents_prefix"
             )
+        if body.prompt_schema is not None:
+            schema = find_schema(self.responses, admission.owner, body.prompt_schema.name)
+            return read_schema_prompt(body, schema, self.tokenizer, self.model)
+        check_weights(body)
         return None
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
@@ -320,6 +331,11 @@ class PromptReader:
     def _echo(self, prompt: str | list[int], token_ids: list[int]) -> Echo:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         return Echo(text, self.tokenizer.token_bytes(token_ids[0]))
+
+
+def _has_documents(body: GenerationBody) -> bool:
+    is_schema = isinstance(body, CompletionBody) and body.prompt_schema is not None
+    return is_schema or (isinstance(body, CompletionBody | ChatBody) and bool(body.documents))
 
 
 def _count_kept(body: CompletionBody) -> int | None:

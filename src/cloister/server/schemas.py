@@ -25,7 +25,7 @@ MAX_TOOLS: Final = 128
 MAX_CACHE_SALT: Final = 256
 """Characters of `cache_salt`."""
 MAX_DOCUMENTS: Final = 64
-"""Documents in one request to /v1/completions."""
+"""Documents in one request."""
 MAX_MESSAGES: Final = 16_384
 """Messages in a conversation, and parts in a message."""
 INT64: Final = 2**63
@@ -300,6 +300,21 @@ class TemplateSettings(Strict):
     thinking: bool | None = None
 
 
+DocumentWeight = Annotated[float, Field(ge=0.1, le=10)]
+
+
+class DocumentInput(Strict):
+    """A document that is encoded separately."""
+
+    text: Annotated[str, Field(min_length=1)]
+
+
+class ChatDocument(DocumentInput):
+    """A document of a conversation, with the names that chat templates read."""
+
+    title: Annotated[str, Field(min_length=1)] | None = None
+
+
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions, to which the other conversation routes convert theirs."""
 
@@ -311,6 +326,9 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: TemplateSettings | None = None
+    documents: Annotated[list[ChatDocument], Field(max_length=MAX_DOCUMENTS)] | None = None
+    documents_temperature: DocumentWeight | None = None
+    documents_scale: DocumentWeight | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT32, json_schema_extra=BELOW_WINDOW)
@@ -350,10 +368,28 @@ PromptInput = PromptText | _Tokens | Annotated[list[PromptText], _Several] | Ann
 """The four forms of a prompt, for the reference of the API."""
 
 
-class DocumentInput(Strict):
-    """A document that is encoded separately."""
+SchemaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
-    text: Annotated[str, Field(min_length=1)]
+
+class ModuleChoice(Strict):
+    """A module of a schema, with an argument for each of its parameters."""
+
+    name: SchemaName
+    arguments: Annotated[dict[SchemaName, str], Field(max_length=16)] | None = None
+
+
+def _as_module(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+AnyModule = Annotated[ModuleChoice, BeforeValidator(_as_module, json_schema_input_type=SchemaName | ModuleChoice)]
+
+
+class SchemaChoice(Strict):
+    """Modules of a schema that was sent to /v1/prompt_schemas."""
+
+    name: SchemaName
+    modules: Annotated[list[AnyModule], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
 class CompletionBody(GenerationBody):
@@ -364,6 +400,9 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(check_prompt, json_schema_input_type=PromptInput)]
     documents: Annotated[list[DocumentInput], Field(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
     documents_prefix: str | None = None
+    prompt_schema: SchemaChoice | None = None
+    documents_temperature: DocumentWeight | None = None
+    documents_scale: DocumentWeight | None = None
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -71,6 +71,11 @@ class ChatTemplate:
         """The templates as they were written, the one for tools first; nothing for a model without one."""
         return "\n".join(self._sources[name] for name in sorted(self._sources, reverse=True))
 
+    @property
+    def mark(self) -> str:
+        """What may stand between a text of the template and one of a user, so that no control token is made of both."""
+        return "" if self._special.are_literal else MARK
+
     def knows(self, variable: str) -> bool:
         """Whether the templates read a variable, such as `enable_thinking`."""
         return re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
@@ -117,7 +122,7 @@ class ChatTemplate:
             text, found, _ = text.rpartition(place)
             if not found:
                 raise InvalidRequestError(_NO_CONTINUING, param="messages")
-        return text if self._special.are_literal else text + MARK
+        return text + self.mark
 
     def _ways(
         self, name: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, example: str

@@ -303,6 +303,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         is_on_device: its weights are in device memory, not in the host's.
         encoder: None for a model that generates text.
         document_block_size: `Request.documents` begin and end at multiples of it; 0 if the engine takes none.
+        weighs_documents: it can weigh them by a temperature and a scale.
+        places_documents: it can place them as modules of a schema.
         max_prefill_only_len: longest prompt of a request that ends with it, if that may be longer; 0 if not.
     """
 
@@ -325,6 +327,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_on_device: bool = False
     encoder: EncoderInfo | None = None
     document_block_size: int = 0
+    weighs_documents: bool = True
+    places_documents: bool = True
     max_prefill_only_len: int = 0
 
     @property

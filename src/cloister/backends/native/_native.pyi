@@ -248,6 +248,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         logits: _Floats,
     ) -> None: ...
     def forward_best(
@@ -268,6 +270,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         best: _Ints,
     ) -> None: ...
     def forward_hidden(
@@ -288,6 +292,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         hidden: _Floats,
     ) -> None: ...
     def forward_draw(
@@ -308,6 +314,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
     ) -> None: ...
@@ -329,6 +337,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
         draws: _Bytes,
         tokens: _Ints,
         top: _Ints,
@@ -365,6 +375,8 @@ class Program:
         hidden_states: _Floats | None,
         layer: int,
         residual: _Floats | None,
+        document_ranges: _Ints | None,
+        document_weights: _Floats | None,
     ) -> None: ...
     def draw_kept(self, draws: _Bytes, masks: npt.NDArray[np.uint32], tokens: _Ints) -> None: ...
     def load_adapter(self, slot: int, updates: list[tuple[int, int, Matrix, Matrix]]) -> None: ...

@@ -706,6 +706,7 @@ class NativeProgram(Program):
 _Arrays = tuple[
     IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray | None, IntArray | None, IntArray | None,
     FloatArray | None, IntArray | None, IntArray | None, IntArray | None, FloatArray | None, int, FloatArray | None,
+    IntArray | None, FloatArray | None,
 ]  # fmt: skip
 
 
@@ -728,4 +729,6 @@ def _arrays(batch: ForwardBatch, states: StateStore | None) -> _Arrays:
         batch.hidden,
         batch.layer,
         batch.residual,
+        batch.document_ranges,
+        batch.document_weights,
     )

@@ -13,7 +13,7 @@ from cloister.backends.torch.cache import SlotLayout
 from cloister.backends.torch.layers import cap
 from cloister.backends.torch.linear import FEWEST_COLUMNS, measure_tiles
 from cloister.backends.torch.packing import TwoForms
-from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch
+from cloister.backends.torch.schedule import SPLIT, Run, UnitBatch, UnitDocuments
 
 _NOTHING_YET = -1e30  # a running maximum that is finite, so that a hidden split leaves exp(0) = 1 and no NaN
 _WIDTHS = (64, 128, 192, SPLIT)
@@ -50,6 +50,10 @@ def attend(
         highest = sinks[batch.sources % len(sinks)].view(*shape, 1)
         total = torch.ones_like(highest)
     state = _State(highest, total, mixed=queries.new_zeros(*shape, layout.value_dim))
+    documents, apart = batch.documents, state
+    if documents is not None:
+        nothing = torch.full_like(highest, _NOTHING_YET)
+        apart = _State(nothing, torch.zeros_like(nothing), torch.zeros_like(state.mixed))
     for run in batch.runs:
         newest = None
         if run.first_slot is not None:
@@ -67,7 +71,15 @@ def attend(
         if chosen is not None:
             tokens = (batch.sources // (len(queries) // len(chosen))).view(shape)[0, : run.num_units]
             hidden = _hide_unchosen(chosen[tokens], run)
+        if documents is not None:
+            outside = _find_outside(documents, run)
+            inverse = documents.inverse_temperature[: run.num_units].view(-1, 1, 1)
+            both = outside if hidden is None else outside | hidden
+            _attend_run(rows[:, : run.num_units], found, newest, layout, run, both, apart, softcap, inverse)
+            hidden = ~outside if hidden is None else ~outside | hidden
         _attend_run(rows[:, : run.num_units], found, newest, layout, run, hidden, state, softcap)
+    if documents is not None:
+        _join_documents(state, apart, documents)
     out.index_copy_(0, batch.targets, state.mixed.div_(state.total).view(-1, layout.value_dim))
 
 
@@ -104,6 +116,30 @@ def _hide_unchosen(chosen: Tensor, run: Run) -> Tensor:
     return hidden if run.hidden is None else hidden | run.hidden
 
 
+def _find_outside(documents: UnitDocuments, run: Run) -> Tensor:
+    """Returns where a key is not one of the documents that a unit weighs, [num_splits * num_units, 1, width]."""
+    device = documents.first.device
+    begins = SPLIT * (run.first_split + torch.arange(run.num_splits, device=device))
+    places = begins.view(-1, 1, 1) + torch.arange(run.width, device=device)
+    first, end = (bound[: run.num_units].view(1, -1, 1) for bound in (documents.first, documents.end))
+    return ((places < first) | (places >= end)).flatten(0, 1).unsqueeze(1)
+
+
+def _join_documents(state: _State, apart: _State, documents: UnitDocuments) -> None:
+    """Joins the softmax of documents with that of all other keys, as one key whose score is weighed."""
+    logarithm = _spread(apart.total).log_()[..., :1]
+    score = documents.power.view(1, -1, 1, 1) * (apart.highest + logarithm)
+    highest = torch.maximum(state.highest, score)
+    fade, rise = (_spread(each - highest).exp_()[..., :1] for each in (state.highest, score))
+    state.mixed.mul_(fade).add_(apart.mixed.div_(apart.total).mul_(rise))
+    state.total.mul_(fade).add_(rise)
+
+
+def _spread(numbers: Tensor) -> Tensor:
+    """Returns numbers [..., 1] as whole vectors."""
+    return numbers.expand(*numbers.shape[:-1], _VECTOR).contiguous()
+
+
 def _attend_run(
     rows: Tensor,
     found: Tensor,
@@ -113,6 +149,7 @@ def _attend_run(
     hidden: Tensor | None,
     state: _State,
     softcap: float | None,
+    inverse_temperature: Tensor | None = None,
 ) -> None:
     """Computes every split of a run against the running maximum at that split, then joins them in order.
 
@@ -120,6 +157,7 @@ def _attend_run(
         rows: [num_kv_heads, num_units, num_rows, key_dim].
         found: [num_splits * num_units, width, size].
         hidden: [num_splits * num_units, num_rows, width], True where a row must not see a key; None where it sees all.
+        inverse_temperature: [num_units, 1, 1], multiplies scores; None for 1.
     """
     num_kv_heads, num_units, num_rows, _ = rows.shape
     rows = rows if run.num_splits == 1 else rows.repeat(1, run.num_splits, 1, 1)
@@ -131,12 +169,14 @@ def _attend_run(
             scores[head] = torch.where(newest.is_recent, others, scores[head])
     if softcap is not None:
         cap(scores, softcap)
+    if inverse_temperature is not None:
+        scores.mul_(inverse_temperature.repeat(run.num_splits, 1, 1))
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
     scores = scores.view(num_kv_heads, run.num_splits, num_units, num_rows, run.width)
     highest = state.highest[:, :num_units]
     peaks = torch.cat((highest.unsqueeze(1), scores.amax(-1, keepdim=True)), 1).cummax(1).values
-    fading = (peaks[:, :-1] - peaks[:, 1:]).expand(*scores.shape[:-1], _VECTOR).contiguous().exp_()[..., :1]
+    fading = _spread(peaks[:, :-1] - peaks[:, 1:]).exp_()[..., :1]
     weights = scores.sub_(peaks[:, 1:]).exp_()
     sums = weights.sum(-1, keepdim=True)
     values = rows.new_empty(num_kv_heads, run.num_splits * num_units, num_rows, layout.value_dim)

@@ -81,7 +81,7 @@ class RopeTable:
         """Returns [2, num_rows, 1, num_frequencies], cosines then sines.
 
         Args:
-            positions: [num_rows], or [3, num_rows] where tokens have three (`RopeSpec.axes`).
+            positions: [num_rows], or [3, num_rows] where tokens have three (`RopeSpec.axes`); without axes, all three alike.
             num_positions: greater than every position.
         """
         missing = range(self._table.shape[1], num_positions, _CHUNK)
@@ -89,6 +89,8 @@ class RopeTable:
             self._table = torch.cat([self._table, *(self._chunk(start) for start in missing)], dim=1)
         if positions.dim() == 1:
             return self._table.index_select(1, positions).unsqueeze(2)
+        if self._axes is None and bool((positions == positions[0]).all()):
+            return self._table.index_select(1, positions[0]).unsqueeze(2)
         if self._axes is None:
             raise ValueError("tokens with three positions need a rotation that says which of them turns each frequency")
         chosen = positions.index_select(0, self._axes)  # [num_frequencies, num_rows]

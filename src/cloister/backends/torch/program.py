@@ -96,7 +96,7 @@ class TorchProgram(Program):
 
     capabilities = (
         Capability.HIDDEN | Capability.HEAD | Capability.TREES | Capability.ADAPTERS | Capability.RECORDING
-        | Capability.EVERY_HIDDEN | Capability.KV_TRANSFER
+        | Capability.EVERY_HIDDEN | Capability.KV_TRANSFER | Capability.DOCUMENT_WEIGHTS
     )  # fmt: skip
 
     def __init__(
@@ -265,7 +265,8 @@ class TorchProgram(Program):
             layer_inputs, hidden = self._streams.read_inputs(hidden, batch.token_ids), self._streams.widen(hidden)
         positions = self._pad(batch.positions, num_rows)
         turns = positions if batch.rope_positions is None else self._pad(batch.rope_positions, num_rows)
-        angles = {spec: rope.at(turns, int(batch.context_lens.max())) for spec, rope in self._ropes.items()}
+        num_positions = max(int(batch.context_lens.max()), int(turns.max()) + 1)
+        angles = {spec: rope.at(turns, num_positions) for spec, rope in self._ropes.items()}
         deepstack = self._deepstack(batch)
         cells = None
         if batch.residual is not None:

@@ -80,12 +80,27 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitDocuments:
+    """The documents that each unit weighs (`ForwardBatch.document_ranges`), [num_units] each.
+
+    Attributes:
+        power: scale times temperature.
+    """
+
+    first: Tensor
+    end: Tensor
+    inverse_temperature: Tensor
+    power: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class UnitBatch:
     """Units that are computed together.
 
     Attributes:
         sources: [num_kv_heads * num_units * num_rows] rows of the queries [num_tokens * num_heads, head_dim].
         targets: the same for the outputs; padding goes to the row after the last.
+        documents: what every unit weighs; None where no unit weighs any.
     """
 
     num_units: int
@@ -93,6 +108,7 @@ class UnitBatch:
     sources: Tensor
     targets: Tensor
     runs: tuple[Run, ...]
+    documents: UnitDocuments | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -187,18 +203,21 @@ def schedule_units(
     """
     rows_at_once = max(tiles[0], _SCORES_BYTES // (4 * SPLIT * shape.num_kv_heads))
     largest = max(size for size in tiles if size <= max(rows_at_once, tiles[0]))
-    by_size: dict[int, list[_Unit]] = {}
+    by_size: dict[tuple[int, bool], list[_Unit]] = {}
     for unit in _cut_units(batch, shape, tiles, largest, num_threads):
         size = next(size for size in tiles if size >= unit.end - unit.start)
-        by_size.setdefault(size, []).append(unit)
+        weighs = batch.document_ranges is not None and bool(np.diff(batch.document_ranges[unit.seq]))
+        by_size.setdefault((size, weighs), []).append(unit)
     batches = []
-    for size, units in by_size.items():
+    for (size, weighs), units in by_size.items():
         units.sort(key=lambda unit: unit.last, reverse=True)
         num_alone = sum(keys.in_rows and unit.last >= SPLIT for unit in units)  # keys in a row are those of one sequence
         at_once = min(max(1, rows_at_once // size), -(-len(units) // num_threads))
         starts = [*range(num_alone), *range(num_alone, len(units), at_once), len(units)]
         for start, end in itertools.pairwise(starts):
-            batches.append(_make_batch(batch, keys, shape, widths, units[start:end], size, num_padded, device))
+            chosen = units[start:end]
+            made = _make_batch(batch, keys, shape, widths, chosen, size, num_padded, device)
+            batches.append(replace(made, documents=_find_documents(batch, chosen, device)) if weighs else made)
     return batches
 
 
@@ -221,6 +240,15 @@ def _cut_units(
             tokens = slice(begin + start // shape.group, begin + (stop - 1) // shape.group + 1)
             first = max(0, shape.first_seen(position + start // shape.group))
             yield _Unit(seq, start, stop, first, int(last_seen[tokens].max()))
+
+
+def _find_documents(batch: ForwardBatch, units: Sequence[_Unit], device: torch.device) -> UnitDocuments:
+    assert batch.document_ranges is not None
+    assert batch.document_weights is not None
+    seqs = [unit.seq for unit in units]
+    first, end = torch.from_numpy(batch.document_ranges[seqs]).to(device).unbind(1)
+    temperature, scale = torch.from_numpy(batch.document_weights[seqs]).to(device).unbind(1)
+    return UnitDocuments(first, end, 1.0 / temperature, scale * temperature)
 
 
 def _make_batch(

@@ -41,6 +41,7 @@ def unfold(batch: ForwardBatch) -> tuple[ForwardBatch, list[TreeNode]]:
     counts: list[int] = []
     tables: list[IntArray] = []
     nodes: list[TreeNode] = []
+    origins: list[int] = []
     last_seen = batch.positions if batch.last_seen is None else batch.last_seen
     for seq in range(len(batch.context_lens)):
         start, end = (int(place) for place in batch.query_starts[seq : seq + 2])
@@ -53,10 +54,14 @@ def unfold(batch: ForwardBatch) -> tuple[ForwardBatch, list[TreeNode]]:
                 later = range(batch.positions[token] + 1, last_seen[token] + 1)  # known tokens, which lie at their positions
                 nodes.append(TreeNode(len(counts) + token - start, first, (*path, *later)))
         counts += pieces
+        origins += [seq] * len(pieces)
         tables += [batch.block_tables[seq]] * len(pieces)
     starts = np.cumsum([0, *counts]).astype(np.int32)
     context_lens = (last_seen[starts[1:] - 1] + 1).astype(np.int32)
     unfolded = replace(batch, query_starts=starts, context_lens=context_lens, block_tables=np.stack(tables), parents=None)
+    if batch.document_ranges is not None and batch.document_weights is not None:
+        ranges, weights = batch.document_ranges[origins], batch.document_weights[origins]
+        unfolded = replace(unfolded, document_ranges=ranges, document_weights=weights)
     return unfolded, nodes
 
 

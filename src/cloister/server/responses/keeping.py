@@ -67,12 +67,21 @@ class ResponseStore:
         said = [item.model_dump(by_alias=True, exclude_none=True) for item in body.input]
         items = msgspec.json.encode([*said, *response["output"]])
         kept = KeptResponse(owner, items, msgspec.json.encode(response), self._clock() + LIFETIME_S)
+        self._add(response["id"], kept)
+
+    def put(self, name: str, owner: bytes, content: bytes) -> bool:
+        """Stores something else of an owner, as `items`, in place of what had this name; False if it is too long."""
+        return self._add(name, KeptResponse(owner, content, b"", self._clock() + LIFETIME_S))
+
+    def _add(self, name: str, kept: KeptResponse) -> bool:
         if kept.num_bytes > self._most_bytes:
-            return
+            return False
         with self._lock:
-            self._kept[response["id"]] = kept
+            self._kept[name] = kept
+            self._kept.move_to_end(name)
             self._make_room()
             self._watch()
+        return True
 
     def find(self, owner: bytes, response_id: str) -> KeptResponse:
         """Returns a response of an owner, without extending its lifetime.
@@ -109,6 +118,12 @@ class ResponseStore:
         self.find(owner, response_id)
         with self._lock:
             self._kept.pop(response_id, None)
+
+    def forget(self, owner: bytes, prefix: str) -> None:
+        """Forgets all of an owner whose names begin so."""
+        with self._lock:
+            for name in [name for name, kept in self._kept.items() if kept.owner == owner and name.startswith(prefix)]:
+                del self._kept[name]
 
     def _watch(self) -> None:
         """Removes expired responses even without requests."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from cloister.policy import Use
 from cloister.server.errors import invalid
+from cloister.server.prompt_schemas import SCHEMAS
 from cloister.server.schemas import MAX_CACHE_SALT
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.types.errors import EngineError
@@ -48,7 +49,7 @@ async def show_cache(request: Request) -> Response:
 
 @router.delete("/v1/cache")
 async def drop_cache(request: Request) -> Response:
-    """Drops what is cached of the requester's scope, and returns how much that was."""
+    """Drops what is cached of the requester's scope, and its schemas of prompts; returns how much KV that was."""
     return await _answer(request, drop=True)
 
 
@@ -58,7 +59,10 @@ async def _answer(request: Request, *, drop: bool) -> Response:
     gate.policy.check({"cache-report": Use(True, "the request")})
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
         raise invalid("This route takes no body; give `cache_salt` in the query.", None, "invalid_value")
-    scope = gate.with_request_options(admission, cache_salt=_read_salt(request)).scope
+    salt = _read_salt(request)
+    scope = gate.with_request_options(admission, cache_salt=salt).scope
+    if drop and salt is None and state.reader.responses is not None and admission.owner is not None:
+        state.reader.responses.forget(admission.owner, SCHEMAS)
     kind: Literal["cache", "cache.deleted"] = "cache.deleted" if drop else "cache"
     if scope.kind is ScopeKind.REQUEST:  # nobody can name it again, so no engine has anything of it
         return json_response(CacheContent(scope.kind, [], [], kind))

@@ -14,6 +14,8 @@
 // G is the number of groups of 64 dimensions. Keys keep 8 bits: in 4 they cost five times what values do (docs/quantization.md).
 #pragma once
 #include <algorithm>
+#include <climits>
+#include <cmath>
 
 #include "kernels.hpp"
 #include "rows.hpp"
@@ -799,6 +801,8 @@ struct Attending {
     const Cache& cache;
     AttendScratch scratch;
     const Runs* runs = nullptr;  // of the split, where it is read in place
+    int from = 0, to = INT_MAX;  // the positions of keys that rows see here
+    float inverse_temperature = 1;  // of scores
 
     int num_rows() const { return task.end - task.begin; }
     // A row's query among those of the step.
@@ -806,11 +810,15 @@ struct Attending {
         int group = shape.group(), number = task.rows ? task.rows[task.begin + row] : sequence.first_token * group + task.begin + row;
         return size_t(number / group) * size_t(shape.num_heads) + size_t(task.kv_head * group + number % group);
     }
-    View view(int row, int start) const { return task.rows ? View{0, split_keys} : view_of(shape, sequence, task.begin + row, start); }
+    View view(int row, int start) const {
+        if (task.rows) return {0, split_keys};
+        View seen = view_of(shape, sequence, task.begin + row, start);
+        return {std::max(seen.low, std::min(from - start, split_keys)), std::max(0, std::min(seen.high, to - start))};
+    }
     // The position after the last key that some row sees.
     int end() const {
         if (task.rows) return (task.last_split + 1) * split_keys;
-        return sequence.nodes ? sequence.first_position : sequence.seen((task.end - 1) / shape.group()) + 1;
+        return std::min(to, sequence.nodes ? sequence.first_position : sequence.seen((task.end - 1) / shape.group()) + 1);
     }
     Panels panels() const { return {scratch.keys, scratch.values}; }
     float* state(int row) const { return scratch.states + size_t(row) * partial_row(shape); }
@@ -847,6 +855,8 @@ template <bool floats> NOINLINE void attend_split(const Attending& at, int split
     }
     if (shape.softcap != 0)
         for (int r = 0; r < rows; r++) bend(scratch.scores + size_t(r) * split_keys, count, 1.0f, shape.softcap);
+    if (at.inverse_temperature != 1)
+        for (int r = 0; r < rows; r++) bend(scratch.scores + size_t(r) * split_keys, count, at.inverse_temperature, 0.0f);
     float maxima[query_rows], totals[query_rows];
     auto maximum_of = [&](int r) INLINE_LAMBDA {
         return find_maximum(scratch.scores + size_t(r) * split_keys, count, at.view(first + r, start));
@@ -942,6 +952,72 @@ template <bool floats> static void attend_nodes(const Attending& at, int split) 
     }
 }
 
+// Some splits of a task, of which rows see keys at positions [at.from, at.to).
+template <bool floats> static void attend_splits(Attending& at, int first_split, int last_split) {
+    const AttentionShape& shape = at.shape;
+    const Sequence& sequence = at.sequence;
+    const Cache& cache = at.cache;
+    int num_rows = at.num_rows(), last_end = at.end(), kv_head = at.task.kv_head;
+    bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16, few = num_rows <= most_rows_in_place || shape.value_dim;
+    bool in_place = reads_in_place && plain && few && cache.block_size % run_keys == 0;
+    for (int split = first_split; split <= last_split; split++) {
+        int start = split * split_keys, count = std::min(last_end - start, split_keys);
+        if (sequence.nodes && count < split_keys && at.to > sequence.first_position) {
+            attend_nodes<floats>(at, split);
+            continue;
+        }
+        if (cache.recent_window) {
+            attend_forms<floats>(at, start, split, count);
+            continue;
+        }
+        Runs runs;
+        if (in_place) {
+            runs = find_runs<floats>(cache, shape, sequence, kv_head, start, start + count);
+            at.runs = &runs;
+            if (shape.value_dim) {  // keys stay where they are, from which values are transposed
+                gather(cache, shape, sequence, kv_head, start, start + count, {nullptr, at.scratch.values});
+                clear_values(cache, shape.padded_values(), count, (count + 31) / 32 * 32, at.panels());
+            }
+        } else {
+            gather(cache, shape, sequence, kv_head, start, start + count, at.panels());
+            clear_rest(cache, shape, count, at.panels());
+        }
+        for (int first = 0; first < num_rows; first += query_rows) {
+            int rows = std::min(num_rows - first, query_rows);
+            attend_split<floats>(at, split, first, rows, at.view(first + rows - 1, start).high);
+        }
+        at.runs = nullptr;
+    }
+}
+
+// Documents first, as one softmax of their own; what it adds up to is weighed, and then joined with all other keys as one split would be.
+template <bool floats> static void attend_documents(Attending& at) {
+    const AttentionShape& shape = at.shape;
+    const DocumentWeights& documents = *at.sequence.documents;
+    int values = shape.padded_values();
+    for (int r = 0; r < at.num_rows(); r++) clear_state(at.state(r), values);
+    at.from = documents.first;
+    at.to = documents.end;
+    at.inverse_temperature = documents.inverse_temperature;
+    attend_splits<floats>(at, documents.first / split_keys, (documents.end - 1) / split_keys);
+    at.inverse_temperature = 1;
+    for (int r = 0; r < at.num_rows(); r++) {
+        float *state = at.state(r), inverse = 1.0f / state[values + 1];
+        for (int d = 0; d < values; d += 16) store(state + d, load<f32x16>(state + d) * inverse);
+        state[values] = documents.power * (state[values] + float(std::log(double(state[values + 1]))));
+        state[values + 1] = 1.0f;
+        if (!shape.sinks) continue;
+        memset(at.scratch.outputs, 0, size_t(values) * 4);
+        join_split(state, at.scratch.outputs, shape.sinks[at.task.kv_head * shape.group() + (at.task.begin + r) % shape.group()], 1.0f, values, values);
+    }
+    at.from = 0;
+    at.to = documents.first;
+    if (at.to > 0) attend_splits<floats>(at, 0, (documents.first - 1) / split_keys);
+    at.from = documents.end;
+    at.to = INT_MAX;
+    attend_splits<floats>(at, documents.end / split_keys, at.task.last_split);
+}
+
 template <bool floats>
 static void attend_rows(const AttentionTask& task, const Sequence& sequence, const AttentionShape& shape, const Cache& cache,
                         const uint8_t* queries, float* out, size_t out_stride, uint8_t* memory) {
@@ -956,39 +1032,10 @@ static void attend_rows(const AttentionTask& task, const Sequence& sequence, con
             for (int d = 0; d < padded; d += 16)
                 store(at.scratch.queries + (size_t(r) * padded + d) * 4, from_bf16(load<u16x16>(queries + head * query_bytes + size_t(d) * 2)));
         }
-        if (!task.partial) begin_state(at.state(r), shape, sequence, task.kv_head, task.begin + r);
+        if (!task.partial && !sequence.documents) begin_state(at.state(r), shape, sequence, task.kv_head, task.begin + r);
     }
-    bool plain = cache.kind == KVKind::f32 || cache.kind == KVKind::bf16, few = num_rows <= most_rows_in_place || shape.value_dim;
-    bool in_place = reads_in_place && plain && few && cache.block_size % run_keys == 0;
-    int last_end = at.end();
-    for (int split = task.first_split; split <= task.last_split; split++) {
-        int start = split * split_keys, count = std::min(last_end - start, split_keys);
-        if (sequence.nodes && count < split_keys) {
-            attend_nodes<floats>(at, split);
-            continue;
-        }
-        if (cache.recent_window) {
-            attend_forms<floats>(at, start, split, count);
-            continue;
-        }
-        Runs runs;
-        if (in_place) {
-            runs = find_runs<floats>(cache, shape, sequence, task.kv_head, start, start + count);
-            at.runs = &runs;
-            if (shape.value_dim) {  // keys stay where they are, from which values are transposed
-                gather(cache, shape, sequence, task.kv_head, start, start + count, {nullptr, at.scratch.values});
-                clear_values(cache, shape.padded_values(), count, (count + 31) / 32 * 32, at.panels());
-            }
-        } else {
-            gather(cache, shape, sequence, task.kv_head, start, start + count, at.panels());
-            clear_rest(cache, shape, count, at.panels());
-        }
-        for (int first = 0; first < num_rows; first += query_rows) {
-            int rows = std::min(num_rows - first, query_rows);
-            attend_split<floats>(at, split, first, rows, at.view(first + rows - 1, start).high);
-        }
-        at.runs = nullptr;
-    }
+    if (sequence.documents) attend_documents<floats>(at);
+    else attend_splits<floats>(at, task.first_split, task.last_split);
     if (task.partial) return;
     for (int r = 0; r < num_rows; r++) write_out(at.state(r), shape, cache.kind, sequence, task.kv_head, task.begin + r, out, out_stride);
 }

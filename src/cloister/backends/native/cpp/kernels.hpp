@@ -67,6 +67,13 @@ struct SharedSplit {
     size_t head_stride;
 };
 
+// How tokens weigh documents that were encoded separately (APE, Yang et al. 2025, section 4): scores of their keys, at [first, end), are
+// divided by a temperature, and what they add up to is raised to `power`, which is scale * temperature.
+struct DocumentWeights {
+    int first = 0, end = 0;
+    float inverse_temperature = 1, power = 1;
+};
+
 // One sequence of a step.
 struct Sequence {
     const int32_t* table = nullptr;  // blocks: of each entry one for each group of layers
@@ -80,6 +87,7 @@ struct Sequence {
     const int32_t* last_seen = nullptr;  // [num_tokens] positions, or null: a token sees none after its own
     const SharedSplit* shared = nullptr;  // [num_shared] of the layers whose tasks are listed
     int num_shared = 0;                   // splits that are computed with other sequences: the first ones
+    const DocumentWeights* documents = nullptr;  // or null: all keys weigh the same
 
     // A block of the layer's cache.
     int block(int entry) const { return entry < first_entry ? empty_block : table[size_t(entry) * size_t(num_groups)] - first_block; }

@@ -84,16 +84,18 @@ Matrix make_matrix(int kind, int outputs, int inputs, int group, int zero_point,
 
 #define STEP_ARRAYS Array1<const int32_t> token_ids, Array1<const int32_t> positions, Array1<const int32_t> query_starts, \
     Array1<const int32_t> context_lens, Array2<const int32_t> tables, Array1<const int32_t> logit_rows, nb::object parents, nb::object adapters, nb::object state_spans, \
-    nb::object embeddings, nb::object embedding_rows, nb::object rope_positions, nb::object last_seen, nb::object hidden_states, int layer, nb::object residual
-#define STEP_NAMES self.hidden_size(), token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans, embeddings, embedding_rows, rope_positions, last_seen, hidden_states, layer, residual
+    nb::object embeddings, nb::object embedding_rows, nb::object rope_positions, nb::object last_seen, nb::object hidden_states, int layer, nb::object residual, \
+    nb::object document_ranges, nb::object document_weights
+#define STEP_NAMES self.hidden_size(), token_ids, positions, query_starts, context_lens, tables, logit_rows, parents, adapters, state_spans, embeddings, embedding_rows, rope_positions, last_seen, hidden_states, layer, residual, document_ranges, document_weights
 #define STEP_ARGUMENTS nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), \
-    nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none()
+    nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(), \
+    nb::arg().none(), nb::arg().none()
 
 Batch make_batch(int hidden_size, const Array1<const int32_t>& token_ids, const Array1<const int32_t>& positions, const Array1<const int32_t>& query_starts,
                  const Array1<const int32_t>& context_lens, const Array2<const int32_t>& tables, const Array1<const int32_t>& logit_rows,
                  const nb::object& parents, const nb::object& adapters, const nb::object& state_spans,
                  const nb::object& embeddings, const nb::object& embedding_rows, const nb::object& rope_positions, const nb::object& last_seen, const nb::object& hidden_states,
-                 int layer, const nb::object& residual) {
+                 int layer, const nb::object& residual, const nb::object& document_ranges, const nb::object& document_weights) {
     Batch batch{token_ids.data(), positions.data(), query_starts.data(), context_lens.data(), tables.data(), logit_rows.data(),
                 int(token_ids.size()), int(context_lens.size()), int(tables.shape(1)), int(logit_rows.size()), nullptr};
     if (!adapters.is_none()) batch.adapters = kept<int32_t>(adapters, context_lens.size(), "a batch has fewer adapters than sequences");
@@ -124,6 +126,15 @@ Batch make_batch(int hidden_size, const Array1<const int32_t>& token_ids, const 
         require(nb::try_cast(hidden_states, rows, false) && int(rows.shape(0)) == batch.num_tokens && int(rows.shape(1)) == hidden_size,
                 "a batch has no hidden state of the model's size for each token");
         batch.hidden = rows.data();
+    }
+    if (!document_ranges.is_none()) {
+        Array2<const int32_t> ranges;
+        Array2<const float> weights;
+        require(nb::try_cast(document_ranges, ranges, false) && ranges.shape(0) == context_lens.size() && ranges.shape(1) == 2 &&
+                nb::try_cast(document_weights, weights, false) && weights.shape(0) == context_lens.size() && weights.shape(1) == 2,
+                "a batch has no range and weights of documents for each sequence");
+        batch.document_ranges = ranges.data();
+        batch.document_weights = weights.data();
     }
     if (!residual.is_none()) {
         Array2<float> rows;

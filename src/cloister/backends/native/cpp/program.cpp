@@ -15,6 +15,7 @@ namespace {
 
 constexpr size_t inputs_in_cache = size_t(5) << 18;  // inputs of a product that stay in a core's second-level cache
 constexpr int rope_chunk = 1024;
+constexpr int most_turns = 1 << 22;  // positions that a token may be turned by
 constexpr size_t wipe_piece = size_t(1) << 18;
 constexpr size_t most_partial_bytes = size_t(64) << 20;  // packing.py counts on it
 constexpr size_t most_shared_bytes = size_t(16) << 20;    // of these, of splits that sequences share
@@ -46,6 +47,15 @@ void check_last_seen(const Batch& batch, int first, int end, int context) {
         require(seen == position || (i < chain && seen > position && seen < start + chain - first), "a batch has a token that sees what is not in its step");
         require(i == first || i >= chain || seen >= batch.last_seen[i - 1], "a batch has a token that sees less than the one before it");
     }
+}
+
+// Documents stand before every token that weighs them.
+void check_documents(const Batch& batch, int sequence, int num_before) {
+    const int32_t* range = batch.document_ranges + 2 * sequence;
+    const float* weights = batch.document_weights + 2 * sequence;
+    if (range[0] == range[1]) return;
+    require(range[0] >= 0 && range[0] < range[1] && range[1] <= num_before, "a batch weighs documents that do not stand before its tokens");
+    require(std::isfinite(weights[0]) && weights[0] > 0 && std::isfinite(weights[1]) && weights[1] > 0, "a batch weighs documents by what is not above 0");
 }
 
 }  // namespace
@@ -128,6 +138,7 @@ void Program::check(const Batch& batch) const {
             require(parent == -1 || (parent >= first && parent < i), "a batch has a token whose parent is not before it in its sequence");
         }
         if (batch.last_seen) check_last_seen(batch, first, end, context);
+        if (batch.document_ranges) check_documents(batch, s, context - (end - first));
     }
     for (int s = 0; recent_group() >= 0 && batch.parents && s < batch.num_sequences; s++)
         for (int i = starts[s]; i < starts[s + 1]; i++)
@@ -138,10 +149,12 @@ void Program::check(const Batch& batch) const {
         require(within(batch.positions[i], positions.outputs), "a batch has a position beyond those that the model learned");
     check_states(batch);
     if (batch.residual) check_layer_batch(batch);
-    require(!batch.rope_positions || std::all_of(ropes.begin(), ropes.end(), [](const Rope& rope) { return !rope.axes.empty(); }),
-            "tokens with three positions need a rotation that says which of them turns each frequency");
-    for (int i = 0; batch.rope_positions && i < 3 * batch.num_tokens; i++)
-        require(within(batch.rope_positions[i], batch.positions[i % batch.num_tokens] + 1), "a batch turns a token by more than its position");
+    bool has_axes = std::all_of(ropes.begin(), ropes.end(), [](const Rope& rope) { return !rope.axes.empty(); });
+    for (int i = 0; batch.rope_positions && i < 3 * batch.num_tokens; i++) {
+        require(within(batch.rope_positions[i], most_turns), "a batch turns a token by a position that no model has");
+        require(has_axes || batch.rope_positions[i] == batch.rope_positions[i % batch.num_tokens],
+                "tokens with three positions need a rotation that says which of them turns each frequency");
+    }
     require(batch.num_parts == 1 || (!streams && size_t(batch.num_parts) <= layers.size() + 1), "a batch has embeddings for more layers than the model has");
     for (int i = 0; i < batch.num_embeddings; i++) require(within(batch.embedding_rows[i], batch.num_tokens), "a batch has an embedding of a token that it does not have");
     for (int i = 0; i < batch.num_rows; i++) require(within(batch.logit_rows[i], batch.num_tokens), "a batch asks for logits of a token that it does not have");
@@ -202,6 +215,7 @@ void Program::run_products(const char* name) {
 void Program::extend_ropes(const Batch& batch) {
     int last = 0;
     for (int i = 0; i < batch.num_tokens; i++) last = std::max(last, batch.positions[i]);
+    for (int i = 0; batch.rope_positions && i < 3 * batch.num_tokens; i++) last = std::max(last, batch.rope_positions[i]);
     for (Rope& rope : ropes) {
         size_t half = rope.inv_freq.size();
         for (; rope.num_positions <= last; rope.num_positions += rope_chunk) {
@@ -243,6 +257,7 @@ void Program::place_tokens(const Batch& batch) {
     sequence_of_.resize(size_t(batch.num_tokens));
     slot_of_.resize(size_t(batch.num_tokens));
     if (batch.parents) nodes_.resize(size_t(batch.num_tokens));
+    document_weights_.resize(batch.document_ranges ? size_t(batch.num_sequences) : 0);
     for (int s = 0; s < batch.num_sequences; s++) {
         int first = batch.query_starts[s], count = batch.query_starts[s + 1] - first;
         Sequence sequence;
@@ -250,6 +265,11 @@ void Program::place_tokens(const Batch& batch) {
         sequence.num_tokens = count;
         sequence.first_position = batch.context_lens[s] - count;
         if (batch.last_seen) sequence.last_seen = batch.last_seen + first;
+        if (batch.document_ranges && batch.document_ranges[2 * s] < batch.document_ranges[2 * s + 1]) {
+            float temperature = batch.document_weights[2 * s], scale = batch.document_weights[2 * s + 1];
+            document_weights_[size_t(s)] = {batch.document_ranges[2 * s], batch.document_ranges[2 * s + 1], 1.0f / temperature, scale * temperature};
+            sequence.documents = &document_weights_[size_t(s)];
+        }
         int size = layers.empty() ? 1 : layers[0].cache.block_size;
         for (int entry = sequence.first_position / size; recent_group() >= 0 && entry < batch.context_lens[s] / size; entry++) completed_.push_back({s, entry});
         bool is_tree = false;
@@ -317,7 +337,7 @@ void Program::find_shared_splits(const AttentionShape& shape) {
     if (shape.window) return;
     std::vector<int> members;
     for (int s = 0; s < int(sequences_.size()); s++)
-        if (within(sequences_[size_t(s)].num_tokens - 1, most_sharing_tokens)) members.push_back(s);
+        if (within(sequences_[size_t(s)].num_tokens - 1, most_sharing_tokens) && !sequences_[size_t(s)].documents) members.push_back(s);
     share_split(shape, std::move(members), 0);
 }
 
@@ -443,12 +463,17 @@ void Program::list_own_tasks(const AttentionShape& shape, int s) {
     }
 }
 
+// In how many splits a task may be cut. Where documents are weighed, their splits come before others.
+int Program::count_cuts(const AttentionTask& task) const {
+    return sequences_[size_t(task.sequence)].documents ? 1 : task.last_split - task.first_split + 1;
+}
+
 // How many floats the results of single splits take, if there are too few tasks for the team and the longest shall be cut; else 0.
 size_t Program::count_cut_floats(const AttentionShape& shape, size_t most) const {
     if (pool_->num_threads() == 1 || int(tasks_.size()) >= 4 * pool_->num_threads()) return 0;
     size_t floats = 0;
     for (const AttentionTask& task : tasks_)
-        if (int splits = task.last_split - task.first_split + 1; splits > 1) floats += size_t(splits) * size_t(task.end - task.begin) * partial_row(shape);
+        if (int splits = count_cuts(task); splits > 1) floats += size_t(splits) * size_t(task.end - task.begin) * partial_row(shape);
     return floats <= most ? floats : 0;
 }
 
@@ -457,7 +482,7 @@ void Program::cut_tasks(const AttentionShape& shape, float* partial) {
     int num_tasks = int(tasks_.size());
     for (int i = 0; i < num_tasks; i++) {
         AttentionTask whole = tasks_[size_t(i)];
-        int splits = whole.last_split - whole.first_split + 1, per_task = std::max(1, splits / (2 * pool_->num_threads()));
+        int splits = count_cuts(whole), per_task = std::max(1, splits / (2 * pool_->num_threads()));
         if (splits == 1) continue;
         size_t length = size_t(whole.end - whole.begin) * partial_row(shape);
         joins_.push_back({whole, partial, splits});

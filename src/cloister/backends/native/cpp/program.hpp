@@ -204,6 +204,8 @@ struct Batch {
     const int32_t* rope_positions = nullptr;  // [3][num_tokens] time, row and column, or null
     const int32_t* last_seen = nullptr;       // [num_tokens] positions, or null: a token sees none after its own
     const float* hidden = nullptr;  // [num_tokens][hidden_size], where the program merges it with embeddings
+    const int32_t* document_ranges = nullptr;  // [num_sequences][2] first and end position of what is weighed; equal ones for none; or null
+    const float* document_weights = nullptr;   // [num_sequences][2] temperature and scale
     float* residual = nullptr;  // [num_tokens][hidden_size] of one layer alone, what it reads and then what it leaves, or null
     int layer = 0;              // its number
 };
@@ -376,6 +378,7 @@ private:
     void list_shared_tasks(const AttentionShape& shape, float* partial);
     void list_tasks(const Layer& layer);
     void list_own_tasks(const AttentionShape& shape, int s);
+    int count_cuts(const AttentionTask& task) const;
     size_t count_cut_floats(const AttentionShape& shape, size_t most) const;
     void cut_tasks(const AttentionShape& shape, float* partial);
     void deal(std::vector<AttentionTask>& tasks);
@@ -453,6 +456,7 @@ private:
     int num_drafts_ = 0, most_draft_states_ = 0;
     std::vector<Node> nodes_;     // [num_tokens], where there are trees
     std::vector<int32_t> paths_;  // of all nodes
+    std::vector<DocumentWeights> document_weights_;  // [num_sequences], or none
     std::vector<AttentionTask> tasks_, shared_tasks_, dealt_;
     // A split of keys that several sequences share: members and rows [first, first + num) of the two lists below.
     struct SharedUnit { int split, first_member, num_members, first_row, num_rows; size_t first_float; };

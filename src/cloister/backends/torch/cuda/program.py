@@ -93,6 +93,8 @@ class CudaProgram(Program):
         self._check(wants)
         if batch.parents is not None:
             raise EngineError("the CUDA program computes no token trees yet; draft one sequence, or compute on the CPU")
+        if batch.document_ranges is not None:
+            raise self._lacks(Capability.DOCUMENT_WEIGHTS)
         captured = None if wants.hidden else self._run_captured(batch)
         if captured is not None:
             return partial(_bring, wants, captured, batch.logit_rows)

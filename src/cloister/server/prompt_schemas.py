@@ -1,0 +1,301 @@
+"""Schemas of prompts: named modules at fixed positions, from which requests choose (Prompt Cache, Gim et al. 2024, section 3).
+
+The modules of a schema stand one behind the other, those of a union at the same place. Each is encoded separately behind the
+schema's prefix, at its positions, whatever a request chooses beside it. A parameter leaves as many positions free as its
+argument may have tokens; a request's arguments are computed there, together with its prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal
+
+import msgspec
+from pydantic import Field
+
+from cloister.server.documents import DocumentPrompt, check_documents, find_newline, read_question, weigh_documents
+from cloister.server.errors import invalid
+from cloister.server.responses.keeping import ResponseStore
+from cloister.server.schemas import MAX_DOCUMENTS, CompletionBody, ModuleChoice, SchemaName, Strict
+from cloister.text import Tokenizer
+from cloister.types.documents import Documents
+from cloister.types.errors import NotFoundError
+from cloister.types.request import ModelInfo
+
+MAX_PARAMETERS: Final = 16
+MAX_PARAMETER_TOKENS: Final = 1024
+SCHEMAS: Final = "schema-"
+"""What the names begin with that schemas are kept under."""
+_MODULES: Final = "prompt_schema.modules"
+NO_SCHEMAS: Final = (
+    "This server keeps no schemas: it cannot tell callers apart, or its profile keeps nothing. Send the whole prompt."
+)
+
+
+class ParameterInput(Strict):
+    """A part of a module that each request writes; `{name}` in the module's text is its place."""
+
+    name: SchemaName
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_PARAMETER_TOKENS)]
+
+
+class ModuleInput(Strict):
+    """A text that requests may choose."""
+
+    name: SchemaName
+    text: Annotated[str, Field(min_length=1)]
+    parameters: Annotated[list[ParameterInput], Field(max_length=MAX_PARAMETERS)] | None = None
+
+
+class UnionInput(Strict):
+    """Modules of which a request chooses one at most: they have the same positions."""
+
+    union: Annotated[list[ModuleInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
+class PromptSchemaBody(Strict):
+    """Body of POST /v1/prompt_schemas."""
+
+    name: SchemaName
+    prefix: str | None = None
+    modules: Annotated[list[ModuleInput | UnionInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+
+    def places(self) -> Iterator[list[ModuleInput]]:
+        """Yields the modules of each place, in order."""
+        for each in self.modules:
+            yield each.union if isinstance(each, UnionInput) else [each]
+
+
+class PlacedParameter(msgspec.Struct, frozen=True):
+    """Where the argument of a parameter begins, and how many positions are free for it."""
+
+    name: str
+    start: int
+    max_tokens: int
+
+
+class PlacedModule(msgspec.Struct, frozen=True):
+    """A module at its positions.
+
+    Attributes:
+        start: its first position, which modules of a union share.
+        end: one past the last position of its place.
+    """
+
+    name: str
+    start: int
+    end: int
+    parameters: list[PlacedParameter] = []
+
+
+class PromptSchema(msgspec.Struct, frozen=True):
+    """Reply of POST /v1/prompt_schemas: where the modules of a schema stand."""
+
+    name: str
+    modules: list[PlacedModule]
+    object: Literal["prompt_schema"] = "prompt_schema"
+
+
+class DeletedPromptSchema(msgspec.Struct, frozen=True):
+    """Reply of DELETE /v1/prompt_schemas/{name}."""
+
+    name: str
+    object: Literal["prompt_schema"] = "prompt_schema"
+    deleted: bool = True
+
+
+def keep_schema(store: ResponseStore, owner: bytes, body: PromptSchemaBody) -> None:
+    """Keeps a schema as responses are kept, for its owner; another one of its name is gone.
+
+    Raises:
+        InvalidRequestError: it is longer than all that may be kept.
+    """
+    if not store.put(_key(owner, body.name), owner, body.model_dump_json(exclude_none=True).encode()):
+        raise invalid("The schema is too long to be kept; make it shorter.", "modules", "too_long")
+
+
+def find_schema(store: ResponseStore | None, owner: bytes | None, name: str) -> PromptSchemaBody:
+    """Returns a schema of an owner, and renews its lifetime.
+
+    Raises:
+        NotFoundError: there is none of this name, it is another owner's, or no longer kept.
+    """
+    if store is None or owner is None:
+        raise NotFoundError(NO_SCHEMAS, param="prompt_schema")
+    try:
+        kept = store.go_on(owner, _key(owner, name), "prompt_schema.name")
+    except NotFoundError:
+        message = "There is no such schema, or it is no longer kept; send it to /v1/prompt_schemas again."
+        raise NotFoundError(message, param="prompt_schema.name", code="prompt_schema_not_found") from None
+    return PromptSchemaBody.model_validate_json(kept.items)
+
+
+def remove_schema(store: ResponseStore | None, owner: bytes | None, name: str) -> None:
+    """Forgets a schema; errors as in `find_schema`."""
+    find_schema(store, owner, name)
+    assert store is not None
+    assert owner is not None
+    store.remove(owner, _key(owner, name))
+
+
+def _key(owner: bytes, name: str) -> str:
+    """Returns what a schema is kept under: no response has it, and nobody without the owner's secret can name it."""
+    return f"{SCHEMAS}{hashlib.sha256(owner + name.encode()).hexdigest()}"
+
+
+@dataclass(slots=True)
+class Module:
+    """A module's tokens, which fill whole blocks, and the positions that they are turned by.
+
+    Attributes:
+        runs: (token, position) where the positions of tokens do not follow each other, as in `Documents.positions`.
+    """
+
+    place: PlacedModule
+    token_ids: list[int] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Layout:
+    """Where the modules of a schema stand.
+
+    Args:
+        block_size: prefix and modules fill whole blocks of it, with newlines.
+
+    Attributes:
+        prefix: its token ids.
+        modules: of each place, by name.
+        num_positions: of prefix and all modules.
+
+    Raises:
+        InvalidRequestError: names are used twice, or a text has no place for a parameter.
+    """
+
+    def __init__(self, schema: PromptSchemaBody, tokenizer: Tokenizer, block_size: int) -> None:
+        self._tokenizer, self._block_size, self._newline = tokenizer, block_size, find_newline(tokenizer)
+        names = [module.name for place in schema.places() for module in place]
+        if len(set(names)) < len(names):
+            raise invalid("Two modules have the same name; give each its own.", "modules", "invalid_value")
+        self.prefix = self._fill(tokenizer.encode(schema.prefix or "", add_special_tokens=True))
+        self.modules: list[dict[str, Module]] = []
+        start = len(self.prefix)
+        for number, place in enumerate(schema.places()):
+            found = [self._lay_out(module, start, f"modules[{number}]") for module in place]
+            start = max(module.place.end for module in found)
+            for module in found:
+                module.place = msgspec.structs.replace(module.place, end=start)
+            self.modules.append({module.place.name: module for module in found})
+        self.num_positions = start
+
+    def _fill(self, token_ids: list[int]) -> list[int]:
+        return token_ids + self._newline * (-len(token_ids) % self._block_size if token_ids else self._block_size)
+
+    def _lay_out(self, given: ModuleInput, start: int, path: str) -> Module:
+        text, position, module = given.text, start, Module(PlacedModule(given.name, start, start))
+        parameters = {f"{{{parameter.name}}}": parameter for parameter in given.parameters or ()}
+        if len(parameters) < len(given.parameters or ()) or any(text.count(mark) != 1 for mark in parameters):
+            message = f"`{path}` needs each of its parameters once in its text, as its name in braces."
+            raise invalid(message, path, "invalid_value")
+        for mark in sorted(parameters, key=text.find):
+            before, _, text = text.partition(mark)
+            position = self._add(module, self._tokenizer.encode(before, add_special_tokens=False), position)
+            module.place.parameters.append(PlacedParameter(parameters[mark].name, position, parameters[mark].max_tokens))
+            position += parameters[mark].max_tokens
+        rest = self._tokenizer.encode(text, add_special_tokens=False)
+        num_tokens = len(module.token_ids) + len(rest)
+        rest += self._newline * (-num_tokens % self._block_size if num_tokens else self._block_size)
+        position = self._add(module, rest, position)
+        module.place = msgspec.structs.replace(module.place, end=position)
+        return module
+
+    def _add(self, module: Module, token_ids: list[int], position: int) -> int:
+        """Appends tokens at a position, and returns the one behind."""
+        if token_ids:
+            module.runs.append((len(module.token_ids), position))
+            module.token_ids += token_ids
+        return position + len(token_ids)
+
+    def describe(self, name: str) -> PromptSchema:
+        """Returns where everything stands."""
+        return PromptSchema(name, [module.place for place in self.modules for module in place.values()])
+
+    def join(self, chosen: Sequence[ModuleChoice], asked: Sequence[int]) -> DocumentPrompt:
+        """Returns the prompt of chosen modules, in the order of the schema, with their arguments, and of what follows.
+
+        Raises:
+            InvalidRequestError: there is no such module, two exclude each other, or an argument does not fit.
+        """
+        arguments = {each.name: each.arguments or {} for each in chosen}
+        known = {name for place in self.modules for name in place}
+        if len(arguments) < len(chosen) or not arguments.keys() <= known:
+            raise invalid(
+                "`prompt_schema.modules` names a module twice, or one that the schema lacks.", _MODULES, "invalid_value"
+            )
+        token_ids, runs, starts = list(self.prefix), [(0, 0)], []
+        tail: list[tuple[int, Sequence[int]]] = []
+        end = 0
+        for place in self.modules:
+            names = [name for name in place if name in arguments]
+            if len(names) > 1:
+                raise invalid("`prompt_schema.modules` has two modules of one union; choose one.", _MODULES, "invalid_value")
+            for name in names:
+                module, first = place[name], len(token_ids)
+                starts.append(first)
+                runs += [(first + token, position) for token, position in module.runs]
+                token_ids += module.token_ids
+                tail += self._read_arguments(module.place, arguments[name])
+                end = module.place.end
+        bounds = len(token_ids)
+        for position, tokens in (*tail, (end, asked)):
+            runs.append((len(token_ids), position))
+            token_ids += tokens
+        return DocumentPrompt(token_ids, Documents(tuple(starts), bounds, positions=_canonical(runs)))
+
+    def _read_arguments(self, place: PlacedModule, arguments: Mapping[str, str]) -> Iterator[tuple[int, list[int]]]:
+        """Yields the positions and token ids of a module's arguments."""
+        if arguments.keys() != {parameter.name for parameter in place.parameters}:
+            raise invalid("A module of `prompt_schema.modules` needs an argument for each of its parameters.", _MODULES)
+        for parameter in place.parameters:
+            token_ids = self._tokenizer.encode(arguments[parameter.name], add_special_tokens=False)
+            if len(token_ids) > parameter.max_tokens:
+                message = f"An argument has {len(token_ids)} tokens and its parameter at most {parameter.max_tokens}."
+                raise invalid(f"{message} Shorten it.", _MODULES, "too_long")
+            if token_ids:
+                yield parameter.start, token_ids
+
+
+def _canonical(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns runs without those that only go on from the one before, so that equal positions have equal keys."""
+    kept: list[tuple[int, int]] = []
+    for token, position in runs:
+        if not kept or kept[-1][1] + token - kept[-1][0] != position:
+            kept.append((token, position))
+    return tuple(kept)
+
+
+def read_schema_prompt(
+    body: CompletionBody, schema: PromptSchemaBody, tokenizer: Tokenizer, model: ModelInfo
+) -> DocumentPrompt:
+    """Returns the prompt of a body with `prompt_schema`.
+
+    Raises:
+        InvalidRequestError: the model, or another field, does not support it.
+    """
+    check_placing(model)
+    assert body.prompt_schema is not None
+    question = read_question(body, "prompt_schema")
+    layout = Layout(schema, tokenizer, model.document_block_size)
+    prompt = layout.join(body.prompt_schema.modules, tokenizer.encode(question, add_special_tokens=False))
+    return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)
+
+
+def check_placing(model: ModelInfo) -> None:
+    """Raises InvalidRequestError unless a model can place the modules of a schema."""
+    check_documents(model)
+    if not model.places_documents:
+        message = (
+            "This model cannot place modules of a schema: it learned each position, or its back end cannot turn tokens so."
+        )
+        raise invalid(f"{message} Send the whole prompt.", "prompt_schema", "no_documents")
