@@ -154,22 +154,23 @@ class EngineCore:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
         self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form))
 
-    def open_kv_tiers(self, setting: str, pool: tuple[int, PoolSeat] | None = None) -> None:
+    def open_kv_tiers(self, setting: str, pool: tuple[int, PoolSeat] | None = None, codec: str | None = None) -> None:
         """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
 
         Args:
             setting: `kv_tier`: one tier or several.
+            codec: `kv_tier_codec`: how they compress KV.
             pool: descriptor of the memory that engines share, and this one's seat.
 
         Raises:
-            ConfigError: a tier cannot be used, or the program cannot export KV.
+            ConfigError: a tier cannot be used, or the program cannot export KV, or it cannot be compressed.
         """
         if self._kv_blocks is None:
             raise ConfigError("this back end cannot export KV; leave kv_tier out, or compute on a CPU", param="kv_tier")
         from cloister.engine.kv_tier_storage import parse_tiers  # only when it was asked for: it imports cryptography
         from cloister.engine.kv_tiers import EngineTiers
 
-        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool)
+        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool, codec)
 
     def disable_overlap(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""

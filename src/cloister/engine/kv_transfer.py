@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from cloister.backends.kv_planes import KVPlane
 from cloister.kv import NO_BLOCK, KVFormat, KVObject, KVQuery
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_exports import KVEntry
@@ -80,10 +81,12 @@ class KVBlocks:
         form: its format.
         export: copies blocks (`backends.base.Program.export_blocks`); may be called from any thread, for blocks that no step
             writes.
+        planes: where the numbers of a block of each group lie (`backends.base.Program.list_planes`).
     """
 
     form: KVFormat
     export: Callable[[Sequence[int]], list[bytes]]
+    planes: Sequence[Sequence[KVPlane]] = ()
 
 
 class KVLinks(Protocol):
