@@ -21,7 +21,7 @@ from cloister.cluster.migration import LoadBalancer
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.replay import Answer, ReplayVerifier
 from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
-from cloister.cluster.rolling_update import Release, RollingUpdate
+from cloister.cluster.rolling_update import EngineRelease, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
@@ -156,8 +156,8 @@ class ReplicaSet(RequestClient):
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
         make_predictor: MakePredictor = make_length_curves,
-        release: Release | None = None,
-        make_release: Callable[[str], Release] | None = None,
+        release: EngineRelease | None = None,
+        make_release: Callable[[str], EngineRelease] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._replicas = list(replicas)
@@ -673,7 +673,7 @@ class ReplicaSet(RequestClient):
         self.adapters.are_fixed = True
         self._begin(self._run_update(self._update, release), "rolling update")
 
-    async def _run_update(self, update: RollingUpdate, release: Release) -> None:
+    async def _run_update(self, update: RollingUpdate, release: EngineRelease) -> None:
         try:
             await update.run()
         finally:
