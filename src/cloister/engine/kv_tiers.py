@@ -77,7 +77,7 @@ class EngineTiers:
         self._codec = None if codec is None else TierCodec(blocks.planes, blocks.form.sizes, codec)
         self._is_choosing = False
         self._num_shares, self._groups = max(1, scheduler.config.cache_scopes), scheduler.pool.groups
-        self._limits = [0 if setting.is_shared else setting.limit_bytes for setting in settings]
+        self._limits = [setting.limit_bytes for setting in settings]
         indexes, files = list[KVTierIndex](), list[TierFile]()
         self._member: PoolMember | None = None
         for number, setting in enumerate(settings):
