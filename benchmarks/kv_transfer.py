@@ -7,19 +7,24 @@ Two engine processes of one thread. For each repeat both ways are timed in turn,
 token; the load itself from the engine's own event.
 
 With `--handover` one engine computes the prompt and another one goes on behind the first token, as with `serve --prefill 1
---decode 1`. The gap between the first and the second token is that in one engine, where KV is pulled behind the first token,
-and where it is pulled behind each of the prompt's steps, while the next one runs.
+--decode 1`. For one engine, for KV that is pulled behind the first token, and for KV that is pulled while the prompt is
+computed (decisions/0037): the time to the first token, that from it to the second one, how long the request waited for its KV
+at the second engine, and the processor time of both engines together from the request to the second token. The last one, in
+ticks of the kernel, says less about other programs on the machine than the others do.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from cloister.engine.transports import ProcessTransport
 from cloister.launch.processes import ENGINE_ENTRY
@@ -34,7 +39,7 @@ from cloister.types.events import (
     PrefillDone,
     Progressed,
     Resumption,
-    Stepped,
+    Scheduled,
     Submit,
 )
 from cloister.types.request import Request, SamplingParams
@@ -49,7 +54,6 @@ class TimedEngine:
         self.events: list[Event] = []
         self.tokens: dict[str, list[int]] = {}
         self.times_s: dict[str, list[float]] = {}
-        self.on_step: Callable[[], None] = lambda: None
 
     def deliver(self, message: Outputs) -> None:
         now = time.perf_counter()
@@ -60,8 +64,6 @@ class TimedEngine:
         for output in message.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             self.times_s.setdefault(output.request_id, []).extend([now] * len(output.token_ids))
-        if any(isinstance(event, Stepped) for event in message.events):
-            self.on_step()
 
     async def first_token_s(self, name: str, token_ids: list[int], source: str | None = None) -> float:
         """Returns the time to the first token of a request, which is whole then."""
@@ -94,53 +96,90 @@ async def two_engines(model: str, where: str, chunk: int | None) -> AsyncIterato
         await engine.transport.close()
 
 
+@dataclass(frozen=True, slots=True)
+class HandoverTimes:
+    """Seconds of one request: see above."""
+
+    first_s: float
+    gap_s: float
+    waited_s: float
+    processor_s: float
+
+
+def processor_s(*engines: TimedEngine) -> float:
+    """Returns the processor time of engines so far, all threads."""
+    ticks = 0
+    for engine in engines:
+        fields = Path(f"/proc/{engine.transport.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 class Handover:
     """A request whose prompt one engine computes, and which another one goes on with.
 
     Args:
-        follows: the target pulls KV behind each step of the source; else behind the first token.
+        follows: the target pulls KV while the prompt is computed; else behind the first token.
     """
 
     def __init__(self, source: TimedEngine, target: TimedEngine, endpoint: str, *, follows: bool) -> None:
         self._source, self._target, self._endpoint, self._follows = source, target, endpoint, follows
 
-    async def run(self, name: str, token_ids: list[int]) -> tuple[float, float]:
-        """Returns the time to the first token, and that from it to the second one."""
+    async def run(self, name: str, token_ids: list[int]) -> HandoverTimes:
+        """Answers a request."""
+        before_s = processor_s(self._source, self._target)
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         request = Request(request_id=name, token_ids=token_ids, sampling=sampling)
         where, sent_s = KVSource(self._endpoint), time.perf_counter()
         self._source.transport.send(Submit(request, 0, hold_kv_s=60.0, prefill_only=True))
         if self._follows:
-            self._source.on_step = lambda: self._target.transport.send(PrefetchKV(request, token_ids, where))
+            while not any(isinstance(event, Scheduled) and event.request_id == name for event in self._source.events):
+                await asyncio.sleep(0.0002)
+            self._target.transport.send(PrefetchKV(request, token_ids, where, follows=True))
         while not any(isinstance(event, PrefillDone) and event.request_id == name for event in self._source.events):
             await asyncio.sleep(0.0002)
-        self._source.on_step = lambda: None
         (first_s,), given = self._source.times_s[name], list(self._source.tokens[name])
         self._target.tokens[name] = list(given)
         self._target.transport.send(Submit(request, 0, resumption=Resumption([given]), kv_source=where))
+        while name not in self._target.times_s:
+            await asyncio.sleep(0.0002)
+        used_s = processor_s(self._source, self._target) - before_s
         while ("Ended", name) not in self._target.came_s:
             await asyncio.sleep(0.0002)
-        return first_s - sent_s, self._target.times_s[name][0] - first_s
+        loads = [event for event in self._target.events if isinstance(event, KVLoaded) and event.request_id == name]
+        waited_s = sum(load.elapsed_s for load in loads)
+        return HandoverTimes(first_s - sent_s, self._target.times_s[name][0] - first_s, waited_s, used_s)
+
+
+async def answer_in_one(engine: TimedEngine, name: str, token_ids: list[int]) -> HandoverTimes:
+    """Answers a request in one engine."""
+    before_s = processor_s(engine)
+    first_s = await engine.first_token_s(name, token_ids)
+    times_s = engine.times_s[name]
+    return HandoverTimes(first_s, times_s[1] - times_s[0], 0.0, processor_s(engine) - before_s)
 
 
 async def measure_handover(model: str, num_tokens: int, where: str, repeats: int, chunk: int | None) -> None:
     """Prints the gap behind the first token."""
     async with two_engines(model, where, chunk) as (source, target, endpoint, vocab):
         draw = random.Random(1)
-        found: dict[str, list[tuple[float, float]]] = {"one engine": [], "pulled behind it": [], "pulled meanwhile": []}
+        found: dict[str, list[HandoverTimes]] = {"one engine": [], "pulled behind it": [], "pulled meanwhile": []}
         for number in range(repeats + 1):
             for way, taken in found.items():
                 name = f"{way} {number}"
                 prompt = [draw.randrange(10, vocab) for _ in range(num_tokens)]
                 if way == "one engine":
-                    first_s = await source.first_token_s(name, prompt)
-                    taken.append((first_s, source.times_s[name][1] - source.times_s[name][0]))
+                    taken.append(await answer_in_one(source, name, prompt))
                 else:
                     taken.append(await Handover(source, target, endpoint, follows=way == "pulled meanwhile").run(name, prompt))
     print(f"{model}, {num_tokens} tokens, {where}, steps of {chunk or 'any'} tokens, median of {repeats}")
     for way, taken in found.items():
-        first_s, gap_s = (statistics.median(part) for part in zip(*taken[1:], strict=True))
-        print(f"  {way:20} first token {1e3 * first_s:8.1f} ms, then the second {1e3 * gap_s:8.1f} ms")
+        first, gap, waited, used = (
+            1e3 * statistics.median(getattr(times, name) for times in taken[1:])
+            for name in ("first_s", "gap_s", "waited_s", "processor_s")
+        )
+        print(f"  {way:16} first token {first:8.1f} ms, then the second {gap:7.1f} ms, of which for KV {waited:7.1f} ms;"
+              f" processor {used:7.0f} ms")  # fmt: skip
 
 
 async def measure(model: str, num_tokens: int, where: str, repeats: int, chunk: int | None) -> None:

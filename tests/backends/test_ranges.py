@@ -89,7 +89,7 @@ def run_history(one: Driver, seed: int, num_steps: int) -> list[FloatArray]:
     owners: dict[int, int] = {}
     for number in range(num_steps):
         if len(lengths) < NUM_SEQS and rng.random() < 0.5:
-            sources = [seq for seq in lengths if seq not in owners]
+            sources = [seq for seq in lengths if seq not in owners and lengths[seq]]
             if sources and rng.random() < 0.6:  # a prefix hit, or a fork
                 source = rng.choice(sources)
                 lengths[number] = rng.randrange(1, lengths[source] + 1)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.virtual import fuzz
 from cloister.kv import KVObject, KVSealer, Leases
 from cloister.kv.leases import _Lease
 from cloister.scheduler.kv_exports import KVExports
 from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.sequence import RequestState
 
 MOST_SCENARIOS = 40
 take = Leases.take
@@ -52,12 +55,28 @@ def close_nothing(exports: KVExports, number: int, *, is_complete: bool) -> None
     pass
 
 
+def lease_everything(exports: KVExports, number: int) -> bool:
+    """What is copied may be written meanwhile."""
+    return True
+
+
+def forget_nothing(followers: PromptFollowers, request_id: str, place: int | None = None) -> None:
+    pass
+
+
+def leave_requests_alone(loads: KVLoads, state: RequestState) -> None:
+    """A request that ends while it waits for KV keeps its load."""
+
+
 PLANTED: dict[str, tuple[Any, str, Any, int]] = {  # and the seed to begin with
     "KV that nobody has authenticated is accepted": (KVSealer, "is_genuine", believe_anything, 80),
     "a block is free while it is copied": (Leases, "take", lease_nothing_to_exports, 500),
     "a lease ends and its blocks stay": (Leases, "drop", forget_blocks, 0),
     "a load ends and its blocks stay": (KVLoads, "_release", keep_blocks, 0),
     "an export never ends": (KVExports, "close", close_nothing, 0),
+    "a copy is sent though its lease has ended": (KVExports, "is_leased", lease_everything, 500),
+    "a prompt is followed for ever": (PromptFollowers, "end", forget_nothing, 0),
+    "a load outlives its request": (KVLoads, "_forget", leave_requests_alone, 0),
 }
 
 
@@ -67,6 +86,30 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(where, name, wrong)
     scenarios = [scenario for seed in range(first, first + 150) if (scenario := fuzz.scenario_of(seed)).moves_kv]
     assert any(fuzz.replay(scenario).violations for scenario in scenarios[:MOST_SCENARIOS])
+
+
+def test_prompts_are_followed_in_the_scenarios() -> None:
+    """Loads that wait for a prompt get their request before the prompt is done, behind it, and never."""
+    fates: Counter[str] = Counter()
+    begin, cancel = KVLoads.begin, KVLoads.cancel_prefetch
+
+    def count_begin(loads: KVLoads, state: RequestState, now: float) -> None:
+        load = loads.loading.get(state.request.request_id)
+        begin(loads, state, now)
+        fates["joined"] += load is not None and load.follows and load.state is state
+
+    def count_cancel(loads: KVLoads, request_id: str, now: float) -> None:
+        fates["cancelled"] += request_id in loads.loading
+        cancel(loads, request_id, now)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVLoads, "begin", count_begin)
+        patch.setattr(KVLoads, "cancel_prefetch", count_cancel)
+        for seed in range(100):
+            if (scenario := fuzz.scenario_of(seed)).moves_kv and scenario.roles:
+                assert not fuzz.replay(scenario).violations
+    assert fates["joined"] >= 5
+    assert fates["cancelled"] >= 5
 
 
 def test_kv_moves_in_the_scenarios() -> None:

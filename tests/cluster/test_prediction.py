@@ -68,21 +68,29 @@ def test_a_slow_answer_delays_the_sending_of_none(tokenizer: Tokenizer) -> None:
     assert records[1].end_s < 0.1
 
 
-def test_kv_that_moves_takes_its_time(tokenizer: Tokenizer) -> None:
-    num_entries = 499 // 16
-    first_gaps = []
-    for entry_s in (0.001, 0.003):
-        [record], _ = run(replace(SPLIT, entry_s=entry_s), [ask(0, 500, 4)], tokenizer)
-        first_gaps.append(record.gaps_s[0])
-        assert record.gaps_s[1:] == pytest.approx([0.002 + 0.0001 + 0.0003] * 2)
-    assert first_gaps[0] > num_entries * 0.001
-    assert first_gaps[1] - first_gaps[0] == pytest.approx(num_entries * 0.002)
+NUM_ENTRIES = 500 // 16
 
 
-def test_kv_of_two_requests_goes_one_after_the_other(tokenizer: Tokenizer) -> None:
+def gap_behind_prompt(entry_s: float, tokenizer: Tokenizer) -> float:
+    """Returns the time between the first token, which one replica computes, and the second one."""
+    [record], _ = run(replace(SPLIT, entry_s=entry_s, delay_s=0.0005), [ask(0, 500, 4)], tokenizer)
+    assert record.gaps_s[1:] == pytest.approx([0.002 + 0.0001 + 0.0003] * 2)
+    return record.gaps_s[0]
+
+
+def test_kv_moves_while_its_prompt_is_computed(tokenizer: Tokenizer) -> None:
+    slower_by_s = gap_behind_prompt(0.0002, tokenizer) - gap_behind_prompt(0.0001, tokenizer)
+    assert slower_by_s < NUM_ENTRIES * 0.0001 / 3
+
+
+def test_kv_that_moves_more_slowly_than_its_prompt_is_computed_takes_its_time(tokenizer: Tokenizer) -> None:
+    slower_by_s = gap_behind_prompt(0.03, tokenizer) - gap_behind_prompt(0.01, tokenizer)
+    assert slower_by_s == pytest.approx(NUM_ENTRIES * 0.02)
+
+
+def test_kv_of_two_requests_shares_the_way(tokenizer: Tokenizer) -> None:
     records, _ = run(replace(SPLIT, entry_s=0.01), [ask(0, 480, 3), ask(1, 480, 3)], tokenizer)
-    ends = sorted(record.end_s for record in records)
-    assert ends[1] - ends[0] > 0.2
+    assert max(record.end_s for record in records) > 2 * 30 * 0.01
 
 
 def test_a_prediction_is_repeated_to_the_bit(tokenizer: Tokenizer) -> None:

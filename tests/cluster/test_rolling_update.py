@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from cloister.cluster import ROUTERS, ReplicaSet
-from cloister.cluster.rolling_update import Release
+from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport
@@ -62,8 +62,8 @@ async def serving(path: Path, new: str = "tests.engine.replica:build_slow") -> A
     replicas = ReplicaSet(
         old,
         make_router,
-        release=Release("old", lambda index, lora: make("tests.engine.replica:build_slow")),
-        make_release=lambda model: Release(model, lambda index, lora: make(new)),
+        release=EngineRelease("old", lambda index, lora: make("tests.engine.replica:build_slow")),
+        make_release=lambda model: EngineRelease(model, lambda index, lora: make(new)),
     )
     await replicas.start()
     try:

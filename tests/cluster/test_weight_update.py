@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from cloister.cluster import ROUTERS, ReplicaSet
-from cloister.cluster.rolling_update import Release
+from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient
@@ -113,8 +113,8 @@ async def serving(
     replicas = ReplicaSet(
         [make_old(index) for index in range(num_replicas)],
         make_router,
-        release=Release("old", lambda index, lora: make_old(index)),
-        make_release=lambda model: Release(model, lambda index, lora: new(index)),
+        release=EngineRelease("old", lambda index, lora: make_old(index)),
+        make_release=lambda model: EngineRelease(model, lambda index, lora: new(index)),
         **settings,
     )
     await replicas.start()

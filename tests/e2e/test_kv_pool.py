@@ -93,8 +93,8 @@ class Replicas:
         return answer
 
     async def find(self, name: str, seed: int) -> int:
-        """Has the second replica answer what the first one has stored; returns the tokens that it had cached. A busy machine
-        may not have stored it, or miss the deadline of a load."""
+        """Has the second replica answer what the first one has stored; returns the tokens that it had cached. On a busy machine
+        it may not be stored yet."""
         for attempt in range(NUM_ATTEMPTS):
             text, token_ids = f"{name}, attempt {attempt}", make_prompt(seed + attempt)
             expected = await self.store(text, token_ids)
@@ -110,7 +110,8 @@ def make_prompt(number: int) -> list[int]:
 
 
 @asynccontextmanager
-async def replicas() -> AsyncIterator[Replicas]:
+async def replicas(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Replicas]:
+    monkeypatch.setattr("cloister.launch.processes.ENGINE_ENTRY", "tests.pool_member:build_loading_engine")
     flags: dict[str, Any] = {"replicas": 2, "num_threads": 1, "max_model_len": 900, "max_num_seqs": 1, "kv_memory_mb": 2.5}
     settings = resolve_settings(flags | {"kv_tier": "shared:48M"})
     cluster = make_engine(settings.engine.config, settings.server.config)
@@ -122,9 +123,12 @@ async def replicas() -> AsyncIterator[Replicas]:
         await cluster.drain(0.0)
 
 
-def test_a_conversation_goes_on_at_another_replica_until_its_scope_is_dropped_or_the_writer_dies() -> None:
+def test_a_conversation_goes_on_at_another_replica_until_its_scope_is_dropped_or_the_writer_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run() -> None:
-        async with replicas() as found:
+        async with replicas(monkeypatch) as found:
+            await found.answer(1, "so that it knows what computing takes", make_prompt(50))
             assert await found.find("kept", 0) >= 784
             assert any(isinstance(event, KVLoaded) and event.tier == "shared" for event in found.events)
             dropped = make_prompt(100)

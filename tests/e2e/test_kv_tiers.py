@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,103 @@ def test_what_comes_back_has_the_bits_of_what_was_computed(case: str, tmp_path: 
     assert again == first == plain.answer("first", prompt(0))
 
 
+CODED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bfloat16": ("llama", {"kv_dtype": "bfloat16"}),
+    "float32": ("llama", {"dtype": "float32", "kv_dtype": "float32"}),
+    "torch": ("llama", {"backend": "torch", "dtype": "float32"}),
+    "windows": ("gemma3_text", {}),
+    "latents": ("deepseek_v2", {}),
+    "states beside": ("qwen3_next", {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "codec"),
+    [
+        ("bfloat16", "lossless"),
+        ("windows", "fine"),
+        *(
+            pytest.param(case, codec, marks=pytest.mark.slow)
+            for case, codec in product(CODED, ("lossless", "fine"))
+            if (case, codec) not in (("bfloat16", "lossless"), ("windows", "fine"))
+        ),
+    ],
+)
+def test_compressed_kv_comes_back_with_its_bits_or_about_its_numbers(
+    case: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
+    family, settings = CODED[case]
+    config = EngineConfig(
+        model=str(make_model(tmp_path / "model", family)),
+        num_threads=1,
+        max_num_seqs=2,
+        max_model_len=256,
+        prefix_cache=True,
+        weights_cache="",
+        **settings,
+    )
+    tiered = Runner(build_engine(replace(config, kv_memory_mb=kv_mb(config) / 2)))
+    tiered.core.open_kv_tiers(f"disk:{tmp_path},64M", codec=codec)
+    tier: Any = tiered.core._tiers
+    index = tier.tiers.indexes[0]
+    plain_slots = index.layout.num_slots
+    try:
+        tier.tiers.predict_s = lambda tier_bytes: 0.0
+        for number in range(1, 6):  # the codec measures its levels on the first blocks, and stores none of them
+            tiered.answer(f"before {number}", prompt(number))
+        tiered.run_until(lambda: not tier._is_choosing)
+        assert tier._codec.chosen.level.name == codec
+        first = tiered.answer("first", prompt(0))
+        for number in range(6, 10):
+            tiered.answer(f"other {number}", prompt(number))
+        tiered.run_until(lambda: not index._unwritten)
+        again = tiered.answer("again", prompt(0))
+    finally:
+        tier.close()
+    loaded = tiered.find(KVLoaded, "again")
+    assert loaded.tier == "disk"
+    assert loaded.complete
+    assert loaded.num_tokens == len(prompt(0)) // config.block_size * config.block_size
+    index.check()
+    sizes = zip(index.layout.block_bytes, index.layout.content_bytes, plain_slots, index.layout.num_slots, strict=True)
+    ratios = [content / stored for stored, content, _, _ in sizes]
+    assert max(ratios) > (1.05 if codec == "lossless" else 2.5)
+    assert sum(index.layout.num_slots) >= sum(plain_slots)  # a slot has whole pages
+    if codec == "lossless":
+        assert again == first
+    else:
+        scores, others = ([score.logprob for _, score in answer] for answer in (first, again))
+        assert scores != others
+        assert scores[0] == pytest.approx(others[0], abs=0.2)
+
+
+def test_a_lossy_codec_changes_the_fingerprint_and_an_exact_one_does_not(tmp_path: Path) -> None:
+    path = str(make_model(tmp_path / "model", "llama"))
+    config = EngineConfig(model=path, num_threads=1, weights_cache="", kv_tier="host:8M", max_model_len=256, max_num_seqs=2)
+    prints = {
+        (codec, numerics): build_engine(replace(config, kv_tier_codec=codec, numerics=numerics)).model.fingerprint
+        for codec, numerics in ((None, "exact"), ("lossless", "exact"), ("fine", "fast"), ("coarse", "fast"))
+    }
+    assert prints[None, "exact"] == prints["lossless", "exact"]
+    assert len(set(prints.values())) == 3
+
+
+def test_kv_in_few_bits_is_not_compressed_again(tmp_path: Path) -> None:
+    path = str(make_model(tmp_path / "model", "llama"))
+    with pytest.raises(ConfigError, match="compresses KV in bfloat16 or float32"):
+        LLM(model=path, num_threads=1, max_model_len=256, kv_dtype="int8", kv_tier="host:8M", kv_tier_codec="lossless")
+
+
+def test_an_engine_with_a_lossy_codec_runs_where_answers_may_differ(tmp_path: Path) -> None:
+    path = str(make_model(tmp_path / "model", "llama"))
+    settings = {"model": path, "num_threads": 1, "max_model_len": 256, "max_num_seqs": 2, "numerics": "fast"}
+    with LLM(kv_tier="host:8M", kv_tier_codec="auto-lossy", **settings) as llm:
+        assert llm.generate("a prompt")
+    with pytest.raises(ConfigError, match="always exact"):
+        LLM(kv_tier="host:8M", **settings)
+
+
 def kv_mb(config: EngineConfig) -> float:
     """KV of two sequences of full length, states included."""
     return sum(size for what, size in build_engine(config).memory if what in ("KV cache", "states")) / 2**20
@@ -143,6 +241,11 @@ def test_an_llm_has_a_tier_and_says_what_is_wrong_with_its_setting(tmp_path: Pat
         ({"kv_tier": "shared", "replicas": 2}, "such as host:4G"),
         ({"kv_tier": "host:4G+tape:1G"}, "such as host:4G"),
         ({"kv_tier": "disk:/tmp", "replicas": 2}, "of several replicas each has a tier of its own"),
+        ({"kv_tier_codec": "lossless"}, "set kv_tier, or leave it out"),
+        ({"kv_tier": "host:4G", "kv_tier_codec": "fine"}, "choose lossless or auto, or set numerics fast"),
+        ({"kv_tier": "host:4G", "kv_tier_codec": "auto-lossy"}, "choose lossless or auto, or set numerics fast"),
+        ({"kv_tier": "host:4G", "kv_tier_codec": "zip"}, "kv_tier_codec"),
+        ({"kv_tier": "shared:1G", "replicas": 2, "kv_tier_codec": "lossless"}, "a shared tier is not compressed"),
     ],
 )
 def test_a_setting_without_effect_is_refused(given: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -212,6 +213,78 @@ def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_bl
     asyncio.run(run())
     assert len(rests["moves"]) > 1
     assert rests["moves"][1] <= 3  # a busy machine may take a step or two more
+
+
+@contextlib.asynccontextmanager
+async def split_cluster() -> AsyncIterator[ReplicaSet]:
+    """One engine that computes prompts, in small steps, and one that goes on with answers."""
+    settings = resolve_settings(
+        {
+            "replicas": 2, "prefill": 1, "decode": 1, "num_threads": 1, "kv_memory_mb": 64, "kv_transfer": "unix",
+            "max_batched_tokens": 64, "router": "capacity_random",
+        }
+    )  # fmt: skip
+    cluster = make_engine(settings.engine.config, settings.server.config)
+    assert isinstance(cluster, ReplicaSet)
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.drain(0.0)
+
+
+def note_loads(cluster: ReplicaSet, index: int) -> list[KVLoaded]:
+    loads: list[KVLoaded] = []
+    cluster._replicas[index].subscribe(lambda event: loads.append(event) if isinstance(event, KVLoaded) else None)
+    return loads
+
+
+async def check_following(cluster: ReplicaSet) -> None:
+    """Checks that an answer goes on with KV that was loaded while its prompt was computed, and is that of one engine."""
+    expected: list[int] = []
+    cluster._replicas[0].submit(make_request("alone"), lambda output: expected.extend(output.token_ids))
+    loads = note_loads(cluster, 1)
+    for attempt in range(NUM_ATTEMPTS):  # a busy machine may miss the deadline of a load, and computes then
+        answer: list[int] = []
+        await follow(cluster, make_request(f"attempt {attempt}"), answer)
+        await wait_until(lambda: len(expected) == 12)
+        assert answer == expected
+        if loads and loads[-1].complete:
+            break
+    assert (loads[-1].num_tokens, loads[-1].complete) == (len(PROMPT) // 16 * 16, True)
+    assert cluster.num_followed == 0
+
+
+@pytest.mark.parametrize(
+    "killed", [pytest.param(0, id="that computes it"), pytest.param(1, id="that follows it", marks=pytest.mark.slow)]
+)
+def test_a_prompt_is_followed_and_an_engine_that_is_killed_meanwhile_loses_no_token(killed: int) -> None:
+    """`kill -9` of either side, when the load is under way and the prompt is not done."""
+
+    async def run() -> None:
+        async with split_cluster() as cluster:
+            await check_following(cluster)
+            follower = cluster._replicas[1]
+            assert follower.pid is not None
+            os.kill(follower.pid, signal.SIGSTOP)  # so that the load is under way for as long as this takes
+            answers: dict[str, list[int]] = {"cut": [], "again": []}
+            prompt = [1, *PROMPT[1:]]
+            task = asyncio.create_task(follow(cluster, make_request("cut", prompt), answers["cut"]))
+            await wait_until(lambda: cluster.num_followed > 0)
+            pid = cluster._replicas[killed].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            if killed == 0:
+                os.kill(follower.pid, signal.SIGCONT)
+            await asyncio.wait_for(task, WAIT_S)
+            assert cluster.num_followed == 0
+            await wait_until(lambda: all(replica.is_accepting for replica in cluster.snapshots()))
+            await follow(cluster, make_request("again", prompt), answers["again"])
+            assert answers["cut"] == answers["again"]
+            assert len(answers["again"]) == 12
+            await wait_until(lambda: all(replica.num_requests == 0 for replica in cluster.snapshots()))
+
+    asyncio.run(run())
 
 
 async def follow(cluster: ReplicaSet, request: Request, token_ids: list[int]) -> None:

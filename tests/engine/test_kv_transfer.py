@@ -18,12 +18,26 @@ from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_eng
 from cloister.engine import kv_sockets
 from cloister.engine.identity import Identity
 from cloister.engine.kv_sockets import KVSocketLinks
+from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.kv_transports import KV_TRANSPORTS, fill_address, has_fixed_port, lacks_address, parse_places
-from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
+from cloister.kv import NO_BLOCK, KVFormat, KVObject, KVQuery, KVSealer
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
 from cloister.types.errors import ConfigError
-from cloister.types.events import Abort, Ended, Event, HoldKV, KVLoaded, KVSource, PrefetchKV, Scheduled, Submit
+from cloister.types.events import (
+    Abort,
+    CancelPrefetch,
+    Ended,
+    Event,
+    HoldKV,
+    KVLoaded,
+    KVSource,
+    PrefetchKV,
+    PrefillDone,
+    Resumption,
+    Scheduled,
+    Submit,
+)
 from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
 
 SECRET = b"s" * 32
@@ -75,6 +89,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time: only tests of deadlines have one."""
     for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
         monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 60.0)
+        monkeypatch.setattr(f"cloister.{module}.FOLLOW_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture
@@ -163,6 +178,143 @@ def test_the_kv_of_a_running_request_can_be_held_and_loaded(make_peer: Callable[
     assert target.find(KVLoaded)[0].num_tokens == NUM_HIT
 
 
+# Prompts that are followed while they are computed
+
+
+class Followed:
+    """A source that computes a prompt in several steps, and a target that follows it."""
+
+    def __init__(self, make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, setting: str = "unix") -> None:
+        monkeypatch.setattr("cloister.scheduler.kv_exports.LAST_TOKENS", 16)
+        alone = make_peer()
+        self.expected = answer(alone)
+        self.source, self.target = make_peer(setting=setting), make_peer(setting=setting)
+        self.request = make_request()
+
+    def begin(self) -> None:
+        """The source has made one step of the prompt, whose KV is at the target."""
+        self.source.core.input_queue.put(Submit(self.request, 0, hold_kv_s=60.0, prefill_only=True))
+        self.source.step()
+        source = KVSource(str(self.source.core.kv_endpoint))
+        self.target.core.input_queue.put(PrefetchKV(self.request, PROMPT, source, follows=True))
+        self.target.step()
+        run_until(lambda: bool(self.source.links._demands), self.target)
+        self.source.core._transfer.serve(self.source.engine.clock.now())  # type: ignore[union-attr]
+        run_until(lambda: self.num_loaded > 0, self.target)
+        assert not self.source.find(PrefillDone)
+
+    @property
+    def num_loaded(self) -> int:
+        """Entries that the target has."""
+        return sum(block != NO_BLOCK for load in self.target.engine.scheduler.kv_loads.loading.values() for block in load.table)
+
+    def finish_prompt(self) -> None:
+        run_until(lambda: bool(self.source.find(PrefillDone)), self.source)
+
+    def go_on(self, *others: Peer) -> list[int]:
+        """The request goes on at the target; returns its answer."""
+        first = self.source.token_ids[:1]
+        resumption, source = Resumption([first]), KVSource(str(self.source.core.kv_endpoint))
+        self.target.core.input_queue.put(Submit(self.request, 0, resumption=resumption, kv_source=source))
+        run_until(lambda: bool(self.target.find(Ended)), self.target, *others)
+        return [*first, *self.target.token_ids]
+
+    def check_empty(self, *peers: Peer) -> None:
+        for peer in peers:
+            run_until(lambda peer=peer: not (peer.links._peers or len(peer.engine.scheduler.kv_exports)), peer)  # type: ignore[misc]
+            peer.check_empty()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_prompt_is_loaded_while_it_is_computed(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    pair = Followed(make_peer, monkeypatch, setting)
+    pair.begin()
+    num_before = pair.num_loaded
+    assert num_before >= 0.7 * len(PROMPT) // 8, "the first step computes three quarters"
+    pair.finish_prompt()
+    assert pair.go_on(pair.source) == pair.expected
+    (loaded,) = pair.target.find(KVLoaded)
+    assert (loaded.complete, loaded.num_tokens) == (True, len(PROMPT) // 8 * 8)
+    pair.check_empty(pair.source, pair.target)
+
+
+def test_a_copy_that_is_made_while_its_blocks_are_taken_away_is_not_sent(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source's thread is stopped in the middle of the copy, and the blocks are written anew meanwhile."""
+    pair = Followed(make_peer, monkeypatch)
+    transfer: Any = pair.source.core._transfer
+    export, is_copying, may_go_on = transfer._blocks.export, threading.Event(), threading.Event()
+
+    def copy_slowly(blocks: list[int]) -> list[bytes]:
+        copies = export(blocks)
+        is_copying.set()
+        assert may_go_on.wait(60.0)
+        return copies
+
+    transfer._blocks = KVBlocks(transfer._blocks.form, copy_slowly)
+    pair.source.core.input_queue.put(Submit(pair.request, 0, hold_kv_s=60.0, prefill_only=True))
+    pair.source.step()
+    source = KVSource(str(pair.source.core.kv_endpoint))
+    pair.target.core.input_queue.put(PrefetchKV(pair.request, PROMPT, source, follows=True))
+    run_until(is_copying.is_set, pair.source, pair.target)
+    while pair.source.engine.scheduler.leases:
+        assert pair.source.engine.scheduler.kv_loads.give_up_one(0.0)
+    may_go_on.set()
+    run_until(lambda: bool(pair.target.find(KVLoaded)), pair.source, pair.target)
+    assert [(event.complete, event.num_bytes) for event in pair.target.find(KVLoaded)] == [(False, 0)]
+    pair.finish_prompt()
+    assert pair.go_on(pair.source) == pair.expected
+
+
+def test_a_source_that_dies_before_the_prompt_is_done_leaves_nothing_and_the_answer_is_computed(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Followed(make_peer, monkeypatch)
+    pair.begin()
+    pair.source.links.close()
+    run_until(lambda: bool(pair.target.find(KVLoaded)), pair.target)
+    assert not pair.target.find(KVLoaded)[0].complete
+    assert answer(pair.target, request=pair.request) == pair.expected
+    pair.check_empty(pair.target)
+
+
+def test_a_target_that_dies_before_the_prompt_is_done_costs_the_source_nothing(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Followed(make_peer, monkeypatch)
+    pair.begin()
+    pair.target.links.close()
+    pair.finish_prompt()
+    assert pair.source.token_ids == pair.expected[:1]
+    run_until(lambda: not pair.source.links._peers and not len(pair.source.engine.scheduler.kv_exports), pair.source)
+    assert len(pair.source.engine.scheduler.leases or ()) == 1, "the hold for whoever goes on with it"
+
+
+def test_a_target_whose_request_does_not_come_ends_the_transfer(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Followed(make_peer, monkeypatch)
+    pair.begin()
+    pair.target.core.input_queue.put(CancelPrefetch("r"))
+    pair.source.core.input_queue.put(Abort("r"))
+    run_until(lambda: not pair.target.links._pulls, pair.target)
+    pair.check_empty(pair.target)
+    run_until(lambda: not pair.source.links._peers and not len(pair.source.engine.scheduler.kv_exports), pair.source)
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+def test_a_load_that_is_replaced_before_it_was_asked_for_asks_for_nothing(make_peer: Callable[..., Peer]) -> None:
+    source, target = make_peer(), make_peer()
+    answer(source)
+    for _ in range(2):
+        target.core.input_queue.put(PrefetchKV(make_request(), PROMPT, KVSource(str(source.core.kv_endpoint))))
+    run_until(lambda: len(target.find(KVLoaded)) == 2, source, target)
+    assert source.links._num_peers == 1
+
+
 def test_an_engine_without_links_computes_and_says_so(tokenizer: Tokenizer) -> None:
     engine = make_engine(EngineShape(), tokenizer, WallClock())
     engine.core.input_queue.put(Submit(make_request(), kv_source=KVSource("unix:x")))
@@ -225,7 +377,9 @@ def forge(change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET) -> 
         kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
         ask = kv_sockets._receive(sock, kv_sockets._Ask, 2**20, deadline_s)
         query = msgspec.msgpack.decode(ask.query, type=KVQuery)
-        sealer = KVSealer(KVFormat("history", 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256"))
+        sealer = KVSealer(
+            KVFormat(EngineShape().fingerprint, 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256")
+        )
         found = sealer.seal(query.root, query.keys[0], 0, (b"\x07" * 128,))
         kv_sockets._send(sock, kv_sockets._Part([change(found)], True), deadline_s)
 

@@ -5,14 +5,14 @@ from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cloister.kv import NO_BLOCK, BlockGroup, BlockPool, KVObject, KVQuery, PrefixKeys
 from cloister.kv.objects import KVHeader
 from cloister.kv.table import first_seen
 from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.kv_loads import PREFETCH_HOLD_S
-from cloister.types.events import Arrived, Ended, KVLoaded
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, PREFETCH_HOLD_S
+from cloister.types.events import Arrived, Ended, KVLoaded, Resumption
 from cloister.types.layerwise import CellLayout
 from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
@@ -108,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config, self.pool, keys, Erratic(most=most_drafts) if most_drafts else None, cells)
         self.windows = windows
         self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
+        self.followed = []
         self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
         self.tier = MemoryTier(self.scheduler, self.runner, num_slots, num_below) if num_slots and prefix_cache else None
         self.now = 0.0
@@ -160,6 +161,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.note(self.scheduler.take_events())
         return name
 
+    @rule(length=st.integers(1, 40), kind=st.integers(0, 2), scope=st.sampled_from(SCOPES), comes=st.booleans())
+    def follow(self, length, kind, scope, comes):
+        """A prompt that another engine computes is followed, and comes with its first token, or does not."""
+        name = f"f{len(self.tokens)}"
+        self.tokens[name] = [(kind + i // 7) % 3 for i in range(length)]
+        request = Request(request_id=name, token_ids=self.tokens[name], sampling=SamplingParams(max_tokens=5), scope=scope)
+        self.scheduler.kv_loads.follow(request, self.now)
+        self.loading[name] += 1
+        if comes:
+            self.followed.append(request)
+
+    @precondition(lambda self: getattr(self, "followed", None))
+    @rule()
+    def come_behind_a_prompt(self):
+        request = self.followed.pop(0)
+        name = request.request_id
+        self.expected[name] = 1
+        loading = self.scheduler.kv_loads.loading
+        before = loading.get(name)
+        self.scheduler.add(request, self.now, resumption=Resumption([[0]]), loads_kv=True)
+        self.arrived[name] += 1  # which another engine has reported
+        has_joined = before is not None and loading.get(name) is before
+        self.loading[name] += not has_joined and name in self.scheduler.requests
+        self.note(self.scheduler.take_events())
+
+    @rule()
+    def cancel_prefetch(self):
+        for name in [name for name in self.tokens if name[0] in "fp"][-1:]:
+            self.scheduler.kv_loads.cancel_prefetch(name, self.now)
+            self.followed = [request for request in self.followed if request.request_id != name]
+
     @rule(length=st.integers(1, 40), kind=st.integers(0, 2), scope=st.sampled_from(SCOPES))
     def prefetch(self, length, kind, scope):
         name = f"p{len(self.tokens)}"
@@ -201,18 +233,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def hold(self, name, seconds):
         self.scheduler.hold(name, seconds, self.now)
 
-    @rule(name=known, num_known=st.integers(0, 3))
-    def another_engine_asks(self, name, num_known):
+    @rule(name=known, num_known=st.integers(0, 3), follows=st.booleans())
+    def another_engine_asks(self, name, num_known, follows):
         if not self.scheduler.config.prefix_cache:
             return
         request = self.requests[name]
         keys, root, _ = self.scheduler._requests.chain_of(request, request.token_ids)
-        query = KVQuery(name, root, keys, min(num_known, len(keys)))
+        query = KVQuery(name, root, keys, min(num_known, len(keys)), follows)
         self.exports[self.scheduler.kv_exports.open(query, self.now)] = request.token_ids
 
     @rule(num_entries=st.integers(1, 4))
     def another_engine_copies(self, num_entries):
         for number, tokens in list(self.exports.items())[:1]:
+            self.scheduler.kv_exports.extend(number, self.now)
             for found in self.scheduler.kv_exports.take(number, num_entries) or ():
                 self.check_copy(found, tokens)
 
@@ -316,6 +349,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for number in self.exports:
             self.scheduler.kv_exports.close(number, is_complete=False)
+        self.run_out()
+        self.now += FOLLOW_TIMEOUT_S
         self.run_out()
         self.now += PREFETCH_HOLD_S
         self.run_out()

@@ -221,7 +221,7 @@ def test_weights_that_are_not_here_or_read_text_otherwise_are_refused_before_any
         assert "has another tokenizer and another chat template than the model that is served" in err
         assert "there is no model 'nowhere'" in run(capsys, "update", server.url, "--model", "nowhere")[2]
         error = check_error(httpx.post(f"{server.url}{PATH}/update_weights", json={"weights": "new"}), 400)
-        assert "weights" in error["message"]
+        assert "`model` is missing" in error["message"]
         assert httpx.get(server.url + PATH).json()["update"] is None
 
 

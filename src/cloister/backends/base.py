@@ -55,6 +55,7 @@ import numpy.typing as npt
 
 from cloister.backends.adapters import AdapterWeights
 from cloister.backends.draft_heads import DraftHeads
+from cloister.backends.kv_planes import KVPlane
 from cloister.backends.ranges import KVRanges, RangeLayout, has_plain_kv
 from cloister.backends.recording import OperatorSpan
 from cloister.backends.spec import DecoderSpec
@@ -410,6 +411,11 @@ class Program(ABC):
         its blocks.
         """
         raise self._lacks(Capability.KV_TRANSFER)
+
+    def list_planes(self, block: int) -> list[KVPlane]:
+        """Returns where the numbers of a block lie in its contents; none where they are not all bfloat16 or float32 keys and
+        values."""
+        return []
 
     def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites each block with the contents of another one of its group (KV_TRANSFER).

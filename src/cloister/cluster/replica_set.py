@@ -18,9 +18,10 @@ import msgspec
 from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
 from cloister.cluster.migration import LoadBalancer
+from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.replay import Answer, ReplayVerifier
 from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
-from cloister.cluster.rolling_update import Release, RollingUpdate
+from cloister.cluster.rolling_update import EngineRelease, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
@@ -39,7 +40,7 @@ from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError, InvalidRequestError, QueueFullError
-from cloister.types.events import Ended, Event, KVLoaded, KVStored, Stepped
+from cloister.types.events import Ended, Event, KVLoaded, KVStored, Scheduled, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
 from cloister.types.scope import Scope
 
@@ -155,8 +156,8 @@ class ReplicaSet(RequestClient):
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
         make_predictor: MakePredictor = make_length_curves,
-        release: Release | None = None,
-        make_release: Callable[[str], Release] | None = None,
+        release: EngineRelease | None = None,
+        make_release: Callable[[str], EngineRelease] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._replicas = list(replicas)
@@ -176,6 +177,7 @@ class ReplicaSet(RequestClient):
         self._draining: set[int] = set()
         self._moving: set[str] = set()
         self._shadow_moves = ShadowMoves(self._replicas, block_size, self._is_accepting, self._note_move)
+        self._followers = PromptFollowers(self._replicas)
         self._step_waiters: list[list[asyncio.Future[None]]] = [[] for _ in self._replicas]
         self._loads: dict[tuple[int, str], asyncio.Future[KVLoaded]] = {}
         self._cost = StepCost()
@@ -289,6 +291,11 @@ class ReplicaSet(RequestClient):
         return len(self._shadow_moves) + sum(replica.num_shadows for replica in self._replicas)
 
     @property
+    def num_followed(self) -> int:
+        """Prompts whose KV another replica loads while they are computed."""
+        return len(self._followers)
+
+    @property
     def num_forecasts(self) -> int:
         """Requests whose lengths are predicted: those that have not ended, if anything asks for it."""
         return 0 if self._lengths is None else len(self._lengths)
@@ -374,6 +381,7 @@ class ReplicaSet(RequestClient):
         """Aborts a request at its replica."""
         self._verifier.forget(request_id)
         self._shadow_moves.stop(request_id)
+        self._followers.end(request_id)
         if (index := self._places.get(request_id)) is not None:
             self._replicas[index].abort(request_id)
 
@@ -432,6 +440,7 @@ class ReplicaSet(RequestClient):
     def _forget(self, index: int) -> None:
         """Forgets what the engine of a replica had cached, how fast it was, and its shadows: it has ended."""
         self._shadow_moves.lose(index)
+        self._followers.lose(index)
         self._stored = {place: stored for place, stored in self._stored.items() if place[0] != index}
         self._speeds.forget(index)
         if self._router is not None:
@@ -445,6 +454,7 @@ class ReplicaSet(RequestClient):
         if placement is None:
             return False
         self._shadow_moves.stop(found.request.request_id)
+        self._followers.end(found.request.request_id)
         self._note_placement(found.request.request_id, placement)
         self._verifier.forget(found.request.request_id)
         self._replicas[placement.index].adopt(found)
@@ -574,6 +584,7 @@ class ReplicaSet(RequestClient):
 
     def _note_move(self, request_id: str, source: int, target: int) -> None:
         self._handing_off[source].discard(request_id)
+        self._followers.end(request_id, target)
         self._places[request_id] = target
         self._num_migrated[target] += 1
         self._verifier.forget(request_id)
@@ -593,13 +604,25 @@ class ReplicaSet(RequestClient):
     def _place_decode(self, index: int, found: InFlightRequest) -> None:
         request_id = found.request.request_id
         assert self._router is not None
-        target = self._router.place_decode(found.request, self._able(found, but=index))
+        able, target = self._able(found, but=index), self._followers.find(request_id)
+        if target is None or all(snapshot.index != target for snapshot in able):
+            target = self._router.place_decode(found.request, able)
         if target is not None:
             self._migrate(request_id, index, target)
         elif found.is_prefilled:  # it goes on where it is
             self._replicas[index].detach_request(request_id)
             self._replicas[index].adopt(found)
             self._handing_off[index].discard(request_id)
+            self._followers.end(request_id)
+
+    def _follow_prompt(self, index: int, request_id: str) -> None:
+        """Has the replica where a request will go on load the KV of its prompt, which is being computed."""
+        found = self._replicas[index].find(request_id)
+        if found is None or found.sink is None or found.has_output or self._router is None or not self._moves_kv:
+            return
+        target = self._router.place_decode(found.request, self._followers.count_in(self._able(found, but=index)))
+        if target is not None:
+            self._followers.begin(found, index, target)
 
     async def drain_replica(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
         self._check_index(index)
@@ -650,7 +673,7 @@ class ReplicaSet(RequestClient):
         self.adapters.are_fixed = True
         self._begin(self._run_update(self._update, release), "rolling update")
 
-    async def _run_update(self, update: RollingUpdate, release: Release) -> None:
+    async def _run_update(self, update: RollingUpdate, release: EngineRelease) -> None:
         try:
             await update.run()
         finally:
@@ -753,10 +776,13 @@ class ReplicaSet(RequestClient):
                 self._lengths.end(event)
             if event.last:
                 self._shadow_moves.stop(event.request_id)
+                self._followers.end(event.request_id)
                 self._places.pop(event.request_id, None)
                 self._handing_off[index].discard(event.request_id)
         elif isinstance(event, KVLoaded) and not event.tier:
             self._note_load(index, event)
+        elif isinstance(event, Scheduled) and event.request_id in self._handing_off[index]:
+            self._follow_prompt(index, event.request_id)
         for listener in self._listeners:
             listener(event)
 

@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class EngineRelease:
     """What engines are made of.
 
     Attributes:
@@ -114,7 +114,7 @@ class RollingUpdate:
         before: made those of the present ones, which have other weights; None: they have the same.
     """
 
-    def __init__(self, replicas: UpdatableReplicas, release: Release, before: Release | None = None) -> None:
+    def __init__(self, replicas: UpdatableReplicas, release: EngineRelease, before: EngineRelease | None = None) -> None:
         self._replicas, self._release, self._before = replicas, release, before
         self._old, self._new = replicas.model, None if before is not None else replicas.model
         self._has_switched = False
@@ -155,7 +155,7 @@ class RollingUpdate:
         self._switch_if_due()
         await old.drain(0.0)
 
-    async def _give_engine(self, index: int, release: Release) -> EngineClient:
+    async def _give_engine(self, index: int, release: EngineRelease) -> EngineClient:
         """Starts a replica's new engine and puts it in the place of the old one, whose client is returned."""
         client = release.make(index, self._replicas.adapter_setting())
         try:

@@ -35,6 +35,7 @@ from cloister.types.events import (
     ABORTED,
     Abort,
     CacheReply,
+    CancelPrefetch,
     FrontMessage,
     HoldKV,
     InspectCache,
@@ -507,10 +508,19 @@ class EngineClient(RequestClient):
         """Ends a request that its engine has left (`InFlightRequest.is_prefilled`) and nothing waits for."""
         self._requests.end(request_id, FinishReason.ABORT, ABORTED)
 
-    def prefetch(self, found: InFlightRequest, source: str) -> None:
-        """Has the engine load KV of a request that another engine runs, from the endpoint `source`; `KVLoaded` says when."""
+    def prefetch(self, found: InFlightRequest, source: str, *, follows: bool = False) -> None:
+        """Has the engine load KV of a request that another engine runs, from the endpoint `source`; `KVLoaded` says when.
+
+        Args:
+            follows: that engine computes its prompt, which is loaded as it is done.
+        """
         self._want()
-        self._send(PrefetchKV(found.request, [*found.request.token_ids, *found.token_ids[0]], KVSource(source)))
+        token_ids = [*found.request.token_ids, *found.token_ids[0]]
+        self._send(PrefetchKV(found.request, token_ids, KVSource(source), follows))
+
+    def cancel_prefetch(self, request_id: str) -> None:
+        """Ends what `prefetch` began: the request does not come."""
+        self._send(CancelPrefetch(request_id))
 
     def hold(self, request_id: str) -> None:
         """Has the engine keep the KV that a request has so far, until another engine has loaded it."""

@@ -20,7 +20,6 @@ from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
 from cloister.kv import KVFormat
 from cloister.scheduler import Scheduler
-from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.text import Tokenizer
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import ConfigError, EngineError
@@ -29,6 +28,7 @@ from cloister.types.events import (
     AdapterReply,
     CacheReply,
     CacheUsage,
+    CancelPrefetch,
     Ended,
     Event,
     FrontMessage,
@@ -141,36 +141,36 @@ class EngineCore:
         """Where other engines load KV from this one; None if they cannot."""
         return None if self._transfer is None else self._transfer.links.endpoint
 
-    def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks], step_bytes: int = MAX_STEP_BYTES) -> None:
+    def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks]) -> None:
         """Lets this engine give cached KV to others, and load theirs. Call it before the first request.
 
         Args:
             make_links: returns connections to other engines with this format.
-            step_bytes: KV that is copied for others between two steps; at least one entry.
 
         Raises:
             ConfigError: the program cannot.
         """
         if self._kv_blocks is None:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
-        self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form), step_bytes)
+        self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form))
 
-    def open_kv_tiers(self, setting: str, pool: tuple[int, PoolSeat] | None = None) -> None:
+    def open_kv_tiers(self, setting: str, pool: tuple[int, PoolSeat] | None = None, codec: str | None = None) -> None:
         """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
 
         Args:
             setting: `kv_tier`: one tier or several.
+            codec: `kv_tier_codec`: how they compress KV.
             pool: descriptor of the memory that engines share, and this one's seat.
 
         Raises:
-            ConfigError: a tier cannot be used, or the program cannot export KV.
+            ConfigError: a tier cannot be used, or the program cannot export KV, or it cannot be compressed.
         """
         if self._kv_blocks is None:
             raise ConfigError("this back end cannot export KV; leave kv_tier out, or compute on a CPU", param="kv_tier")
         from cloister.engine.kv_tier_storage import parse_tiers  # only when it was asked for: it imports cryptography
         from cloister.engine.kv_tiers import EngineTiers
 
-        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool)
+        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool, codec)
 
     def disable_overlap(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""
@@ -197,6 +197,8 @@ class EngineCore:
         try:
             while not self.is_done:
                 outputs = self.step(emit)
+                if self._transfer is not None:
+                    self._transfer.offer_news(self._clock.now())  # before the front hears of the step
                 if outputs is not None:
                     emit(outputs)
                 elif not self.is_done:
@@ -285,6 +287,8 @@ class EngineCore:
                     self._scheduler.kv_loads.refuse(message.request.request_id, now)
                 else:
                     self._transfer.prefetch(message, now)
+            case CancelPrefetch(request_id):
+                self._scheduler.kv_loads.cancel_prefetch(request_id, now)
             case LoadAdapter() | UnloadAdapter():
                 if self._ahead is not None:
                     self._ahead.pause()
@@ -434,6 +438,4 @@ class EngineCore:
         known = (self._scheduler.next_deadline_s, self._drain_by_s, *(state.grammar_deadline_s for state in waiting))
         deadlines = [d for d in known if d is not None]
         longest_s = HEARTBEAT_S if self.waits_for_others else IDLE_WAIT_S
-        if self._transfer is not None and self._transfer.has_demands:
-            longest_s = 0.0  # the rest is copied after this step
         return max(0.0, min([longest_s, *(d - self._clock.now() for d in deadlines)]))

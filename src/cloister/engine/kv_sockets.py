@@ -17,17 +17,19 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
 
 import msgspec
 
-from cloister.engine.kv_transfer import EntryContents, KVDemand, PulledKV
+from cloister.engine.kv_transfer import EntryContents, KVDemand, KVOffer, PulledKV
 from cloister.engine.kv_transports import KV_TRANSPORTS, KVTransport, parse_places
 from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
+from cloister.scheduler.kv_exports import KVEntry
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.logs import describe
 
@@ -71,7 +73,7 @@ class _Pull:
     """One pull, shared by its thread and the engine's."""
 
     def __init__(self, query: KVQuery, endpoint: str, timeout_s: float) -> None:
-        self.query, self.endpoint = query, endpoint
+        self.query, self.endpoint, self.timeout_s = query, endpoint, timeout_s
         self.deadline_s = time.monotonic() + timeout_s
         self.sock: socket.socket | None = None
         self.is_cancelled = False
@@ -81,6 +83,34 @@ class _Pull:
     @property
     def num_bytes(self) -> int:
         return sum(found.num_bytes for found in self.objects)
+
+    def note_part(self) -> None:
+        """Gives the next part of a prompt that is followed as much time as the first one had."""
+        if self.query.follows:
+            self.deadline_s = time.monotonic() + self.timeout_s
+
+
+class _Offered:
+    """What a peer was offered and has not been sent, shared by its thread and the engine's."""
+
+    def __init__(self) -> None:
+        self._entries: deque[KVEntry] = deque()
+        self._read: Callable[[Sequence[KVEntry]], list[EntryContents] | None] = lambda entries: None
+        self._is_complete: bool | None = None
+
+    def add(self, offer: KVOffer) -> None:
+        self._entries += offer.entries
+        self._read, self._is_complete = offer.read, offer.is_complete
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self._entries) or self._is_complete is not None
+
+    def take(self, num_entries: int) -> KVOffer:
+        """Removes and returns what one part has."""
+        taken = [self._entries.popleft() for _ in range(min(num_entries, len(self._entries)))]
+        return KVOffer(taken, self._read, None if self._entries else self._is_complete)
 
 
 class KVSocketLinks:
@@ -102,12 +132,13 @@ class KVSocketLinks:
         self.endpoint = ",".join(self._listen(name, where) for name, where in parse_places(setting))
         self._sealer = KVSealer(form, hmac.digest(secret, b"objects", "sha256"))
         self._ask_key = hmac.digest(secret, b"queries", "sha256")
+        self._num_at_once = max(1, MAX_STEP_BYTES // sum(form.sizes))
         self._max_part_bytes = 2 * MAX_STEP_BYTES + sum(form.sizes) + _OVERHEAD_BYTES
         self._changed = threading.Condition()
         self._wake: Callable[[], None] = lambda: None
         self._pulls: dict[str, _Pull] = {}
         self._demands: list[KVDemand] = []
-        self._replies: dict[int, tuple[list[EntryContents], bool | None]] = {}
+        self._offers: dict[int, _Offered] = {}
         self._peers: dict[int, socket.socket] = {}
         self._num_peers = 0
         self._is_closed = False
@@ -168,10 +199,10 @@ class KVSocketLinks:
             demands, self._demands = self._demands, []
             return demands
 
-    def reply(self, peer: int, entries: list[EntryContents], *, is_complete: bool | None = None) -> None:
+    def offer(self, peer: int, offer: KVOffer) -> None:
         with self._changed:
             if peer in self._peers:
-                self._replies[peer] = entries, is_complete
+                self._offers.setdefault(peer, _Offered()).add(offer)
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -215,6 +246,7 @@ class KVSocketLinks:
                 for found in part.objects:
                     if not self._sealer.is_genuine(found, pull.query.root, pull.query.keys):
                         raise KVLinkError("another engine sent KV that is not what was asked for")
+                pull.note_part()
                 self._hand_in(pull, part.objects)
                 if part.is_complete is not None:
                     return part.is_complete
@@ -271,7 +303,7 @@ class KVSocketLinks:
         finally:
             with self._changed:
                 del self._peers[peer]
-                self._replies.pop(peer, None)
+                self._offers.pop(peer, None)
                 self._demands.append(KVDemand(peer, is_sent=is_sent))
             self._wake()
 
@@ -306,28 +338,31 @@ class KVSocketLinks:
 
     def _serve(self, peer: int, query: KVQuery, sock: socket.socket, deadline_s: float) -> bool:
         """Sends what a peer asks for; returns whether it got all."""
-        wanted: KVQuery | None = query
+        self._put(KVDemand(peer, query))
         while True:
-            self._put(KVDemand(peer, wanted))
-            entries, is_complete = self._await_reply(peer, deadline_s)
-            objects = [self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in entries]
+            if query.follows:
+                deadline_s = time.monotonic() + FOLLOW_TIMEOUT_S
+            offer = self._await_offer(peer, deadline_s)
+            found = offer.read(offer.entries) if offer.entries else []
+            objects = [self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ()]
+            is_complete = offer.is_complete if found is not None else False
             _send(sock, _Part(objects, is_complete), deadline_s)
             if is_complete is not None:
                 return is_complete
-            wanted = None
 
     def _put(self, demand: KVDemand) -> None:
         with self._changed:
             self._demands.append(demand)
         self._wake()
 
-    def _await_reply(self, peer: int, deadline_s: float) -> tuple[list[EntryContents], bool | None]:
+    def _await_offer(self, peer: int, deadline_s: float) -> KVOffer:
+        """Returns what the next part has."""
         with self._changed:
-            while peer not in self._replies:
+            while (offered := self._offers.get(peer)) is None or not offered.is_waiting:
                 if self._is_closed:
                     raise KVLinkError("the engine ends")
                 self._changed.wait(_time_left(deadline_s))
-            return self._replies.pop(peer)
+            return offered.take(self._num_at_once)
 
     def _authenticate(self, hello: _Hello, query: bytes) -> bytes:
         return hmac.digest(self._ask_key, hello.nonce + query, "sha256")

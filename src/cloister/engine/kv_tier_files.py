@@ -59,12 +59,22 @@ class TierFile:
         self, name: str, fd: int, layout: TierLayout, *, is_memory: bool = False, is_shared: bool = False, start: int = 0
     ) -> None:
         weakref.finalize(self, os.close, fd)  # not before the last thread that uses it has ended
-        self.name, self.fd, self.layout, self.is_memory, self._is_shared = name, fd, layout, is_memory, is_shared
+        self.name, self.fd, self.is_memory, self._is_shared = name, fd, is_memory, is_shared
         self.is_full = False
-        self._slot_bytes = layout.slot_bytes
+        self._start = start
         self._firsts: dict[int | None, list[int]] = {}  # by part of the tier
-        self.add_part(None, layout, start)
+        self._place(layout)
         self._use(FIRST_PATTERN)
+
+    def use_layout(self, layout: TierLayout) -> None:
+        """Places slots anew. Nothing may be written or read meanwhile, or wanted of what was written before."""
+        self._place(layout)
+        self.extend()
+        self._use(self.pattern)
+
+    def _place(self, layout: TierLayout) -> None:
+        self.layout, self._slot_bytes = layout, layout.slot_bytes
+        self.add_part(None, layout, self._start)
 
     def _use(self, pattern: ReadPattern) -> None:
         self.pattern, self._reader = pattern, READ_ENGINES[pattern.engine](self.fd)
@@ -132,7 +142,7 @@ class TierFile:
     def extend(self) -> None:
         """Gives a file in memory its whole length, which a map of it needs; memory is taken when it is written."""
         if self.is_memory and not self._is_shared:
-            os.ftruncate(self.fd, self.layout.num_bytes)
+            os.ftruncate(self.fd, max(self.layout.num_bytes, os.fstat(self.fd).st_size))
 
     def drop_page_cache(self) -> None:
         """Has the next reads come from the disk."""

@@ -24,10 +24,11 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.engine.buffer_pool import BufferPool
+from cloister.engine.kv_tier_codec import TierCodec
 from cloister.engine.kv_tier_files import PROBE_BLOCKS, TierFile
 from cloister.kv import KVFormat
 from cloister.kv.objects import KVHeader, RestoredEntry
-from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock
+from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock, TierLayout
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.errors import ConfigError
 from cloister.types.logs import describe
@@ -124,6 +125,7 @@ class TierWorker:
         files: of each tier.
         form: the format of this engine's KV.
         find_cipher: returns what opens a block of another engine, in any thread; None: it cannot be opened any more.
+        codec: compresses blocks before they are sealed; None: they are stored as they are.
     """
 
     def __init__(
@@ -131,8 +133,12 @@ class TierWorker:
         files: Sequence[TierFile],
         form: KVFormat,
         find_cipher: Callable[[TierBlock], AESGCM | None] = lambda block: None,
+        codec: TierCodec | None = None,
     ) -> None:
         self.files, self._format = list(files), form.digest
+        self._codec, self._contents = codec, form.sizes
+        self._stored_form = b""  # what is authenticated of the codec
+        self._is_chosen = False
         self._slot_bytes = self.files[0].layout.slot_bytes  # the same in all of them
         self._keys: dict[bytes, AESGCM] = {}  # by root
         self._secrets: dict[bytes, bytes] = {}  # the same, as bytes
@@ -179,6 +185,22 @@ class TierWorker:
     def on_news(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, from any thread, when there is something to take."""
         self._wake = wake
+
+    def choose_level(self, byte_s: float) -> None:
+        """Has the codec measure its levels beside the steps, and choose one for a tier that reads a byte in this time;
+        `take_choice` says when it has."""
+        self._enqueue(0, partial(self._choose_level, byte_s))
+
+    def take_choice(self) -> bool:
+        """Returns, once, that the codec has chosen."""
+        is_chosen, self._is_chosen = self._is_chosen, False
+        return is_chosen
+
+    def use_layouts(self, layouts: Sequence[TierLayout]) -> None:
+        """Divides the files anew, before the first block is written."""
+        for file, layout in zip(self.files, layouts, strict=True):
+            file.use_layout(layout)
+        self._slot_bytes = layouts[0].slot_bytes
 
     def write(self, block: TierBlock, content: bytes) -> None:
         """Seals and writes a block, after those before; `take_written` says when."""
@@ -283,10 +305,26 @@ class TierWorker:
 
     def _seal(self, block: TierBlock, cipher: AESGCM, content: bytes) -> None:
         started_s = time.thread_time()
-        sealed = self._sealing[: self.files[block.tier].count_sealed(block)]
-        cipher.encrypt_into(_nonce(block), content, self._describe(block), sealed)
-        is_written = self._write(block, sealed)
+        stored = content if self._codec is None else self._codec.encode(block.group, content)
+        is_written = False
+        if stored is not None:
+            sealed = self._sealing[: self.files[block.tier].count_sealed(block)]
+            cipher.encrypt_into(_nonce(block), stored, self._describe(block), sealed)
+            is_written = self._write(block, sealed)
         self._note_written(block, time.thread_time() - started_s, is_written=is_written)
+
+    def _choose_level(self, byte_s: float) -> None:
+        assert self._codec is not None
+        try:
+            chosen = self._codec.choose(byte_s)
+        except Exception as error:  # a thread must not end in silence
+            _logger.warning("the KV tiers store nothing, as their codec could not be measured: %s", describe(error))
+            return
+        self._stored_form = chosen.level.name.encode()
+        share = 100 * sum(chosen.stored_bytes) / sum(self._contents)
+        _logger.info("the KV tiers store at level %s: %.0f%% of the bytes", chosen.level.name, share)
+        self._is_chosen = True
+        self._wake()
 
     def _fetch(self, block: TierBlock, moved: TierBlock) -> None:
         """Reads a block that moves, before its slot is written again; the other tier's thread may have to wait for a disk."""
@@ -337,7 +375,7 @@ class TierWorker:
             found = self._make_objects(job, part, opened.result())
             now_s = time.perf_counter()
             with self._lock:
-                job.measure.add(tier, sum(one.num_bytes for one in found), now_s - last_s)
+                job.measure.add(tier, self._count_stored(part[: len(found)]), now_s - last_s)
                 job.objects += found
                 job.num_arrived += len(found)
             last_s = now_s
@@ -370,6 +408,10 @@ class TierWorker:
         if part:
             yield part, tier
 
+    def _count_stored(self, entries: Sequence[TierEntry]) -> int:
+        sizes = self.files[0].layout.block_bytes
+        return sum([sizes[block.group] for entry in entries for block in entry.blocks if block is not None])
+
     def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, memoryview]) -> list[RestoredEntry]:
         """Returns the entries of a part as far as all of their blocks were opened, and notes the one that could not be."""
         objects: list[RestoredEntry] = []
@@ -389,8 +431,9 @@ class TierWorker:
         """Reads the blocks of a part, neighbours at once, and returns the contents of those that open, by number."""
         opened: dict[int, memoryview] = {}
         blocks = [block for entry in part for block in entry.blocks if block is not None]
-        sizes = self.files[0].layout.block_bytes
-        room, num_filled = self._buffers.take(sum([sizes[block.group] for block in blocks])), 0
+        sizes, contents, codec = self.files[0].layout.block_bytes, self._contents, self._codec
+        room, num_filled = self._buffers.take(sum([contents[block.group] for block in blocks])), 0
+        streams = room if codec is None else self._buffers.take(max(sizes))
         for tier, file in enumerate(self.files):
             for run in file.list_runs([block for block in blocks if block.tier == tier]):
                 if job.is_over:
@@ -402,23 +445,27 @@ class TierWorker:
                 first = run[0][0]
                 for place, block in run:  # this loop has what a small block costs besides cryptography
                     begin, size = place - first, sizes[block.group]
-                    content = room[num_filled : num_filled + size]
-                    num_filled += size
+                    content = room[num_filled : num_filled + contents[block.group]]
+                    num_filled += len(content)
                     cipher = job.cipher if block.home is None else self._find_cipher(block)
                     if cipher is None:
                         continue
+                    is_coded = codec is not None and codec.is_coded(block.group)
+                    stored = streams[:size] if is_coded else content
                     try:
                         cipher.decrypt_into(
-                            _nonce(block), sealed[begin : begin + size + TAG_BYTES], self._describe(block), content
+                            _nonce(block), sealed[begin : begin + size + TAG_BYTES], self._describe(block), stored
                         )
                     except (InvalidTag, ValueError):
                         continue
-                    opened[block.number] = content
+                    if codec is None or not is_coded or codec.decode(block.group, stored, content):
+                        opened[block.number] = content
         return opened
 
     def _describe(self, block: TierBlock) -> bytes:
         """Returns what is authenticated together with the contents of a block."""
-        return _encode((b"cloister/kv-tier/1", self._format, block.root, block.key, block.entry, block.group))
+        form = self._format + self._stored_form
+        return _encode((b"cloister/kv-tier/1", form, block.root, block.key, block.entry, block.group))
 
     # When it starts
 

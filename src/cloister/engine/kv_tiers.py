@@ -10,11 +10,12 @@ from typing import Final
 
 from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_pool_member import PoolMember
+from cloister.engine.kv_tier_codec import TierCodec
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierArrival, TierWorker
 from cloister.engine.kv_transfer import KVBlocks
-from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierLayout
+from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierBlock, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.scheduler.kv_restores import TRIAL
@@ -57,10 +58,11 @@ class EngineTiers:
     Args:
         blocks: the KV of its program.
         settings: which tiers, and where; the fastest first.
+        codec: how blocks are compressed (`kv_tier_codec`); None: not at all.
         pool: descriptor of the pool that engines share, and this one's seat; None: it has none.
 
     Raises:
-        ConfigError: one cannot be used.
+        ConfigError: one cannot be used, or nothing can be compressed.
     """
 
     def __init__(
@@ -69,23 +71,30 @@ class EngineTiers:
         blocks: KVBlocks,
         settings: Sequence[TierSetting],
         pool: tuple[int, PoolSeat] | None = None,
+        codec: str | None = None,
     ) -> None:
         self._loads, self._blocks = scheduler.kv_loads, blocks
-        num_shares = max(1, scheduler.config.cache_scopes)
+        self._codec = None if codec is None else TierCodec(blocks.planes, blocks.form.sizes, codec)
+        self._is_choosing = False
+        self._num_shares, self._groups = max(1, scheduler.config.cache_scopes), scheduler.pool.groups
+        self._limits = [setting.limit_bytes for setting in settings]
         indexes, files = list[KVTierIndex](), list[TierFile]()
         self._member: PoolMember | None = None
         for number, setting in enumerate(settings):
             if pool is not None and setting.is_shared:
-                self._member = PoolMember(*pool, blocks.form, scheduler.pool.groups, setting.name, num_shares, number)
+                self._member = PoolMember(*pool, blocks.form, self._groups, setting.name, self._num_shares, number)
                 indexes.append(self._member.index)
                 files.append(self._member.file)
                 continue
-            layout = TierLayout.plan(setting.limit_bytes, blocks.form.sizes, scheduler.pool.groups, num_shares)
-            indexes.append(KVTierIndex(setting.name, layout, num_shares, number))
+            layout = self._plan(number)
+            indexes.append(KVTierIndex(setting.name, layout, self._num_shares, number))
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)
-        self.worker = TierWorker(files, blocks.form, *([] if self._member is None else [self._member.find_cipher]))
+        if self._member is None:
+            self.worker = TierWorker(files, blocks.form, codec=self._codec)
+        else:
+            self.worker = TierWorker(files, blocks.form, self._member.find_cipher)  # `launch.settings` refuses a codec here
         for index, measured in zip(indexes, self.worker.probe(), strict=True):
             index.learn(*measured)
         scheduler.use_tiers(self.tiers)
@@ -95,6 +104,12 @@ class EngineTiers:
         self._dispatched_s = time.process_time()
         self._wake: Callable[[], None] = lambda: None
 
+    def _plan(self, tier: int) -> TierLayout:
+        """Returns the slots of a tier, for blocks as they are stored."""
+        sizes = self._blocks.form.sizes
+        stored = sizes if self._codec is None else self._codec.stored_bytes
+        return TierLayout.plan(self._limits[tier], stored, self._groups, self._num_shares, content_bytes=sizes)
+
     def on_news(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, from any thread, when there is something to take."""
         self._wake = wake
@@ -102,6 +117,8 @@ class EngineTiers:
 
     def serve(self, now: float) -> None:
         """Takes what was written and read, and what other engines have announced."""
+        if self._is_choosing and self.worker.take_choice():
+            self._use_choice()
         for tier, index in enumerate(self.tiers.indexes):
             written, busy_s = self.worker.take_written(tier)
             if written:
@@ -164,12 +181,32 @@ class EngineTiers:
         started_s = time.thread_time()
         copies, index.copies = index.copies, []
         contents = iter(self._blocks.export([source for source, _ in copies if isinstance(source, int)]))
+        if self._codec is not None and (self._codec.chosen is None or self._is_choosing):
+            self._sample([block for _, block in copies], list(contents))
+            return
         for source, block in copies:
             if isinstance(source, int):
                 self.worker.write(block, next(contents))
             else:
                 self.worker.move(source, block)
         index.spend(time.thread_time() - started_s, [block for source, block in copies if isinstance(source, int)])
+
+    def _sample(self, blocks: Sequence[TierBlock], contents: Sequence[bytes]) -> None:
+        """Gives the codec blocks to measure, and stores none of them: their slots have not got their size yet."""
+        assert self._codec is not None
+        for block, content in zip(blocks, contents, strict=True):
+            self.tiers.indexes[block.tier].confirm(block, is_written=False)
+            if not self._is_choosing and self._codec.add_sample(block.group, content):
+                self._is_choosing = True
+                self.worker.choose_level(self.tiers.indexes[-1].predict_s(1))
+
+    def _use_choice(self) -> None:
+        """Gives slots the size that blocks have at the level that was chosen; nothing has been stored yet."""
+        self._is_choosing = False
+        layouts = [self._plan(tier) for tier in range(len(self._limits))]
+        self.worker.use_layouts(layouts)
+        for index, layout in zip(self.tiers.indexes, layouts, strict=True):
+            index.use_layout(layout)
 
     def note_step(self) -> None:
         """Notes that a step has run since `dispatch`: storing may take a small part of its processor time. Times on the clock

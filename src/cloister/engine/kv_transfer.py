@@ -1,21 +1,22 @@
 """KV from and to other engines, between two steps: connects the scheduler's loads and exports, the program's blocks, and the
 links to other engines (decisions/0022).
 
-Everything here runs on the engine's thread, and takes a bounded time in each step. Links wait for other
-engines, in threads of their own.
+Everything here runs on the engine's thread, and takes a bounded time in each step, but for the copies (`KVOffer.read`): links
+make them, and wait for other engines, in threads of their own.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from cloister.backends.kv_planes import KVPlane
 from cloister.kv import NO_BLOCK, KVFormat, KVObject, KVQuery
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_exports import KVEntry
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
 from cloister.types.events import KVSource, PrefetchKV
 
 
@@ -39,13 +40,13 @@ class KVDemand:
 
     Attributes:
         peer: number of its connection.
-        query: what it asks for; None: the next part of that.
-        is_sent: the connection has ended: whether all was sent. None: it has not.
+        query: what it asks for; None: the connection has ended.
+        is_sent: it has ended: whether all was sent.
     """
 
     peer: int
     query: KVQuery | None = None
-    is_sent: bool | None = None
+    is_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,33 @@ class EntryContents:
 
 
 @dataclass(frozen=True, slots=True)
+class KVOffer:
+    """Entries for a peer. Its connection copies a part of them when the one before it was sent, also while a step runs.
+
+    Attributes:
+        read: copies entries, from any thread; None if they are not there any more.
+        is_complete: these are the last ones: whether the peer has all then. None: more may come.
+    """
+
+    entries: list[KVEntry]
+    read: Callable[[Sequence[KVEntry]], list[EntryContents] | None]
+    is_complete: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KVBlocks:
     """The KV of a program.
 
     Attributes:
         form: its format.
-        export: copies blocks (`backends.base.Program.export_blocks`); called between two steps.
+        export: copies blocks (`backends.base.Program.export_blocks`); may be called from any thread, for blocks that no step
+            writes.
+        planes: where the numbers of a block of each group lie (`backends.base.Program.list_planes`).
     """
 
     form: KVFormat
     export: Callable[[Sequence[int]], list[bytes]]
+    planes: Sequence[Sequence[KVPlane]] = ()
 
 
 class KVLinks(Protocol):
@@ -100,8 +118,8 @@ class KVLinks(Protocol):
         """Removes and returns what other engines want, oldest first."""
         ...
 
-    def reply(self, peer: int, entries: list[EntryContents], *, is_complete: bool | None = None) -> None:
-        """Sends a part of what a peer asked for. With `is_complete` it is the last one: whether the peer has all then."""
+    def offer(self, peer: int, offer: KVOffer) -> None:
+        """Sends entries that a peer asked for, behind those of earlier offers."""
         ...
 
     def close(self) -> None:
@@ -115,17 +133,15 @@ class KVTransfer:
     Args:
         blocks: the KV of its program.
         links: connections to other engines.
-        step_bytes: KV that is copied for others between two steps; at least one entry.
     """
 
-    def __init__(self, scheduler: Scheduler, blocks: KVBlocks, links: KVLinks, step_bytes: int = MAX_STEP_BYTES) -> None:
+    def __init__(self, scheduler: Scheduler, blocks: KVBlocks, links: KVLinks) -> None:
         self.links = links
         self._loads, self._exports = scheduler.kv_loads, scheduler.kv_exports
         self._blocks = blocks
-        self._num_at_once = max(1, step_bytes // sum(blocks.form.sizes))
         self._sources: dict[str, str] = {}
-        self._demands: deque[KVDemand] = deque()
-        self._numbers: dict[int, int] = {}  # by peer
+        self._numbers: dict[int, int] = {}  # of exports, by peer
+        self._unfinished: set[int] = set()  # peers to which more will be offered
 
     def load_from(self, request_id: str, source: KVSource) -> None:
         """Says where KV of a request is, before its load begins."""
@@ -134,24 +150,30 @@ class KVTransfer:
     def prefetch(self, message: PrefetchKV, now: float) -> None:
         """Begins to load KV for a request that may come later."""
         self.load_from(message.request.request_id, message.source)
-        self._loads.prefetch(message.request, message.token_ids, now)
-
-    @property
-    def has_demands(self) -> bool:
-        """Whether others wait for a copy."""
-        return bool(self._demands)
+        if message.follows:
+            self._loads.follow(message.request, now)
+        else:
+            self._loads.prefetch(message.request, message.token_ids, now)
 
     def serve(self, now: float) -> None:
-        """Takes what has come, and copies what others want, as much as one step may."""
+        """Takes what has come, and offers others what they want."""
         if self._loads.num_waiting_bytes < 2 * MAX_STEP_BYTES:
             for pulled in self.links.take_pulled():
                 self._loads.arrive(pulled.request_id, pulled.objects)
                 if pulled.is_complete is not None:
                     self._loads.finish(pulled.request_id, now, is_complete=pulled.is_complete)
-        self._demands += self.links.take_demands()
-        num_left = self._num_at_once
-        while self._demands and num_left > 0:
-            num_left -= self._answer(self._demands.popleft(), num_left, now)
+        for demand in self.links.take_demands():
+            if demand.query is None:
+                self._end(demand)
+            else:
+                self._numbers[demand.peer] = self._exports.open(demand.query, now)
+                self._unfinished.add(demand.peer)
+        self.offer_news(now)
+
+    def offer_news(self, now: float) -> None:
+        """Offers others what a step has added to the prompts that they follow."""
+        for peer in sorted(self._unfinished):
+            self._offer(peer, self._numbers[peer], now)
 
     def dispatch(self) -> None:
         """Tells the links which transfers begin, and which are not wanted any more."""
@@ -159,38 +181,40 @@ class KVTransfer:
         for request_id in cancelled:
             self.links.cancel(request_id)
         queries, self._loads.queries = self._loads.queries, []
-        for query in queries:
-            self.links.pull(query, self._sources[query.request_id], KV_LOAD_TIMEOUT_S)
+        for query in {query.request_id: query for query in queries}.values():  # a later load replaces an earlier one
+            if self._loads.is_loading(query.request_id):
+                timeout_s = FOLLOW_TIMEOUT_S if query.follows else KV_LOAD_TIMEOUT_S
+                self.links.pull(query, self._sources[query.request_id], timeout_s)
         if not len(self._loads):
             self._sources.clear()
 
-    def _answer(self, demand: KVDemand, num_most: int, now: float) -> int:
-        """Answers one demand, and returns the number of entries copied."""
-        if demand.is_sent is not None:
-            self._end(demand.peer, is_complete=demand.is_sent)
-            return 0
-        if demand.query is not None:
-            self._numbers[demand.peer] = self._exports.open(demand.query, now)
-        number = self._numbers.get(demand.peer)
-        if number is None:
-            return 0
-        root = self._exports.root_of(number)
-        taken = self._exports.take(number, num_most)
-        if taken is None:
-            self.links.reply(demand.peer, [], is_complete=False)
-            return 0
-        is_last = self._exports.is_done(number)
-        self.links.reply(demand.peer, self._copy(root, taken), is_complete=True if is_last else None)
-        return len(taken)
+    def _offer(self, peer: int, number: int, now: float) -> None:
+        """Offers a peer what is new."""
+        self._exports.extend(number, now)
+        entries = self._exports.take(number)
+        is_last = entries is None or self._exports.is_done(number)
+        if is_last:
+            self._unfinished.discard(peer)
+        if entries or is_last:
+            read = partial(self._read, number, self._exports.root_of(number))
+            self.links.offer(peer, KVOffer(entries or [], read, entries is not None if is_last else None))
 
-    def _end(self, peer: int, *, is_complete: bool) -> None:
-        number = self._numbers.pop(peer, None)
+    def _end(self, demand: KVDemand) -> None:
+        self._unfinished.discard(demand.peer)
+        number = self._numbers.pop(demand.peer, None)
         if number is not None:
-            self._exports.close(number, is_complete=is_complete)
+            self._exports.close(number, is_complete=demand.is_sent)
 
-    def _copy(self, root: bytes, entries: Sequence[KVEntry]) -> list[EntryContents]:
+    def _read(self, number: int, root: bytes, entries: Sequence[KVEntry]) -> list[EntryContents] | None:
+        """Copies entries of an export.
+
+        A step may run meanwhile. It does not write blocks with a lease; and as a lease ends before its blocks are free, they
+        were not free before the copy was made if it has not ended after that.
+        """
         blocks = [block for found in entries for block in found.blocks if block != NO_BLOCK]
         copies = dict(zip(blocks, self._blocks.export(blocks), strict=True))
+        if not self._exports.is_leased(number):
+            return None
         return [
             EntryContents(root, found.key, found.entry, tuple(copies.get(block, b"") for block in found.blocks))
             for found in entries

@@ -53,18 +53,21 @@ class Leases:
         """When the next lease ends."""
         return min((lease.until_s for lease in self.by_name.values()), default=None)
 
-    def take(self, name: str, keys: Sequence[bytes], until_s: float, *, of_one_request: bool = False) -> list[int]:
+    def take(
+        self, name: str, keys: Sequence[bytes], until_s: float, *, start: int = 0, of_one_request: bool = False
+    ) -> list[int]:
         """Leases what a request with these keys would find, as far as the share of leases reaches. Returns its block table,
         in entries of a block for each group.
 
         A name that is known gets these blocks too; its lease ends at the later of both times.
 
         Args:
+            start: entries before it are neither leased nor returned.
             of_one_request: the keys are of a scope that ends with its request, and what it left ends with the lease.
         """
-        table = self._cache.match(keys)
+        table = self._match(keys, start)
         while table and (excess := self._count_excess(table)):
-            table = self._cache.match(keys[: max(0, len(table) // self._pool.num_groups - excess)])
+            table = self._match(keys[: max(0, start + len(table) // self._pool.num_groups - excess)], start)
         if not table:
             return []
         for block in _blocks(table):
@@ -104,6 +107,9 @@ class Leases:
         """Ends the leases whose time is over."""
         for name in [name for name, lease in self.by_name.items() if lease.until_s <= now]:
             self.drop(name)
+
+    def _match(self, keys: Sequence[bytes], start: int) -> list[int]:
+        return self._cache.match(keys)[start * self._pool.num_groups :]
 
     def _count_excess(self, table: Sequence[int]) -> int:
         """Returns how many blocks of a table are too many, in the group where most are."""

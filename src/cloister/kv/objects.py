@@ -150,12 +150,14 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True):
         root: root of the chain.
         keys: prefix keys, by entry.
         num_known: the asker has so many leading entries, for layers that see all positions.
+        follows: the request's prompt is being computed there: entries are sent as they are done, until the last one is.
     """
 
     request_id: str
     root: bytes
     keys: list[bytes]
     num_known: int = 0
+    follows: bool = False
 
     def __repr__(self) -> str:
         """Shows no key: where a scope has no secret, a key tells whether somebody's text is known."""

@@ -91,12 +91,14 @@ class TierLayout:
     """The slots of a tier.
 
     Attributes:
-        block_bytes: bytes of a block of each group.
+        block_bytes: bytes of a block of each group, as it is stored.
         num_slots: slots of each group.
+        content_bytes: bytes of a block before it is compressed; empty where none is.
     """
 
     block_bytes: tuple[int, ...]
     num_slots: tuple[int, ...]
+    content_bytes: tuple[int, ...] = ()
 
     @classmethod
     def plan(
@@ -106,6 +108,7 @@ class TierLayout:
         groups: Sequence[BlockGroup],
         num_shares: int = 1,
         *,
+        content_bytes: Sequence[int] = (),
         fixed_bytes: int = 0,
         record_bytes: int = 0,
     ) -> TierLayout:
@@ -129,7 +132,11 @@ class TierLayout:
             raise ConfigError(
                 f"kv_tier is too small for one block of each kind{shares}; give it at least {least}M", param="kv_tier"
             )
-        return cls(tuple(block_bytes), num_slots)
+        return cls(tuple(block_bytes), num_slots, tuple(content_bytes))
+
+    def count_content(self, group: int) -> int:
+        """Returns the bytes of a block before it is compressed."""
+        return (self.content_bytes or self.block_bytes)[group]
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -241,7 +248,7 @@ class KVTierIndex:
     """
 
     def __init__(self, name: str, layout: TierLayout, num_shares: int = 1, number: int = 0, *, first_number: int = 0) -> None:
-        self.name, self.layout = name, layout
+        self.name = name
         self._num_shares, self._number = num_shares, number
         self.below: KVTierIndex | None = None
         self.copies: list[tuple[int | TierBlock, TierBlock]] = []
@@ -249,6 +256,7 @@ class KVTierIndex:
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
         self._accounts: dict[bytes, _Account] = {}  # of owners that have blocks
+        self.layout = layout
         self._slots = [_Slots(num_slots, num_shares) for num_slots in layout.num_slots]
         self.kept = KeptBlocks(len(layout.num_slots))
         self._unwritten: dict[int, TierBlock] = {}  # by number
@@ -256,6 +264,12 @@ class KVTierIndex:
         self.uses = count()
         self._byte_s = 0.0
         self._num_declined = 0
+
+    def use_layout(self, layout: TierLayout) -> None:
+        """Divides the tier anew. It must be empty."""
+        assert not len(self), "a tier that has blocks keeps its layout"
+        self.layout = layout
+        self._slots = [_Slots(num_slots, self._num_shares) for num_slots in layout.num_slots]
 
     def __len__(self) -> int:
         """Blocks that it holds, or that are being written."""
@@ -327,7 +341,7 @@ class KVTierIndex:
         if self.is_stopped or not self._slots[group].has_share(owner):
             return None
         account = self._accounts.get(owner) or _Account()
-        num_bytes = account.unwritten_bytes + self.layout.block_bytes[group]
+        num_bytes = account.unwritten_bytes + self.layout.count_content(group)
         return None if account.is_paused or num_bytes > MAX_UNWRITTEN_BYTES / self._num_shares else account
 
     def _take_slot(self, owner: bytes, group: int) -> int:
@@ -346,12 +360,12 @@ class KVTierIndex:
         self.kept.add(stored.root, stored.group, stored.key)
         self._unwritten[stored.number] = stored
         self._accounts[stored.owner] = account
-        account.unwritten_bytes += self.layout.block_bytes[stored.group]
+        account.unwritten_bytes += self.layout.count_content(stored.group)
 
     def confirm(self, stored: TierBlock, *, is_written: bool) -> None:
         """Notes that a block was written, or could not be."""
         if self._unwritten.pop(stored.number, None) is not None:
-            self._accounts[stored.owner].unwritten_bytes -= self.layout.block_bytes[stored.group]
+            self._accounts[stored.owner].unwritten_bytes -= self.layout.count_content(stored.group)
             self._close_account(stored.owner)
         if is_written:
             self.num_stored_blocks += 1
@@ -452,7 +466,7 @@ class KVTierIndex:
             assert all(self.kept.has(stored.root, group, key) for key, stored in slots.blocks.items()), "a root is lost"
         assert all(slots.used.keys() == slots.blocks.keys() >= slots.rising for slots in self._slots), "a use is lost"
         assert len(self.kept) == len(self), "a root has a block that is gone"
-        sizes = [self.layout.block_bytes[stored.group] for stored in self._unwritten.values()]
+        sizes = [self.layout.count_content(stored.group) for stored in self._unwritten.values()]
         unwritten_bytes = sum(account.unwritten_bytes for account in self._accounts.values())
         assert sum(sizes) == unwritten_bytes, "the count of unwritten bytes is off"
         assert all(owner in self._accounts for slots in self._slots for owner in slots.owned), "an owner has no account"

@@ -14,6 +14,7 @@ from cloister.backends.encoder_spec import EncoderSpec
 from cloister.backends.native.limits import list_missing
 from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
 from cloister.engine.machine import Machine
+from cloister.kv.codec_levels import is_lossy
 from cloister.models import LoadedModel
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
 from cloister.types.config import EngineConfig
@@ -49,7 +50,8 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
         device=config.device or "cpu",
         dtype=config.dtype,
         kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if takes_any_kv else None),
-        numerics=config.numerics,
+        # on a CPU `fast` permits KV tiers with loss, and kernels are exact
+        numerics="exact" if is_lossy(config.kv_tier_codec) and (config.device or "cpu") == "cpu" else config.numerics,
         store=weights_cache(config),
         store_bytes=cache_bytes(config),
     )

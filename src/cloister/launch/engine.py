@@ -21,6 +21,7 @@ from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, KVFormat, PrefixKeys
+from cloister.kv.codec_levels import is_lossy
 from cloister.launch.backend import (
     NO_QUANT,
     QUANT_VERSION,
@@ -217,7 +218,8 @@ def _kv_blocks(info: ModelInfo, groups: Sequence[KVGroup], block_size: int, prog
     firsts = [sum(group.num_blocks for group in groups[:number]) for number in range(len(groups))]
     sizes = tuple(len(content) for content in program.export_blocks(firsts))
     layout = repr([(sorted(group.layers), group.window, group.is_state) for group in groups])
-    return KVBlocks(KVFormat(info.fingerprint, block_size, layout, sizes), program.export_blocks)
+    planes = [program.list_planes(first) for first in firsts]
+    return KVBlocks(KVFormat(info.fingerprint, block_size, layout, sizes), program.export_blocks, planes)
 
 
 def _rehearse_tower(vision: AnyVisionSpec, program: Program, dtype: str | None) -> None:
@@ -427,5 +429,6 @@ def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> 
     # the maximum length of a sequence may affect rotations
     turns = repr([layer.attention and layer.attention.rope for layer in model.spec.layers])
     tower = [] if model.spec.vision is None else [version("torch")]  # it computes towers for every back end
-    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns, *tower)
+    lossy = [f"kv_tier_codec {config.kv_tier_codec}"] if is_lossy(config.kv_tier_codec) else []
+    parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns, *tower, *lossy)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from cloister.types.errors import ConfigError
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import MakeRouter
-    from cloister.cluster.rolling_update import Release
+    from cloister.cluster.rolling_update import EngineRelease
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.child_process import ProcessHandle
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from cloister.types.request import ModelInfo
 
 
+NUM_SPARE_PARTS: Final = 2
+"""Parts of a shared KV tier beyond one for each replica: a rolling update starts an engine beside the others, while the part of
+the one before may still be wiped. What is not written takes no memory."""
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 
@@ -87,18 +90,18 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import ClusterConfig
     from cloister.cluster.roles import assign_roles
-    from cloister.cluster.rolling_update import Release
+    from cloister.cluster.rolling_update import EngineRelease
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
     kv_secret = _draw_kv_secret(config)
-    kv_pool = _make_kv_pool(config, front.replicas + 1)  # a rolling update starts an engine beside the others
+    kv_pool = _make_kv_pool(config, front.replicas + NUM_SPARE_PARTS)
 
-    def make_release(model: str) -> Release:
+    def make_release(model: str) -> EngineRelease:
         """A template of its own loads what is installed now."""
         return release_of(model, _make_fork_server(replace(config, model=model), front))
 
-    def release_of(model: str, server: ForkServer | None) -> Release:
-        return Release(model, partial(make, replace(each, model=model), server), config.request_timeout_s)
+    def release_of(model: str, server: ForkServer | None) -> EngineRelease:
+        return EngineRelease(model, partial(make, replace(each, model=model), server), config.request_timeout_s)
 
     def make(own: EngineConfig, server: ForkServer | None, index: int, lora: str | None) -> EngineClient:
         return _make_client(replace(own, lora=lora), front, server, kv_secret=kv_secret, kv_pool=kv_pool, replica=index)

@@ -11,6 +11,7 @@ from typing import Final
 
 from cloister.backends import BACKENDS
 from cloister.engine.machine import Machine, read_machine
+from cloister.kv.codec_levels import is_lossy
 from cloister.launch.backend import NO_QUANT, choose_backend, chosen_backend
 from cloister.policy import Entry, Policy, apply_profile, apply_profile_to_front, is_loopback, read_credentials
 from cloister.policy.policy import Use
@@ -183,9 +184,22 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
         ConfigError: it has no effect, or `kv_tier` names no tier.
         PolicyError: the profile denies it.
     """
+    lossy = is_lossy(config.kv_tier_codec)
     if config.kv_tier is None:
+        if config.kv_tier_codec is not None:
+            raise ConfigError(
+                "kv_tier_codec compresses what kv_tier stores; set kv_tier, or leave it out", param="kv_tier_codec"
+            )
         return
     from cloister.engine.kv_tier_storage import KV_TIERS, ONLY_REPLICAS, parse_tiers  # only when it was asked for
+
+    policy.check({"kv-tier-lossy": Use(lossy, f"setting `kv_tier_codec` {config.kv_tier_codec}")})
+    if lossy and config.numerics == "exact":
+        raise ConfigError(
+            f"kv_tier_codec {config.kv_tier_codec} may change answers, depending on what was evicted; choose lossless or auto, "
+            "or set numerics fast",
+            param="kv_tier_codec",
+        )
 
     tiers = parse_tiers(config.kv_tier)
     for where in tiers:
@@ -197,6 +211,12 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
         raise ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
     if any(where.is_shared for where in tiers) and (server.replicas == 1 or server.on != LOCAL):
         raise ConfigError(ONLY_REPLICAS, param="kv_tier")
+    if any(where.is_shared for where in tiers) and config.kv_tier_codec is not None:
+        raise ConfigError(
+            "a shared tier is not compressed, as its engines would choose levels of their own; leave kv_tier_codec out, or "
+            "set kv_tier to host:SIZE",
+            param="kv_tier_codec",
+        )
     if any(where.num_bytes is None and (where.storage.is_memory or server.replicas > 1) for where in tiers):
         raise ConfigError(
             "give kv_tier a size, such as host:4G; of several replicas each has a tier of its own", param="kv_tier"

@@ -435,6 +435,31 @@ _FEATURES: Final = (
         instead="leave the setting `kv_tier` out; what was evicted is computed again",
     ),
     _feature(
+        "kv-tier-lossy",
+        row="offload",
+        setting="kv_tier_codec fine, medium, coarse or auto-lossy",
+        title="KV below the device, compressed with loss",
+        does="rounds KV that is kept below the device: three to seven times as much has room, and loads are quicker",
+        endangers="an answer may differ a little where KV was evicted and came back, so it depends on what else the engine did",
+        part="lossy",
+        open=allow(ONE_USER),
+        team=mitigate(
+            "each tenant has its own share of the prefix cache and of the tiers, so only its own requests evict its KV"
+        ),
+        private=_COPIES_STAY,
+        paranoid=refuse("KV never leaves the device"),
+        residue="none beside that of the tier: streams are as long as each other, whatever is in them",
+        where=("host memory", "SSD"),
+        attack="a stream that was damaged or made by somebody else",
+        mitigations=(
+            "streams are compressed before they are sealed, and padded: their lengths tell nothing",
+            "a stream is opened by AES-256-GCM before it is decoded, and decoding checks every bound",
+            "the level is part of what is sealed, and of the fingerprint that answers and prefix keys have",
+            "refused with `numerics` exact, which promises that answers do not depend on other requests",
+        ),
+        instead="leave `kv_tier_codec` out, or set it to lossless or auto, which return the same bits",
+    ),
+    _feature(
         "kv-tier-shared",
         row="offload",
         setting="kv_tier shared:SIZE",

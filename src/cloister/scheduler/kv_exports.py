@@ -1,21 +1,25 @@
 """KV that other engines load from this one (decisions/0022). Pure: no I/O, no clock; it takes `now`.
 
-What is found when a query comes is leased until all of it was copied, so that no block is evicted or written in between.
-Copies are made between two steps, a part at a time.
+What is found when a query comes is leased until all of it was copied, so that no block is evicted or written in between. A
+query may follow a prompt that is being computed here (decisions/0037): then entries are found as steps complete them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVQuery
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
 from cloister.scheduler.request_table import RequestTable
 
 MAX_EXPORTS: Final = 8
 """Engines that load at once; a further one is told that nothing is known."""
+PART_SHARE: Final = 4
+"""One part in so many of a followed prompt is left for the steps after the next one."""
+LAST_TOKENS: Final = 64
+"""The last step of a followed prompt computes at most so many tokens, if there were more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,20 @@ class KVEntry:
 
 @dataclass(slots=True)
 class _Export:
+    """One export.
+
+    Attributes:
+        entries: leased, and not taken yet.
+        num_found: leading entries that were looked up.
+        follows: more may be found.
+        is_lost: its lease ended too early.
+    """
+
     query: KVQuery
-    entries: list[KVEntry]
+    follows: bool
+    entries: list[KVEntry] = field(default_factory=list)
+    num_found: int = 0
+    is_lost: bool = False
 
 
 class KVExports:
@@ -45,6 +61,7 @@ class KVExports:
     """
 
     def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
         self._leases = requests.leases
         self._num_groups = requests.pool.num_groups
         self._windows = [group.window for group in requests.pool.groups]
@@ -58,39 +75,51 @@ class KVExports:
     def open(self, query: KVQuery, now: float) -> int:
         """Looks up what a query asks for, and leases it. Returns the number of the export."""
         number = next(self._numbers)
-        entries: list[KVEntry] = []
-        if self._leases is not None and len(self._exports) < MAX_EXPORTS:
-            table = self._leases.take(_name(number), query.keys, now + KV_LOAD_TIMEOUT_S)
-            for entry in range(len(table) // self._num_groups):
-                blocks = tuple(
-                    NO_BLOCK if window is None and entry < query.num_known else block
-                    for block, window in zip(
-                        table[entry * self._num_groups : (entry + 1) * self._num_groups], self._windows, strict=True
-                    )
-                )
-                if any(block != NO_BLOCK for block in blocks):
-                    entries.append(KVEntry(entry, query.keys[entry], blocks))
-        self._exports[number] = _Export(query, entries)
+        has_room = self._leases is not None and len(self._exports) < MAX_EXPORTS
+        export = self._exports[number] = _Export(query, follows=query.follows and has_room)
+        if export.follows:
+            self.extend(number, now)
+        elif has_room:
+            self._find(number, export, now)
         return number
 
-    def take(self, number: int, num_entries: int) -> list[KVEntry] | None:
-        """Returns the next entries of an export, to be copied at once; none after the last one. None if its lease has ended
-        before all were taken."""
+    def extend(self, number: int, now: float) -> None:
+        """Looks up what steps have added to a prompt that is followed."""
+        export = self._exports[number]
+        if not export.follows:
+            return
+        if export.num_found and not self.is_leased(number):
+            export.follows, export.is_lost = False, True
+            return
+        num_done = self._count_done(export.query)
+        export.follows = num_done is not None
+        # a state is kept behind the whole prompt only, and without one nothing is found
+        has_news = num_done is None or (num_done > export.num_found and self._requests.pool.state_group is None)
+        if has_news:
+            self._find(number, export, now)
+
+    def take(self, number: int, num_entries: int | None = None) -> list[KVEntry] | None:
+        """Returns the next entries of an export, so many or all; none after the last one, or while there are no new ones. None
+        if its lease has ended before all were taken."""
         export = self._exports.get(number)
-        if export is None:
+        if export is None or export.is_lost or (export.entries and not self.is_leased(number)):
             return None
-        if export.entries and (self._leases is None or _name(number) not in self._leases):
-            return None
-        taken, export.entries = export.entries[:num_entries], export.entries[num_entries:]
+        end = len(export.entries) if num_entries is None else num_entries
+        taken, export.entries = export.entries[:end], export.entries[end:]
         return taken
+
+    def is_leased(self, number: int) -> bool:
+        """Whether the blocks of an export are still what they were when they were taken. May be asked from any thread."""
+        return self._leases is not None and _name(number) in self._leases
 
     def root_of(self, number: int) -> bytes:
         """Returns the root of the chain that an export is of."""
         return self._exports[number].query.root
 
     def is_done(self, number: int) -> bool:
-        """Whether every entry was taken."""
-        return not self._exports[number].entries
+        """Whether every entry was taken, and no further one will be found."""
+        export = self._exports[number]
+        return not (export.entries or export.follows)
 
     def close(self, number: int, *, is_complete: bool) -> None:
         """Ends an export, and with it its lease.
@@ -103,6 +132,50 @@ class KVExports:
             self._leases.drop(_name(number))
             if is_complete:
                 self._leases.drop(export.query.request_id)
+
+    def _count_done(self, query: KVQuery) -> int | None:
+        """Returns how many entries of a prompt were computed so far; None if all that there will be. A request that is not
+        known may be on its way here."""
+        state = self._requests.request_states.get(query.request_id)
+        if state is None:
+            return None if query.request_id in self._requests.left else 0
+        sequence = state.sequences[0] if state.sequences else None
+        if sequence is None or sequence.num_output > 0:
+            return None
+        return sequence.num_kept
+
+    def _find(self, number: int, export: _Export, now: float) -> None:
+        """Leases entries behind those that were found."""
+        assert self._leases is not None
+        query, start = export.query, export.num_found
+        until_s = now + (FOLLOW_TIMEOUT_S if query.follows else KV_LOAD_TIMEOUT_S)
+        table = self._leases.take(_name(number), query.keys, until_s, start=start)
+        export.num_found = start + len(table) // self._num_groups
+        for entry in range(start, export.num_found):
+            at = (entry - start) * self._num_groups
+            blocks = tuple(
+                NO_BLOCK if window is None and entry < query.num_known else block
+                for block, window in zip(table[at : at + self._num_groups], self._windows, strict=True)
+            )
+            if any(block != NO_BLOCK for block in blocks):
+                export.entries.append(KVEntry(entry, query.keys[entry], blocks))
+
+
+def cut_prompt(start: int, num_left: int, block_size: int) -> int:
+    """Returns how many of the positions that are left of a prompt its next step may compute at most, so that another engine
+    loads them while the rest is computed (decisions/0037).
+
+    Each step leaves a quarter, up to a small one: what a step has computed moves in less time than a quarter of it takes, and
+    little is left to move behind the last one.
+
+    Args:
+        start: position from which it goes on.
+    """
+    if num_left <= max(LAST_TOKENS, block_size):
+        return num_left
+    last = (start + num_left - 1) // block_size * block_size
+    end = -(-(start + num_left - num_left // PART_SHARE) // block_size) * block_size
+    return max(min(end, last) - start, 1)
 
 
 def _name(number: int) -> str:

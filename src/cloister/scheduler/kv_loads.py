@@ -4,6 +4,9 @@ no clock; it takes `now`.
 A load asks for the keys of a request (`queries`), takes what arrives, has steps put it into blocks of its own, and offers these
 to the prefix cache under their keys: from there on they are like blocks that were computed here. Until the request starts, the
 load holds them; a running sequence that needs blocks gets them (`give_up_one`). Whatever does not arrive is computed.
+
+A load may follow a prompt that another engine is computing (decisions/0037). Its request comes when that engine has the first
+token, and waits for what is missing then. Room for the whole prompt is promised to it from the beginning.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from cloister.types.step import BlockLoad
 
 KV_LOAD_TIMEOUT_S: Final = 5.0
 """A load ends after this time, whatever has arrived."""
+FOLLOW_TIMEOUT_S: Final = 30.0
+"""The same for a load that follows a prompt and whose request has not come, from when the last block arrived: a step of the
+source may take long."""
 PREFETCH_HOLD_S: Final = 10.0
 """What was loaded for a request that may come stays cached for so long."""
 OVERHEAD_WEIGHT: Final = 0.25
@@ -50,12 +56,16 @@ class KVLoad:
         is_alone: it is from a tier, and no sequence ran when it began.
         transfer_s: what its transfer took; None if that was not measured.
         tier: name of the tier that it comes from; empty for another engine.
-        num_promised: blocks of each group that it still needs, if it comes from a tier.
+        num_promised: blocks of each group that it still needs, if it comes from a tier or follows a prompt.
+        follows: it follows a prompt that another engine is computing.
+        awaited_s: since when its request waits for it, if it follows a prompt.
     """
 
     __slots__ = (
         "arrived",
+        "awaited_s",
         "deadline_s",
+        "follows",
         "is_alone",
         "is_complete",
         "is_open",
@@ -89,6 +99,13 @@ class KVLoad:
         self.transfer_s: float | None = None
         self.tier = ""
         self.num_promised: list[int] = []
+        self.follows = False
+        self.awaited_s: float | None = None
+
+    @property
+    def elapsed_from_s(self) -> float | None:
+        """When the wait for it began; None if nothing waits for it."""
+        return self.awaited_s if self.follows else self.started_s
 
 
 class KVLoads:
@@ -135,8 +152,13 @@ class KVLoads:
         """When the next load ends whatever has arrived."""
         return min((load.deadline_s for load in self.loading.values() if not (load.tier and load.is_complete)), default=None)
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether blocks are promised to loads from a tier, which end soon."""
+        return any(any(load.num_promised) for load in self.loading.values() if load.tier)
+
     def count_promised(self) -> list[int]:
-        """Returns the blocks of each group that loads from a tier still need."""
+        """Returns the blocks of each group that loads still need, from a tier or following a prompt."""
         promised = [load.num_promised for load in self.loading.values() if load.num_promised]
         return [sum(counts) for counts in zip(*promised, strict=True)] if promised else [0] * self._pool.num_groups
 
@@ -146,6 +168,10 @@ class KVLoads:
         keys = self._requests.match_keys(max(sequences, key=lambda sequence: len(sequence.token_ids)))
         for sequence in sequences:
             sequence.status = Status.LOADING
+        load = self.loading.get(state.request.request_id)
+        if load is not None and load.follows and load.state is None and load.is_complete is not False and load.keys == keys:
+            load.state, load.awaited_s, load.deadline_s = state, now, now + KV_LOAD_TIMEOUT_S
+            return
         self._ask(KVLoad(state.request, state, keys, state.root, state.owner, now), now)
 
     def restore(
@@ -177,6 +203,29 @@ class KVLoads:
         """Begins a load for a request that may come later."""
         keys, root, owner = self._requests.chain_of(request, token_ids)
         self._ask(KVLoad(request, None, keys, root, owner, now), now)
+
+    def follow(self, request: Request, now: float) -> None:
+        """Begins a load of a prompt that another engine is computing, if there is room for all of it."""
+        keys, root, owner = self._requests.chain_of(request, request.token_ids, num_more=1)
+        load = KVLoad(request, None, keys, root, owner, now)
+        load.follows, load.deadline_s = True, now + FOLLOW_TIMEOUT_S
+        if not self._begin(load, now):
+            return
+        num_missing = len(load.keys) - load.num_known
+        promised = [self._pool.count_most(group, num_missing) for group in range(self._pool.num_groups)]
+        if self._has_room(promised):
+            load.num_promised = promised
+            self.queries.append(KVQuery(request.request_id, load.root, load.keys, load.num_known, follows=True))
+        else:
+            self._cut(load, now)
+
+    def cancel_prefetch(self, request_id: str, now: float) -> None:
+        """Ends the load of a request that does not come, and forgets what it brought for it."""
+        load = self.loading.get(request_id)
+        if load is not None and load.state is None:
+            self._cut(load, now)
+        if self._requests.leases is not None:
+            self._requests.leases.drop(_prefetched(request_id))
 
     def refuse(self, request_id: str, now: float) -> None:
         """Reports a load that this engine cannot make."""
@@ -260,6 +309,8 @@ class KVLoads:
         cache = self._requests.prefix_cache
         for load, entry in step.loads:
             load.num_in_flight -= 1
+            if load.follows and load.state is None:
+                load.deadline_s = now + FOLLOW_TIMEOUT_S
             if load.is_open and cache is not None:
                 scope = load.request.scope
                 root, expires = kept_root(scope, load.root), scope.lifetime_s is not None
@@ -291,11 +342,19 @@ class KVLoads:
             (block,) = pool.allocate(1, group)
             load.table[entry * num_groups + group] = block
             if load.num_promised:
-                load.num_promised[group] -= 1
+                load.num_promised[group] = max(0, load.num_promised[group] - 1)
             step.plan.loads.append(BlockLoad(block, found.contents[group]))
         load.num_in_flight += 1
         step.loads.append((load, entry))
         return True
+
+    def _has_room(self, promised: Sequence[int]) -> bool:
+        """Whether there are so many blocks of each group besides what running sequences and other loads need."""
+        tables = [sequence.table for sequence in self._requests.running.values()]
+        lengths = [len(sequence.token_ids) for sequence in self._requests.running.values()]
+        missing = [0 if table is None else table.num_missing(length) for table, length in zip(tables, lengths, strict=True)]
+        needed = [sum(counts) for counts in zip(promised, self.count_promised(), strict=True)]
+        return self._pool.has_room(missing, len(missing), needed)
 
     # A load from begin to end
 
@@ -348,6 +407,7 @@ class KVLoads:
         if load.is_complete is None:
             self._stop_transfer(load)
         load.arrived.clear()
+        load.num_promised = []
 
     def _stop_transfer(self, load: KVLoad) -> None:
         (self.cancelled_reads if load.tier else self.cancelled).append(load.request.request_id)
@@ -370,7 +430,7 @@ class KVLoads:
                 now_s=now,
                 num_tokens=num_entries * self._pool.block_size,
                 num_bytes=load.num_bytes,
-                elapsed_s=now - load.started_s,
+                elapsed_s=0.0 if load.elapsed_from_s is None else now - load.elapsed_from_s,
                 complete=bool(load.is_complete),
                 tier=load.tier,
             )

@@ -6,7 +6,9 @@ Every request ends exactly once, and every block is released.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, Leases, PrefixCache, PrefixKeys
 from cloister.scheduler.policies.base import SchedulingPolicy
@@ -15,6 +17,9 @@ from cloister.types.events import Arrived, Ended, Event, Preempted, PrefillDone,
 from cloister.types.request import FinishReason, Request
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import NewSequence
+
+NUM_LEFT: Final = 256
+"""Requests that left for another engine, of which this one knows that it has no more of their prompts to compute."""
 
 
 class RequestTable:
@@ -32,6 +37,7 @@ class RequestTable:
         sequences: sequences by id, including ended ones that a plan in flight still names.
         running: sequences that are planned.
         departures: ids of sequences that the runner must drop.
+        left: ids of the latest requests that ended or left here and were for another engine.
         events: events that were not collected yet.
         leases: blocks that stay cached for other engines; None without a prefix cache.
         on_end: called when the last sequence of a request leaves.
@@ -51,6 +57,7 @@ class RequestTable:
         self.running: dict[int, SequenceRecord] = {}
         self.num_waiting = 0
         self.departures: list[int] = []
+        self.left: deque[str] = deque(maxlen=NUM_LEFT)
         self.events: list[Event] = []
         self.answers: list[NewSequence] = []
         self._policy = policy
@@ -122,13 +129,17 @@ class RequestTable:
             if self.prefix_cache is not None:
                 self.prefix_cache.forget(root)
 
-    def chain_of(self, request: Request, token_ids: list[int]) -> tuple[list[bytes], bytes, bytes | None]:
-        """Returns the keys whose blocks a request with these tokens could read, if it came, with their root and owner."""
+    def chain_of(self, request: Request, token_ids: list[int], *, num_more: int = 0) -> tuple[list[bytes], bytes, bytes | None]:
+        """Returns the keys whose blocks a request with these tokens could read, if it came, with their root and owner.
+
+        Args:
+            num_more: so many tokens, which are not known yet, follow before it comes.
+        """
         root, owner = self._root_of(request)
         keys: list[bytes] = []
         if self._keys is not None and not _wants_every_position(request):
             documents = request.documents  # of a prompt with documents only the prefix moves between engines
-            num_tokens = len(token_ids) - 1 if documents is None else documents.starts[0]
+            num_tokens = len(token_ids) + num_more - 1 if documents is None else documents.starts[0]
             num_blocks = num_tokens // self.pool.block_size
             is_base = request.adapter is None
             self._keys.extend(keys, root, token_ids, num_blocks, reads_public=is_base, images=request.images)
@@ -401,6 +412,8 @@ class RequestTable:
             self._hold(sequence, now + state.hold_kv_s)
         if state.num_open == 0:
             del self.request_states[state.request.request_id]
+            if state.prefill_only:
+                self.left.append(state.request.request_id)
             self.waiting_for_grammar.pop(state.request.request_id, None)
             self.on_end(state)
         self.release_blocks(sequence)

@@ -28,7 +28,7 @@ from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.image_encodings import ImageEncodings
-from cloister.scheduler.kv_exports import KVExports
+from cloister.scheduler.kv_exports import KVExports, cut_prompt
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.kv_restores import KVRestores, TierRead
 from cloister.scheduler.layerwise import LayerwisePrompts
@@ -526,6 +526,8 @@ class Scheduler:
             self._skip_known_documents(sequence)
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
         has_images = bool(sequence.request_state.request.images)
+        if sequence.request_state.prefill_only and self.pool.state_group is None and not has_images:
+            num_most = cut_prompt(sequence.num_planned, num_most, self.pool.block_size)
         if has_images and not (num_most := self._encodings.fit(sequence, num_most)):
             return
         num_tokens = step.budget.fit(sequence.cost_start, num_most, strict=strict)
@@ -609,10 +611,9 @@ class Scheduler:
 
     def _reserve(self, step: PlannedStep, sequence: SequenceRecord) -> bool:
         """True if the pool can hold all known tokens of the sequence, in addition to what running prompts still need."""
-        needed = self._count_needed(sequence, table_of(sequence))
-        loading = self.kv_loads.count_promised() if self.kv_restores is not None else []
-        if any(loading):
-            needed = [sum(counts) for counts in zip(needed, loading, strict=True)]
+        needed = own = self._count_needed(sequence, table_of(sequence))
+        if self.kv_loads.loading:
+            needed = [sum(counts) for counts in zip(own, self.kv_loads.count_promised(), strict=True)]
         while self._requests.running:
             missing = [table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values()]
             headroom = len(missing)  # one entry each, so that admission does not cause a preemption one step later
@@ -624,8 +625,10 @@ class Scheduler:
                 return False
             self._requests.preempt(victim, step.now)
         while not self.pool.has_room([], 0, needed):
-            if any(loading) or not self.kv_loads.give_up_one(step.now):
+            if self.kv_loads.is_restoring or not self.kv_loads.give_up_one(step.now):
                 return False  # what is loading ends soon
+            if self.kv_loads.loading:
+                needed = [sum(counts) for counts in zip(own, self.kv_loads.count_promised(), strict=True)]
         return True
 
     def _would_fit(self, sequence: SequenceRecord, leaving: Collection[SequenceRecord]) -> bool:

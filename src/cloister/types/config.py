@@ -74,7 +74,8 @@ class EngineConfig:
     )
     numerics: str = setting(
         "exact",
-        "`exact`: answers do not depend on other requests in the batch; `fast` (CUDA): libraries that cannot guarantee it.",
+        "`exact`: answers do not depend on other requests in the batch; `fast`: libraries (CUDA) and KV tiers (CPU) that cannot"
+        " guarantee it.",
         choices=("exact", "fast"),
     )
     weights_cache: str = setting(
@@ -132,6 +133,13 @@ class EngineConfig:
         "Where evicted KV of the prefix cache is kept, encrypted: host:SIZE (with K, M, G or T), shared:SIZE, where each"
         " replica stores so much and loads from all, disk:PATH[,SIZE], or one in memory and a disk, such as"
         " host:SIZE+disk:PATH[,SIZE], where the disk gets what memory lets go; unset, nowhere.",
+    )
+    kv_tier_codec: str | None = setting(
+        None,
+        "How tiers compress KV. lossless: about 1.5 times; auto: that, if loads are quicker so. With --numerics fast also fine,"
+        " medium and coarse (about 3.6, 4.8 and 6.5 times), which change answers a little where KV was evicted; auto-lossy: the"
+        " most exact one that loads about as fast as it gets. Unset, not at all.",
+        choices=("auto", "lossless", "fine", "medium", "coarse", "auto-lossy"),
     )
     profile: str | None = setting(
         None,

@@ -146,6 +146,7 @@ class KVLoaded(msgspec.Struct, frozen=True, tag=True):
     """A load of KV from another engine (`Submit.kv_source`, `PrefetchKV`) or from a tier has ended, exactly once for each.
 
     Attributes:
+        elapsed_s: its duration; of one that followed a prompt (`PrefetchKV.follows`) how long the request waited for it.
         num_tokens: leading tokens of the request that a prefix hit covers now.
         num_bytes: KV that arrived.
         complete: all that the other engine offered, or that the tier was to have, arrived; if not, the rest is computed.
@@ -253,15 +254,24 @@ class PrefetchKV(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         request: whose scope, adapter and images the KV has, and whose id `KVLoaded` has. It is not added.
         token_ids: the prompt, and the output so far of its first sequence.
+        follows: the source is computing the prompt: blocks are loaded as they are done, until the last one is. If the request
+            comes meanwhile (`Submit.kv_source`), it waits for the rest of this load (decisions/0037).
     """
 
     request: Request
     token_ids: list[int]
     source: KVSource
+    follows: bool = False
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""
         return f"PrefetchKV(num_tokens={len(self.token_ids)})"
+
+
+class CancelPrefetch(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: the request of a `PrefetchKV` does not come. Its load ends, and what it brought is not kept for it."""
+
+    request_id: str
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -366,7 +376,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     replies: list[AdapterReply | CacheReply] = []
 
 
-FrontMessage = Submit | Abort | HoldKV | PrefetchKV | LoadAdapter | UnloadAdapter | InspectCache | Shutdown
+FrontMessage = Submit | Abort | HoldKV | PrefetchKV | CancelPrefetch | LoadAdapter | UnloadAdapter | InspectCache | Shutdown
 EngineMessage = Ready | Failed | Outputs
 
 ABORTED: Final = "the request was ended before its answer was complete: its client disconnected, or the server is shutting down"

@@ -29,7 +29,9 @@ from cloister.backends.base import (
 )
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
 from cloister.backends.kivi import KIVI
+from cloister.backends.kv_planes import KVPlane
 from cloister.backends.native import _native
+from cloister.backends.native.kv_planes import list_head_planes
 from cloister.backends.native.memory import ByteArray, reserve
 from cloister.backends.native.model import BESIDE, MERGE_NORMS, PackedModel, qk_norm_length
 from cloister.backends.native.packing import PackedMatrix, Packer
@@ -183,11 +185,13 @@ class LayerCache(NamedTuple):
         layer: its number; a layer with both has two caches.
         cache: [num_blocks, bytes of a block].
         blocks: their numbers.
+        attention: what reads it, if it holds KV of all positions.
     """
 
     layer: int
     cache: ByteArray
     blocks: range
+    attention: AnyAttentionSpec | None = None
 
 
 class NativeProgram(Program):
@@ -234,6 +238,7 @@ class NativeProgram(Program):
         self._heads = DraftHeadStore(self._program, packer)
         self._set_ends(spec)
         self._num_layers = len(spec.layers)
+        self._kv_dtype, self._block_size = kv_dtype, kv.block_size
         self._caches: list[LayerCache] = []
         self._recent: dict[int, ByteArray] = {}  # by layer, the cache of its newest keys
         self._shared_kv: dict[int, int] = {}  # by layer, the one whose cache it reads
@@ -305,7 +310,7 @@ class NativeProgram(Program):
         if attention is not None:
             if shared is None:
                 cache = self._make_cache(attention, number, kv, kv_dtype)
-                self._caches.append(LayerCache(number, cache, kv.blocks_of(number)))
+                self._caches.append(LayerCache(number, cache, kv.blocks_of(number), attention))
                 if kv_dtype == KIVI:
                     recent = self._recent[number] = self._make_recent_cache(attention, kv)
                     self._caches.append(LayerCache(number, recent, kv.recent_blocks))
@@ -586,19 +591,42 @@ class NativeProgram(Program):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in every layer."""
-        for _, cache, blocks in self._caches:
+        for _, cache, blocks, _ in self._caches:
             for source, target in pairs:
                 if source in blocks:
                     cache[target - blocks.start] = cache[source - blocks.start]
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
-        for _, cache, blocks in self._caches:
+        for _, cache, blocks, _ in self._caches:
             cache[[block - blocks.start for block in block_ids if block in blocks]] = 0
 
     def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """Returns the contents of each block, layer after layer."""
         return [b"".join([row.data for row in self._rows(block)]) for block in block_ids]
+
+    def list_planes(self, block: int) -> list[KVPlane]:
+        """Returns where the numbers of a block lie in its contents; none where they are not all keys and values as they are."""
+        if self._kv_dtype not in ("float32", "bfloat16"):
+            return []
+        planes: list[KVPlane] = []
+        offset, number_bytes = 0, 4 if self._kv_dtype == "float32" else 2
+        for _, _, blocks, attention in self._caches:
+            if block not in blocks:
+                continue
+            if attention is None:
+                return []
+            has_values = not _value_dim(attention)
+            for _ in range(attention.num_kv_heads):
+                planes += list_head_planes(
+                    -(-attention.head_dim // 32) * 32,
+                    self._block_size,
+                    number_bytes,
+                    has_values=has_values,
+                    offset=offset,
+                )
+                offset = sum(plane.num_bytes for plane in planes)
+        return planes
 
     def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites blocks with contents that `export_blocks` returned."""
@@ -622,7 +650,7 @@ class NativeProgram(Program):
 
     def _rows(self, block: int) -> list[ByteArray]:
         """Returns the bytes of a block in each layer that has it, in place."""
-        return [cache[block - blocks.start] for _, cache, blocks in self._caches if block in blocks]
+        return [cache[block - blocks.start] for _, cache, blocks, _ in self._caches if block in blocks]
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer, bit for bit.
@@ -644,7 +672,9 @@ class NativeProgram(Program):
         """Returns the bytes of one block that a layer reads, for who checks what blocks hold; none where it has none."""
         owner = self._shared_kv.get(layer, layer)
         return b"".join(
-            bytes(cache[block - blocks.start]) for number, cache, blocks in self._caches if number == owner and block in blocks
+            bytes(cache[block - blocks.start])
+            for number, cache, blocks, _ in self._caches
+            if number == owner and block in blocks
         )
 
     def wipe_buffers(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cloister.backends.base import ByteArray, IntArray, KVLayout
+from cloister.backends.kv_planes import KVPlane
 from cloister.backends.ranges import KVRanges
 from cloister.backends.spec import AnyAttentionSpec, LatentAttentionSpec, StateSpec, kv_size
 from cloister.backends.torch.packing import PackedBlocks, pack_moved
@@ -64,7 +65,7 @@ class KVCache:
         device: torch.device,
         cells: CellLayout | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self._attentions = layout, tuple(layers)
         self.cells: Tensor | None = None
         self._num_blocks = 0 if cells is None else cells.num_blocks
         is_packed = layout.recent_group is not None
@@ -122,6 +123,23 @@ class KVCache:
     def rows(self, block: int) -> list[Tensor]:
         """Returns the numbers of a block in each layer that has it, in place."""
         return [pages[block - blocks.start] for pages, blocks in self._pages() if block in blocks]
+
+    def list_planes(self, block: int) -> list[KVPlane]:
+        """Returns where the numbers of a block lie in its rows (`backends.base.Program.list_planes`)."""
+        planes: list[KVPlane] = []
+        offset, length = 0, self.layout.block_size
+        for slots, blocks, attention in zip(self.layers, self._blocks, self._attentions, strict=True):
+            if self.packed or slots.dtype not in (torch.bfloat16, torch.float32):
+                return []
+            if block not in blocks or attention is None or not slots.shape[1]:
+                continue
+            slot, size = slot_layout(attention), slots.element_size()
+            width = slots.shape[1]
+            for first, end in (0, slot.value_start or width), (slot.value_start or width, width):
+                if end > first:
+                    planes.append(KVPlane(offset + first * size, size, length, 1, end - first, 1, width, 0, 1, 0))
+            offset += length * width * size
+        return planes
 
     def move(self, moves: IntArray) -> None:
         """Copies single slots (source, target), one after the other."""

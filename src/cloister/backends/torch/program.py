@@ -30,6 +30,7 @@ from cloister.backends.base import (
     check_contents,
     plan_cells,
 )
+from cloister.backends.kv_planes import KVPlane
 from cloister.backends.ranges import KVRanges, pad_position
 from cloister.backends.recording import OperatorSpan, Watched, watch
 from cloister.backends.spec import AnyAttentionSpec, AttentionSpec, DecoderSpec, LatentAttentionSpec, QueryGrowth, kv_size
@@ -205,6 +206,10 @@ class TorchProgram(Program):
     def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """Returns the contents of each block, layer after layer; states after KV."""
         return [export_rows(self._rows(block)) for block in block_ids]
+
+    def list_planes(self, block: int) -> list[KVPlane]:
+        """Returns where the numbers of a block lie in its contents; none where they are not all keys and values as they are."""
+        return self._cache.list_planes(block)
 
     def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites blocks with contents that `export_blocks` returned."""

@@ -147,17 +147,12 @@ class TimedRunner:
 
 @dataclass
 class VirtualEngine:
-    """One engine and what it is made of.
-
-    Attributes:
-        entry_bytes: KV of one entry of a block table.
-    """
+    """One engine and what it is made of."""
 
     core: EngineCore
     scheduler: Scheduler
     runner: TimedRunner
     clock: EngineClock
-    entry_bytes: int
 
 
 def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s: float = 0.0) -> VirtualEngine:
@@ -197,4 +192,4 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         clock=own,
         kv_blocks=KVBlocks(form, program.export_blocks),
     )
-    return VirtualEngine(core, scheduler, timed, own, len(empty))
+    return VirtualEngine(core, scheduler, timed, own)

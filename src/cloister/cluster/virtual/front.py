@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from cloister.cluster.replica_set import ClusterConfig, MakePredictor, ReplicaSet, make_length_curves
-from cloister.cluster.rolling_update import Release
+from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.engine import EngineShape
@@ -82,9 +82,9 @@ def make_front(
         clients.append(EngineClient(transports[-1], engine, clock=clock))
         return clients[-1]
 
-    def make_release(model: str) -> Release:
+    def make_release(model: str) -> EngineRelease:
         assert make_host is not None
-        return Release(model, lambda index, lora: make_client(make_host(index, model)), LONGEST_REQUEST_S)
+        return EngineRelease(model, lambda index, lora: make_client(make_host(index, model)), LONGEST_REQUEST_S)
 
     make_router = ROUTERS.get(router)
     replicas = ReplicaSet(

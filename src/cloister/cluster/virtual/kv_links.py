@@ -14,9 +14,10 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.virtual.network import VirtualNetwork
-from cloister.engine.kv_transfer import EntryContents, KVDemand, PulledKV
+from cloister.engine.kv_transfer import KVDemand, KVOffer, PulledKV
 from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_exports import KVEntry
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
 
 SECRET: Final = b"the engines of a virtual cluster"
 PART_ENTRIES: Final = 1
@@ -49,6 +50,24 @@ class _Pull:
     query: KVQuery
     source: int
     num_parts: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """An engine that is served.
+
+    Attributes:
+        place: its replica, and the number of its pull there.
+        num_sent: parts that were sent.
+        is_asking: it waits for the next one.
+        entries, offer: what it was offered and has not been sent, and the last offer.
+    """
+
+    place: tuple[int, int]
+    num_sent: int = 0
+    is_asking: bool = True
+    entries: list[KVEntry] = field(default_factory=list)
+    offer: KVOffer | None = None
 
 
 @dataclass
@@ -115,8 +134,7 @@ class VirtualKVLinks:
         self._num_pulls = 0
         self._pulled: list[PulledKV] = []
         self._demands: list[KVDemand] = []
-        self._peers: dict[tuple[int, int], int] = {}  # (replica, pull) -> peer
-        self._num_sent: dict[int, int] = {}
+        self._peers: dict[int, _Peer] = {}
         self._num_peers = 0
         switch.links[index] = self
 
@@ -148,16 +166,11 @@ class VirtualKVLinks:
         demands, self._demands = self._demands, []
         return demands
 
-    def reply(self, peer: int, entries: list[EntryContents], *, is_complete: bool | None = None) -> None:
-        place = next((place for place, number in self._peers.items() if number == peer), None)
-        if place is None:
-            return
-        replica, pull = place
-        objects = tuple(self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in entries)
-        self._num_sent[peer] += 1
-        self._send(replica, KVFrame(self._index, pull, self._num_sent[peer], None, objects, is_complete, is_answer=True))
-        if is_complete is not None:
-            self._leave(place, is_sent=is_complete)
+    def offer(self, peer: int, offer: KVOffer) -> None:
+        if (found := self._peers.get(peer)) is not None:
+            found.entries += offer.entries
+            found.offer = offer
+            self._answer(peer, found)
 
     def close(self) -> None:
         if self._switch.links.get(self._index) is self:
@@ -172,29 +185,48 @@ class VirtualKVLinks:
                 self._take_part(frame, pull)
         elif frame.query is not None:
             self._serve(place, frame.query)
+        elif (number := self._find_peer(place)) is None:
+            pass
         elif frame.is_complete is not None:
-            self._leave(place, is_sent=False)
-        elif (peer := self._peers.get(place)) is not None and frame.number == self._num_sent[peer] + 1:
-            self._demands.append(KVDemand(peer))
-            self._wake()
+            self._leave(number, is_sent=False)
+        elif frame.number == (peer := self._peers[number]).num_sent + 1:
+            peer.is_asking = True
+            self._answer(number, peer)
 
     def _send(self, target: int, frame: KVFrame) -> None:
         self._switch.send(target, frame)
 
     def _serve(self, place: tuple[int, int], query: KVQuery) -> None:
-        if place in self._peers:
+        if self._find_peer(place) is not None:
             return  # a repeated frame
         self._num_peers += 1
-        self._peers[place], self._num_sent[self._num_peers] = self._num_peers, 0
+        self._peers[self._num_peers] = _Peer(place)
         self._demands.append(KVDemand(self._num_peers, query))
         self._wake()
-        asyncio.get_running_loop().call_later(KV_LOAD_TIMEOUT_S, lambda: self._leave(place, is_sent=False))
+        timeout_s, number = FOLLOW_TIMEOUT_S if query.follows else KV_LOAD_TIMEOUT_S, self._num_peers
+        asyncio.get_running_loop().call_later(timeout_s, lambda: self._leave(number, is_sent=False))
 
-    def _leave(self, place: tuple[int, int], *, is_sent: bool) -> None:
-        peer = self._peers.pop(place, None)
-        if peer is not None:
-            del self._num_sent[peer]
-            self._demands.append(KVDemand(peer, is_sent=is_sent))
+    def _find_peer(self, place: tuple[int, int]) -> int | None:
+        return next((number for number, peer in self._peers.items() if peer.place == place), None)
+
+    def _answer(self, number: int, peer: _Peer) -> None:
+        """Sends the next part to a peer that asks for it, if there is one."""
+        if not peer.is_asking or peer.offer is None or not (peer.entries or peer.offer.is_complete is not None):
+            return
+        num_entries = self._switch.part_entries
+        entries, peer.entries = peer.entries[:num_entries], peer.entries[num_entries:]
+        found = peer.offer.read(entries) if entries else []
+        is_complete = False if found is None else None if peer.entries else peer.offer.is_complete
+        objects = tuple(self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ())
+        peer.num_sent, peer.is_asking = peer.num_sent + 1, False
+        replica, pull = peer.place
+        self._send(replica, KVFrame(self._index, pull, peer.num_sent, None, objects, is_complete, is_answer=True))
+        if is_complete is not None:
+            self._leave(number, is_sent=is_complete)
+
+    def _leave(self, number: int, *, is_sent: bool) -> None:
+        if self._peers.pop(number, None) is not None:
+            self._demands.append(KVDemand(number, is_sent=is_sent))
             self._wake()
 
     def _take_part(self, frame: KVFrame, pull: _Pull) -> None:

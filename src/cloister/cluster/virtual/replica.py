@@ -62,8 +62,7 @@ class VirtualProcess:
             self.kv_links.on_news(self._woken.set)
             return self.kv_links
 
-        core = self.engine.core
-        core.exchange_kv(make_links, switch.part_entries * self.engine.entry_bytes)
+        self.engine.core.exchange_kv(make_links)
 
     def end(self) -> None:
         """Ends at once, as SIGKILL does."""

@@ -272,7 +272,7 @@ class _Simulation:
             return [message]
         source = KVSource(endpoint_of(self.draw.choice(others)))
         token_ids = [*message.request.token_ids, *(message.resumption.token_ids[0] if message.resumption is not None else ())]
-        prefetch = PrefetchKV(message.request, token_ids, source)
+        prefetch = PrefetchKV(message.request, token_ids, source, follows=self.draw.random() < 0.3)
         return [
             *([prefetch] if self.draw.random() < 0.3 else []),
             msgspec.structs.replace(message, kv_source=source, hold_kv_s=self.draw.choice((0.0, 0.5, 20.0))),
@@ -451,6 +451,8 @@ class _Simulation:
         left += self._leftovers_of_update(front)
         if front.num_forecasts:
             left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
+        if front.num_followed:
+            left.append(f"the front still has {front.num_followed} prompts that are followed")
         if front.num_shadows:
             left.append(f"the front still has {front.num_shadows} shadows of requests")
         if front.num_places:

@@ -18,6 +18,10 @@
 namespace nb = nanobind;
 using namespace cloister;
 
+namespace cloister {
+void bind_kv_codec(nb::module_& m);  // kv_codec.cpp
+}
+
 namespace {
 
 template <class T> using Array1 = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -395,6 +399,8 @@ NB_MODULE(_native, m) {
         shape.padded_dim = (head_dim + 31) / 32 * 32;
         return kv_block_bytes(shape, KVKind(kind), block_size);
     });
+
+    bind_kv_codec(m);
 
     m.def("scratch_bytes", [](const std::string& kernels, int num_heads, int num_kv_heads, int head_dim, int value_dim, int inputs, int vocab_size) {
         const Kernels& table = find_kernels(kernels);
