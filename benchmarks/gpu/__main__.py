@@ -61,9 +61,9 @@ def list_stages(models: Path) -> Sequence[Stage]:
         answers["q05"],
         Stage("kernels", "benchmarks.gpu.work", ("kernels",), 100.0),
         Stage("hybrids", "benchmarks.gpu.work", ("hybrids",), 60.0),
+        Stage("answers-q05-peers", "benchmarks.gpu.answers", ("q05", "--models", str(models), "--peers"), 90.0),
         answers["l1b"],
         answers["l8bl8"],
-        Stage("answers-q05-peers", "benchmarks.gpu.answers", ("q05", "--models", str(models), "--peers"), 100.0),
     )
 
 

@@ -33,7 +33,7 @@ PEER_FIGURES: Final = tuple(figure for figure in FIGURES if figure.kind == "toge
 """The others are built for many requests, and one alone takes transformers very long."""
 TINY_FIGURES: Final = (DECODE, Figure("together2", "together", 2, "2 at once"))
 CONTEXT: Final = 2304
-NUM_WARMING: Final = 2
+NUM_WARMING: Final = 1
 NUM_SAMPLES: Final = 3
 _COMPANY: Final = (15, 63)
 """Others beside a request, under which its answer must stay the same (batch invariance)."""
@@ -121,7 +121,9 @@ def _await_folder(folder: Path) -> bool:
 
 def _launch(name: str, shape: Shape, folder: Path, is_interpreter: bool) -> Launch:
     """On a machine without a device our torch back end answers on the CPU: the same engine, other kernels."""
-    settings: dict[str, Any] = {"max_num_seqs": 256} if name == "vllm" else {"device": "cuda", "max_num_seqs": 256}
+    settings: dict[str, Any] = {"max_num_seqs": 256 if name == "cloister" else PEER_FIGURES[-1].size}
+    if name != "vllm":
+        settings["device"] = "cuda"
     if is_interpreter:
         settings = {"device": "cpu", "backend": "torch", "max_num_seqs": 64}
     return Launch(

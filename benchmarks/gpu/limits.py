@@ -82,4 +82,4 @@ def _time_captured(work: Callable[[], object]) -> float:
         end.record()
         spans.append((begin, end))
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in spans) / 1e3
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in spans)) / 1e3
