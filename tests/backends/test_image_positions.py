@@ -252,8 +252,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(wants: Any) -> 
     turns, seen = np.tile(batch.positions, (3, 1)), batch.positions
     rows: FloatArray = np.ones((1, 4 * spec.hidden_size), np.float32)
     for wrong, word in (
-        ({"rope_positions": turns + 1}, "more than its position"),
-        ({"rope_positions": turns - 1}, "more than its position"),
+        ({"rope_positions": turns + (1 << 22)}, "a position that no model has"),
+        ({"rope_positions": turns - 1}, "a position that no model has"),
         ({"rope_positions": turns[:2].copy()}, "three positions"),
         ({"rope_positions": turns[:, 1:].copy()}, "three positions"),
         ({"rope_positions": turns.astype(np.int64)}, "three positions"),
@@ -275,5 +275,7 @@ def test_three_positions_without_a_rotation_for_them_are_refused() -> None:
     for backend in ("torch", "native"):
         driver = build(NARROW, RandomWeights(NARROW), num_blocks=1, backend=backend)
         batch = driver.plan({"a": [1, 2, 3]})
+        turns = np.tile(batch.positions, (3, 1))
+        turns[1] += 1
         with pytest.raises(ValueError, match="which of them turns each frequency"):
-            driver.program.step(replace(batch, rope_positions=np.tile(batch.positions, (3, 1))), LOGITS)
+            driver.program.step(replace(batch, rope_positions=turns), LOGITS)

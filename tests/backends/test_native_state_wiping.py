@@ -55,7 +55,7 @@ def find_states(driver: Driver, spec: DecoderSpec, tokens: list[int]) -> tuple[l
         if layer.state is None:
             continue
         # of a layer with attention too, the states come last; `read_block` would leave a copy in freed memory
-        cache = [cache for owner, cache, _ in program._caches if owner == number][-1]
+        cache = [cache for owner, cache, *_ in program._caches if owner == number][-1]
         state: FloatArray = cache[block].view(np.float32)
         channels, start = conv_size(layer.state), (layer.state.kernel_size - 1) * conv_size(layer.state)
         inputs.append(Needle(state[start - channels :][:8].copy()))

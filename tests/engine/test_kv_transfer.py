@@ -375,7 +375,7 @@ def forge(change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET) -> 
     def speak(sock: socket.socket) -> None:
         deadline_s = time.monotonic() + 20.0
         kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
-        ask = kv_sockets._receive(sock, kv_sockets._Ask, 2**20, deadline_s)
+        ask = kv_sockets._receive(sock, kv_sockets._ASK, 2**20, deadline_s)
         query = msgspec.msgpack.decode(ask.query, type=KVQuery)
         sealer = KVSealer(
             KVFormat(EngineShape().fingerprint, 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256")
@@ -453,7 +453,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
     source = make_peer(setting="unix")
     answer(source)
     with connect(source) as sock:
-        hello = kv_sockets._receive(sock, kv_sockets._Hello, 4096, time.monotonic() + 20.0)
+        hello = kv_sockets._receive(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
         assert len(hello.nonce) == 32
         sock.sendall(words)
         with contextlib.suppress(OSError):  # the engine was quicker
@@ -473,11 +473,11 @@ def test_a_query_cannot_be_repeated(make_peer: Callable[..., Peer]) -> None:
 
     def listen(sock: socket.socket) -> None:
         kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), time.monotonic() + 20.0)
-        heard.append(kv_sockets._receive(sock, kv_sockets._Ask, 2**20, time.monotonic() + 20.0))
+        heard.append(kv_sockets._receive(sock, kv_sockets._ASK, 2**20, time.monotonic() + 20.0))
 
     answer(target, source=Impostor(listen).endpoint)
     with connect(source) as sock:
-        kv_sockets._receive(sock, kv_sockets._Hello, 4096, time.monotonic() + 20.0)
+        kv_sockets._receive(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
         kv_sockets._send(sock, heard[0], time.monotonic() + 20.0)
         assert sock.recv(1) == b""
 

@@ -229,6 +229,7 @@ async def start_pooling(path):
 
 def test_tokens_that_are_pooled_count_for_their_key(model_path):
     credentials, key = Credentials.empty().add("ann", limits=KeyQuota(tokens_per_day=30))
+    credentials, operator = credentials.add("boss", is_operator=True)
     with (
         serving(model_path, lambda: start_pooling(model_path), gate=make_gate("team", credentials)) as server,
         httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=20) as client,
@@ -239,5 +240,5 @@ def test_tokens_that_are_pooled_count_for_their_key(model_path):
         assert reply.headers["x-ratelimit-remaining-tokens"] == "17"
         refused = client.post("/v1/embeddings", json={"input": "eighteen letters.."})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        counted = client.get("/metrics").text
+        counted = client.get("/metrics", headers={"authorization": f"Bearer {operator}"}).text
         assert "cloister_prompt_tokens_total" in counted

@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator
 
 from cloister.cli import cluster, main
 from cloister.cluster import ROUTERS, ReplicaSet
-from cloister.cluster.rolling_update import Release
+from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ThreadTransport
 from cloister.kv import PrefixKeys
@@ -47,8 +47,8 @@ def served_by_two(
         core = make_replica(path, SpeakingRunner(says), weights=weights).core
         return EngineClient(ThreadTransport(core), make_config(path))
 
-    def make_release(model: str) -> Release:
-        return Release(model, partial(make, model))
+    def make_release(model: str) -> EngineRelease:
+        return EngineRelease(model, partial(make, model))
 
     async def start() -> ReplicaSet:
         replicas = ReplicaSet(

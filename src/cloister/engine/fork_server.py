@@ -51,6 +51,9 @@ class TemplateReady(msgspec.Struct, frozen=True, tag=True):
     refusal: str = ""
 
 
+_STARTED: Final = msgspec.msgpack.Decoder(TemplateReady | Failed)
+
+
 class ForkServer:
     """Starts the engines of one or several transports. For one event loop.
 
@@ -209,7 +212,7 @@ class _Template:
             CloisterError: it cannot be built.
         """
         said = await self._receive(MESSAGE_BYTES)
-        match msgspec.msgpack.decode(said, type=TemplateReady | Failed) if said else None:
+        match _STARTED.decode(said) if said else None:
             case TemplateReady(refusal):
                 self.refusal = refusal
             case Failed(message, code):

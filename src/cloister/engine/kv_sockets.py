@@ -69,6 +69,13 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
     is_complete: bool | None = None
 
 
+_HELLO: Final = msgspec.msgpack.Decoder(_Hello)
+_ASK: Final = msgspec.msgpack.Decoder(_Ask)
+_PART: Final = msgspec.msgpack.Decoder(_Part)
+_QUERY: Final = msgspec.msgpack.Decoder(KVQuery)
+"""Made before any thread decodes: msgspec 0.22 resolves a type when it is first used, and crashes if several threads do so."""
+
+
 class _Pull:
     """One pull, shared by its thread and the engine's."""
 
@@ -238,11 +245,11 @@ class KVSocketLinks:
                 pull.sock = sock
                 if pull.is_cancelled:
                     return False
-            hello = _receive(sock, _Hello, _OVERHEAD_BYTES, pull.deadline_s)
+            hello = _receive(sock, _HELLO, _OVERHEAD_BYTES, pull.deadline_s)
             query = msgspec.msgpack.encode(pull.query)
             _send(sock, _Ask(query, self._authenticate(hello, query)), pull.deadline_s)
             while True:
-                part = _receive(sock, _Part, self._max_part_bytes, pull.deadline_s)
+                part = _receive(sock, _PART, self._max_part_bytes, pull.deadline_s)
                 for found in part.objects:
                     if not self._sealer.is_genuine(found, pull.query.root, pull.query.keys):
                         raise KVLinkError("another engine sent KV that is not what was asked for")
@@ -331,10 +338,10 @@ class KVSocketLinks:
     def _receive_query(self, sock: socket.socket, deadline_s: float) -> KVQuery:
         hello = _Hello(secrets.token_bytes(32))
         _send(sock, hello, deadline_s)
-        ask = _receive(sock, _Ask, _MAX_QUERY_BYTES, deadline_s)
+        ask = _receive(sock, _ASK, _MAX_QUERY_BYTES, deadline_s)
         if not hmac.compare_digest(ask.mac, self._authenticate(hello, ask.query)):
             raise KVLinkError("a peer that does not know the engines' secret asked for KV")
-        return msgspec.msgpack.decode(ask.query, type=KVQuery)
+        return _QUERY.decode(ask.query)
 
     def _serve(self, peer: int, query: KVQuery, sock: socket.socket, deadline_s: float) -> bool:
         """Sends what a peer asks for; returns whether it got all."""
@@ -390,12 +397,12 @@ def _send(sock: socket.socket, message: msgspec.Struct, deadline_s: float) -> No
     sock.sendall(payload)
 
 
-def _receive(sock: socket.socket, kind: type[_M], max_bytes: int, deadline_s: float) -> _M:
+def _receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[_M], max_bytes: int, deadline_s: float) -> _M:
     """Receives one message. Raises KVLinkError if it is too long, or the peer leaves."""
     (size,) = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline_s))
     if size > max_bytes:
         raise KVLinkError(f"a message of {size} bytes is over the limit of {max_bytes}")
-    return msgspec.msgpack.decode(_read(sock, size, deadline_s), type=kind)
+    return decoder.decode(_read(sock, size, deadline_s))
 
 
 def _read(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
