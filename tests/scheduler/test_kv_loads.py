@@ -182,6 +182,27 @@ def test_a_gap_ends_a_load():
     assert target.answer() == alone((None,), make_request())
 
 
+def test_what_comes_late_for_a_load_that_another_one_has_replaced_is_dropped():
+    """A request moves with the tokens of one of its sequences while what was asked for with those of another is on its way."""
+    source, target = Engine(), Engine()
+    other = [token + 1 for token in PROMPT]
+    source.serve(make_request("first"))
+    source.serve(make_request("second", other))
+    loads, exports = target.scheduler.kv_loads, source.scheduler.kv_exports
+    loads.prefetch(make_request("r", other), other, 0.0)
+    (before,) = loads.queries
+    target.scheduler.add(make_request(), 0.0, loads_kv=True)
+    loads.queries.remove(before)
+    for found in exports.take(exports.open(before, source.now), 100):
+        contents = tuple(source.runner.export_blocks(list(found.blocks)))
+        header = KVHeader(b"", before.root, found.key, found.entry, tuple(map(len, contents)))
+        loads.arrive("r", [KVObject(header, contents, b"")])
+    carry(source, target)
+    target.run()
+    assert target.answer() == alone((None,), make_request())
+    assert target.find(Scheduled)[0].num_cached_tokens == 36
+
+
 def test_a_load_that_brings_nothing_ends_at_its_deadline_and_late_objects_do_nothing():
     source, target = Engine(), Engine()
     source.serve(make_request("first"))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
-from cloister.kv.objects import RestoredEntry
+from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.request_table import RequestTable, kept_root
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
@@ -101,6 +101,11 @@ class KVLoad:
         self.num_promised: list[int] = []
         self.follows = False
         self.awaited_s: float | None = None
+
+    def asks_for(self, header: KVHeader) -> bool:
+        """Whether an object is of this load: of its chain, under the key of its entry."""
+        entry = header.entry
+        return header.root == self.root and 0 <= entry < len(self.keys) and header.key == self.keys[entry]
 
     @property
     def elapsed_from_s(self) -> float | None:
@@ -232,11 +237,14 @@ class KVLoads:
         self._requests.events.append(KVLoaded(request_id, now, 0, 0, 0.0, complete=False))
 
     def arrive(self, request_id: str, objects: Iterable[KVObject | RestoredEntry]) -> None:
-        """Takes genuine objects, in the order of their entries. What comes late, or leaves a gap, is dropped."""
+        """Takes genuine objects, in the order of their entries. What comes late, or leaves a gap, is dropped, and so is what an
+        earlier load of the request asked for, perhaps with other tokens."""
         load = self.loading.get(request_id)
         if load is None or load.is_complete is not None:
             return
         for found in objects:
+            if not load.asks_for(found.header):
+                continue
             if not self._follows(load, found):
                 self._stop_transfer(load)
                 load.is_complete = False
