@@ -49,7 +49,8 @@ def describe_start(
     yield f"context window {model.max_model_len} tokens, {config.max_num_seqs} sequences at once"
     yield f"drafts: {_say_drafts(config, model.drafters)}"
     items = [*memory, ("in all", sum(size for _, size in memory))]
-    yield "memory, at most: " + ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in items)
+    whose = "memory of all replicas" if front.replicas > 1 else "memory"
+    yield f"{whose}, at most: " + ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in items)
     whole_s = sum(duration_s for _, duration_s in startup)
     yield f"started in {whole_s:.1f} s: " + ", ".join(f"{phase} {duration_s:.2f}" for phase, duration_s in startup)
     if notice is not None:

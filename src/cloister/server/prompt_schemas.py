@@ -30,7 +30,8 @@ SCHEMAS: Final = "schema-"
 """What the names begin with that schemas are kept under."""
 _MODULES: Final = "prompt_schema.modules"
 NO_SCHEMAS: Final = (
-    "This server keeps no schemas: it cannot tell callers apart, or its profile keeps nothing. Send the whole prompt."
+    "This server keeps no schemas: with API keys it does with --keep-responses only, and strict profiles never do. Send the "
+    "whole prompt."
 )
 
 
