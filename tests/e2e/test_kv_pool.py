@@ -17,13 +17,11 @@ from cloister.cluster import ReplicaSet
 from cloister.engine.kv_pool import KVPool
 from cloister.launch import build_engine, resolve_settings
 from cloister.launch.processes import make_engine
-from cloister.types.config import EngineConfig
 from cloister.types.errors import PolicyError
 from cloister.types.events import Event, KVLoaded, Scheduled
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE
-from tests.e2e.test_kv_tiers import CASES, Runner, kv_mb, prompt
-from tests.model_factory import make_model
+from tests.e2e.test_kv_tiers import CASES, Runner, kv_mb, make_config, prompt
 from tests.thinning import thin
 
 NUM_ATTEMPTS = 5
@@ -33,16 +31,7 @@ WAIT_S = 120.0
 @pytest.mark.parametrize("case", thin(CASES, ("windows", "states")))
 def test_what_another_engine_has_computed_has_the_same_bits(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    family, settings = CASES[case]
-    config = EngineConfig(
-        model=str(make_model(tmp_path / "model", family)),
-        num_threads=1,
-        max_num_seqs=2,
-        max_model_len=256,
-        prefix_cache=True,
-        weights_cache="",
-        **settings,
-    )
+    config = make_config(tmp_path, *CASES[case])
     config = replace(config, kv_memory_mb=kv_mb(config) / 2)
     pool = KVPool(int(8 * 2**20 + 4 * 2**20 * kv_mb(config)), 2)
     first, second = Runner(build_engine(config)), Runner(build_engine(config))

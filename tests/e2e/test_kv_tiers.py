@@ -72,16 +72,10 @@ class Runner:
         return next(event for event in self.events if isinstance(event, kind) and event.request_id == name)
 
 
-def prompt(number: int) -> list[int]:
-    return [(17 * number + 7 * i + i * i) % 300 for i in range(150)]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_comes_back_has_the_bits_of_what_was_computed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    family, settings = CASES[case]
-    config = EngineConfig(
-        model=str(make_model(tmp_path / "model", family)),
+def make_config(folder: Path, family: str, settings: dict[str, Any]) -> EngineConfig:
+    """Returns the configuration of an engine of a random model, which is written into a folder."""
+    return EngineConfig(
+        model=str(make_model(folder / "model", family)),
         num_threads=1,
         max_num_seqs=2,
         max_model_len=256,
@@ -89,6 +83,16 @@ def test_what_comes_back_has_the_bits_of_what_was_computed(case: str, tmp_path: 
         weights_cache="",
         **settings,
     )
+
+
+def prompt(number: int) -> list[int]:
+    return [(17 * number + 7 * i + i * i) % 300 for i in range(150)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_comes_back_has_the_bits_of_what_was_computed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
+    config = make_config(tmp_path, *CASES[case])
     small = replace(config, kv_memory_mb=kv_mb(config) / 2)  # two prompts of 154 tokens do not fit
     plain, tiered = Runner(build_engine(small)), Runner(build_engine(small))
     # Less than the others' KV; with fewer slots states would go before they are written.
@@ -139,16 +143,7 @@ def test_compressed_kv_comes_back_with_its_bits_or_about_its_numbers(
     case: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    family, settings = CODED[case]
-    config = EngineConfig(
-        model=str(make_model(tmp_path / "model", family)),
-        num_threads=1,
-        max_num_seqs=2,
-        max_model_len=256,
-        prefix_cache=True,
-        weights_cache="",
-        **settings,
-    )
+    config = make_config(tmp_path, *CODED[case])
     tiered = Runner(build_engine(replace(config, kv_memory_mb=kv_mb(config) / 2)))
     tiered.core.open_kv_tiers(f"disk:{tmp_path},64M", codec=codec)
     tier: Any = tiered.core._tiers
