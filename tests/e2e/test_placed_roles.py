@@ -19,7 +19,7 @@ from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
 from cloister.types.events import Event, KVLoaded
 from cloister.types.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
-from tests.serving import descendants
+from tests.serving import find_processes
 
 ROOT = Path(__file__).parents[2]
 FLAGS: dict[str, Any] = {"num_threads": 1, "kv_memory_mb": 64}
@@ -61,9 +61,9 @@ async def answer_all(client: RequestClient, run: str, pieces: list[None]) -> lis
     return await asyncio.gather(*map(answer, make_requests(run)))
 
 
-def engine_pids() -> list[int]:
-    """In the order of their start."""
-    return [pid for pid in descendants(os.getpid()) if Path(f"/proc/{pid}/comm").read_text() == "cl-engine\n"]
+def engine_pids(others: set[int]) -> list[int]:
+    """Returns the engine processes but `others`, which tests before may have left to end, in the order of their start."""
+    return [pid for pid in find_processes(os.getpid(), "engine") if pid not in others]
 
 
 async def wait_until(condition: Any) -> None:
@@ -86,6 +86,7 @@ def test_answers_are_those_of_one_engine_with_roles_on_several_machines_though_a
 
     async def run() -> None:
         expected = await run_alone()
+        others = set(find_processes(os.getpid(), "engine"))
         settings = resolve_settings(PLACED)
         cluster = make_engine(settings.engine.config, settings.server.config)
         assert isinstance(cluster, ReplicaSet)
@@ -103,7 +104,7 @@ def test_answers_are_those_of_one_engine_with_roles_on_several_machines_though_a
             pieces: list[None] = []
             answers = asyncio.create_task(answer_all(cluster, "killed", pieces))
             await wait_until(lambda: len(pieces) > NUM_REQUESTS)
-            os.kill(engine_pids()[victim], signal.SIGKILL)
+            os.kill(engine_pids(others)[victim], signal.SIGKILL)
             assert await answers == expected
             await wait_until(lambda: all(snapshot.is_accepting for snapshot in cluster.snapshots()))
             assert await cluster.drain_replica(1, WAIT_S) == 0
@@ -111,6 +112,6 @@ def test_answers_are_those_of_one_engine_with_roles_on_several_machines_though_a
             assert cluster.num_places == cluster.num_shadows == 0
         finally:
             await cluster.drain(0.0)
-        assert engine_pids() == []
+        await wait_until(lambda: not engine_pids(others))
 
     asyncio.run(run())

@@ -67,7 +67,7 @@ def reasons(outputs: list[SequenceOutput]) -> list[FinishReason]:
     return [o.finish_reason for o in outputs if o.finish_reason is not None]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     give_up_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_s, "it did not come to pass"

@@ -82,6 +82,13 @@ def test_a_front_that_slept_does_not_blame_the_engine() -> None:
     assert not watchdog.is_hung
 
 
+def test_an_engine_is_stalled_before_it_hangs_however_seldom_the_front_looks() -> None:
+    watchdog = Watchdog(stall_timeout_s=0.5, first_step_timeout_s=0.5)
+    for number in range(1, 5):
+        watchdog.look(3600.0 * number, is_waited_for=True)
+        assert (watchdog.is_stalled, watchdog.is_hung) == (number >= 2, number == 4)
+
+
 def test_each_restart_waits_longer_until_there_are_no_more() -> None:
     restarts = Restarts(max_restarts=3, window_s=100.0, backoff_s=1.0, max_backoff_s=3.0)
     assert [restarts.next_delay_s(float(now)) for now in range(4)] == [1.0, 2.0, 3.0, None]

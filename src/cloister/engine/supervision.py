@@ -14,7 +14,8 @@ from typing import Final
 from cloister.types.events import Ended, Event, Stepped
 
 MAX_TICK_S: Final = 1.0
-"""Limit on the time that one watchdog check counts, so that a stall of the front itself does not replace the engine."""
+"""Limit on the time that one watchdog check counts, so that a stall of the front itself does not replace the engine. Half of a
+timeout that is shorter than two of them: an engine is seen to be stalled before it is replaced."""
 NUM_STEPS: Final = 20
 """An engine may make no progress for this many of its own steps, however short the timeout."""
 STACKS_SIGNAL: Final = signal.SIGUSR2
@@ -62,7 +63,7 @@ class Watchdog:
     def look(self, now: float, *, is_waited_for: bool) -> None:
         """Counts the time since the last check if requests wait for the engine."""
         if is_waited_for:
-            self.stalled_s += min(now - self._seen_s, MAX_TICK_S)
+            self.stalled_s += min(now - self._seen_s, MAX_TICK_S, self._timeout_s / 2)
         else:
             self.stalled_s = 0.0
         self._seen_s = now
