@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cloister.kv import KVObject
 from cloister.kv.objects import KVHeader
+from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
 from cloister.kv.tiers import KVTierIndex, KVTiers, TierBlock, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_restores import TierRead
@@ -17,6 +18,7 @@ class MemoryTier:
 
     Args:
         num_below: slots of a second tier; 0: there is none.
+        make_admission: what decides which blocks full tiers store.
 
     Attributes:
         index: of the first tier.
@@ -26,10 +28,17 @@ class MemoryTier:
         below: the same in the second one.
     """
 
-    def __init__(self, scheduler: Scheduler, runner, num_slots: int, num_below: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner,
+        num_slots: int,
+        num_below: int = 0,
+        make_admission: AdmissionFactory = AdmitAll,
+    ) -> None:
         sizes = (BLOCK_BYTES,) * scheduler.pool.num_groups
         self.tiers = KVTiers([
-            KVTierIndex(name, TierLayout(sizes, (num,) * len(sizes)), number=number)
+            KVTierIndex(name, TierLayout(sizes, (num,) * len(sizes)), number=number, make_admission=make_admission)
             for number, (name, num) in enumerate((("memory", num_slots), ("below", num_below)))
             if num
         ])  # fmt: skip
@@ -46,7 +55,9 @@ class MemoryTier:
 
     def dispatch(self) -> None:
         """As the engine does it between planning a step and running it."""
-        copies, self.index.copies = self.index.copies, []
+        copies = [copy for index in reversed(self.tiers.indexes) for copy in index.copies]
+        for index in self.tiers.indexes:
+            index.copies = []
         for source, stored in copies:
             self.unwritten.append((stored, self.runner.export_blocks([source])[0] if isinstance(source, int) else source))
         self.tiers.take_ended_roots()
@@ -61,7 +72,8 @@ class MemoryTier:
         """Writes the oldest blocks."""
         for stored, content in self.unwritten[:num_blocks]:
             if is_written and stored.tier:
-                self.below[stored.group, stored.slot] = self._find(content)
+                moved = self._find(content) if isinstance(content, TierBlock) else (stored.number, content)
+                self.below[stored.group, stored.slot] = moved
             elif is_written:
                 self.contents[stored.group, stored.slot] = stored.number, content
             self.tiers.indexes[stored.tier].confirm(stored, is_written=is_written)

@@ -237,6 +237,7 @@ def test_an_llm_has_a_tier_and_says_what_is_wrong_with_its_setting(tmp_path: Pat
         ({"kv_tier": "host:4G+tape:1G"}, "such as host:4G"),
         ({"kv_tier": "disk:/tmp", "replicas": 2}, "of several replicas each has a tier of its own"),
         ({"kv_tier_codec": "lossless"}, "set kv_tier, or leave it out"),
+        ({"kv_tier_admission": "tinylfu"}, "chooses what kv_tier stores; set kv_tier, or leave it out"),
         ({"kv_tier": "host:4G", "kv_tier_codec": "fine"}, "choose lossless or auto, or set numerics fast"),
         ({"kv_tier": "host:4G", "kv_tier_codec": "auto-lossy"}, "choose lossless or auto, or set numerics fast"),
         ({"kv_tier": "host:4G", "kv_tier_codec": "zip"}, "kv_tier_codec"),

@@ -41,13 +41,19 @@ NUM_HIT = (len(PROMPT) - 1) // 8 * 8
 class Engine:
     """An engine of 24 blocks with a tier, whose steps the test makes."""
 
-    def __init__(self, tokenizer: Tokenizer, setting: str | None, pool: tuple[int, PoolSeat] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        setting: str | None,
+        pool: tuple[int, PoolSeat] | None = None,
+        admission: str | None = None,
+    ) -> None:
         # computing is slow, as the scheduler knows after some steps, so that loading is worth it on a busy machine too
         shape = EngineShape(num_blocks=24, step_s=1.0, token_s=0.1)
         self.engine: VirtualEngine = make_engine(shape, tokenizer, WallClock())
         self.core = self.engine.core
         if setting is not None:
-            self.core.open_kv_tiers(setting, pool)
+            self.core.open_kv_tiers(setting, pool, admission=admission)
             self.core._tiers.on_news(self.core.input_queue.wake)  # type: ignore[union-attr]
         self.events: list[Event] = []
         self.outputs: list[SequenceOutput] = []
@@ -129,11 +135,11 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make(tokenizer: Tokenizer) -> Iterator[Callable[[str | None], Engine]]:
+def make(tokenizer: Tokenizer) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def make_one(setting: str | None) -> Engine:
-        made.append(Engine(tokenizer, setting))
+    def make_one(setting: str | None, admission: str | None = None) -> Engine:
+        made.append(Engine(tokenizer, setting, admission=admission))
         return made[-1]
 
     yield make_one
@@ -694,6 +700,18 @@ def test_a_tier_is_divided_as_the_device_is() -> None:
     assert [num // layout.num_slots[2] for num in layout.num_slots] == [10, 2, 1]
     assert layout.place(1, 0) == layout.num_slots[0] * 8192
     assert layout.place(2, 1) == layout.place(1, layout.num_slots[1]) + 53_248
+
+
+@pytest.mark.parametrize(("admission", "num_cached"), [("always", 0), ("tinylfu", NUM_HIT)])
+def test_a_prompt_that_is_sent_often_stays_in_a_small_tier_where_uses_are_counted(make, admission, num_cached) -> None:
+    engine = make("host:120K", admission=admission)
+    expected = engine.answer("first")
+    for turn in range(3):
+        engine.crowd_out(4 * turn, 4)
+        engine.answer(f"again {turn}")
+    engine.crowd_out(12, 8)
+    assert engine.answer("last") == expected
+    assert engine.num_cached("last") == num_cached
 
 
 def test_every_tier_says_what_it_endangers() -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from cloister.kv import NO_BLOCK, BlockGroup, BlockPool, KVObject, KVQuery, PrefixKeys
 from cloister.kv.objects import KVHeader
 from cloister.kv.table import first_seen
+from cloister.kv.tier_admission import TIER_ADMISSIONS
 from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, PREFETCH_HOLD_S
 from cloister.types.events import Arrived, Ended, KVLoaded, Resumption
@@ -71,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts=st.sampled_from([0, 1, 7]),
         num_slots=st.sampled_from([0, 0, 2, 30]),
         num_below=st.sampled_from([0, 4, 20]),
+        admission=st.sampled_from(TIER_ADMISSIONS.names()),
         num_layers=st.sampled_from([0, 3, 12]),
         windows=st.sampled_from(
             [(None,), (None, 5), (None, 1, 16), (7,), (None, STATE), (STATE,), (None, 5, STATE), (5, STATE)]
@@ -89,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts,
         num_slots,
         num_below,
+        admission,
         num_layers,
         windows,
     ):
@@ -110,7 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
         self.followed = []
         self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
-        self.tier = MemoryTier(self.scheduler, self.runner, num_slots, num_below) if num_slots and prefix_cache else None
+        make = partial(TIER_ADMISSIONS.get(admission), salt=b"salt")
+        has_tier = num_slots and prefix_cache
+        self.tier = MemoryTier(self.scheduler, self.runner, num_slots, num_below, make) if has_tier else None
         self.now = 0.0
         self.flights = []
         self.count = 0

@@ -96,7 +96,8 @@ class AsyncLLM:
     async def adopt(self, core: EngineCore) -> None:
         """`start` with an engine that was built for the same settings."""
         if self._config.kv_tier is not None:
-            core.open_kv_tiers(self._config.kv_tier, codec=self._config.kv_tier_codec)
+            codec, admission = self._config.kv_tier_codec, self._config.kv_tier_admission
+            core.open_kv_tiers(self._config.kv_tier, codec=codec, admission=admission)
         self.model, self.memory, self.tokenizer = core.model, core.memory, core.tokenizer
         self._engine = EngineClient(ThreadTransport(core), self._config)
         await self._engine.start()

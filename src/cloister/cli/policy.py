@@ -78,6 +78,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister.cluster.routers import ROUTERS
     from cloister.engine.kv_tier_storage import KV_TIERS
     from cloister.executor.drafters import DRAFTERS
+    from cloister.kv.tier_admission import TIER_ADMISSIONS
     from cloister.scheduler.layerwise import LAYERWISE_THREAT
     from cloister.scheduler.policies import POLICIES
     from cloister.scheduler.speculation import SPECULATION_THREAT
@@ -94,7 +95,7 @@ def list_entries() -> tuple[Entry, ...]:
         "metrics of sealed nodes": WINDOWS_THREAT,
         **declared_threats(),
     }
-    return gather((BACKENDS, POLICIES, ROUTERS, DRAFTERS, KV_TIERS), declared)
+    return gather((BACKENDS, POLICIES, ROUTERS, DRAFTERS, KV_TIERS, TIER_ADMISSIONS), declared)
 
 
 def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:

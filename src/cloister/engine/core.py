@@ -154,12 +154,19 @@ class EngineCore:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
         self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form))
 
-    def open_kv_tiers(self, setting: str, pool: tuple[int, PoolSeat] | None = None, codec: str | None = None) -> None:
+    def open_kv_tiers(
+        self,
+        setting: str,
+        pool: tuple[int, PoolSeat] | None = None,
+        codec: str | None = None,
+        admission: str | None = None,
+    ) -> None:
         """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
 
         Args:
             setting: `kv_tier`: one tier or several.
             codec: `kv_tier_codec`: how they compress KV.
+            admission: `kv_tier_admission`: which blocks full ones store.
             pool: descriptor of the memory that engines share, and this one's seat.
 
         Raises:
@@ -170,7 +177,7 @@ class EngineCore:
         from cloister.engine.kv_tier_storage import parse_tiers  # only when it was asked for: it imports cryptography
         from cloister.engine.kv_tiers import EngineTiers
 
-        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool, codec)
+        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool, codec, admission)
 
     def disable_overlap(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""

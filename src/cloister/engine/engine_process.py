@@ -136,19 +136,18 @@ def _set_up_kv(core: EngineCore, boot: channel.Boot, kv_pool: tuple[int, PoolSea
         if boot.kv_secret is not None and config.kv_transfer is not None:
             core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=boot.kv_secret))
         if config.kv_tier is not None:
-            _open_tiers(core, config.kv_tier, config.kv_tier_codec, kv_pool, is_restart=boot.is_restart)
+            _open_tiers(core, config, kv_pool, is_restart=boot.is_restart)
     except CloisterError as error:
         send(Failed(error.message, error.code))
         return False
     return True
 
 
-def _open_tiers(
-    core: EngineCore, setting: str, codec: str | None, kv_pool: tuple[int, PoolSeat] | None, *, is_restart: bool
-) -> None:
+def _open_tiers(core: EngineCore, config: EngineConfig, kv_pool: tuple[int, PoolSeat] | None, *, is_restart: bool) -> None:
     """Opens the tiers. A disk that has filled up or is gone must not keep an engine from starting again: it goes on without."""
+    assert config.kv_tier is not None
     try:
-        core.open_kv_tiers(setting, kv_pool, codec)
+        core.open_kv_tiers(config.kv_tier, kv_pool, config.kv_tier_codec, config.kv_tier_admission)
     except ConfigError as error:
         if not is_restart:
             raise

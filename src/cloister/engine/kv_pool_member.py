@@ -24,6 +24,7 @@ from cloister.engine.kv_pool import PAGE_BYTES, PoolSeat
 from cloister.engine.kv_tier_files import TierFile
 from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.shared_tier import SharedTierIndex
+from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
 from cloister.kv.tiers import TierBlock, TierLayout
 from cloister.types.errors import ConfigError
 
@@ -119,6 +120,7 @@ class PoolMember:
         name: of the tier.
         num_shares: owners that may have blocks at once.
         number: of the tier, among those of this engine.
+        make_admission: as of `KVTierIndex`.
 
     Raises:
         ConfigError: the part is too small, or there is no memory for it.
@@ -137,6 +139,7 @@ class PoolMember:
         name: str,
         num_shares: int = 1,
         number: int = 0,
+        make_admission: AdmissionFactory = AdmitAll,
     ) -> None:
         fixed_bytes = _FIXED_BYTES + PAGE_BYTES  # records may end within a page
         layout = TierLayout.plan(
@@ -150,7 +153,8 @@ class PoolMember:
         self._words = self._memory.cast("Q")
         own = mmap.mmap(fd, _FIXED_BYTES, offset=self._own.start)
         self._own_words = memoryview(own).cast("Q")
-        self.index = SharedTierIndex(name, layout, num_shares, number, first_number=(seat.writer << NUMBER_BITS) + 1)
+        first_number = (seat.writer << NUMBER_BITS) + 1
+        self.index = SharedTierIndex(name, layout, num_shares, number, first_number=first_number, make_admission=make_admission)
         self.file = TierFile(name, fd, layout, is_memory=True, is_shared=True, start=self._own.slots_start)
         self._open()
 

@@ -4,6 +4,7 @@ write and read them (decisions/0029)."""
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -15,6 +16,7 @@ from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierArrival, TierWorker
 from cloister.engine.kv_transfer import KVBlocks
+from cloister.kv.tier_admission import DEFAULT_ADMISSION, TIER_ADMISSIONS, TierAdmission
 from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierBlock, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
@@ -59,6 +61,7 @@ class EngineTiers:
         blocks: the KV of its program.
         settings: which tiers, and where; the fastest first.
         codec: how blocks are compressed (`kv_tier_codec`); None: not at all.
+        admission: which blocks full tiers store (`kv_tier_admission`); None: the default.
         pool: descriptor of the pool that engines share, and this one's seat; None: it has none.
 
     Raises:
@@ -72,22 +75,29 @@ class EngineTiers:
         settings: Sequence[TierSetting],
         pool: tuple[int, PoolSeat] | None = None,
         codec: str | None = None,
+        admission: str | None = None,
     ) -> None:
         self._loads, self._blocks = scheduler.kv_loads, blocks
         self._codec = None if codec is None else TierCodec(blocks.planes, blocks.form.sizes, codec)
         self._is_choosing = False
         self._num_shares, self._groups = max(1, scheduler.config.cache_scopes), scheduler.pool.groups
         self._limits = [setting.limit_bytes for setting in settings]
+        salt = secrets.token_bytes(16)  # of this engine's process alone
+        make = TIER_ADMISSIONS.get(admission or DEFAULT_ADMISSION)
+
+        def admit(num_slots: int) -> TierAdmission:
+            return make(num_slots, salt)
+
         indexes, files = list[KVTierIndex](), list[TierFile]()
         self._member: PoolMember | None = None
         for number, setting in enumerate(settings):
             if pool is not None and setting.is_shared:
-                self._member = PoolMember(*pool, blocks.form, self._groups, setting.name, self._num_shares, number)
+                self._member = PoolMember(*pool, blocks.form, self._groups, setting.name, self._num_shares, number, admit)
                 indexes.append(self._member.index)
                 files.append(self._member.file)
                 continue
             layout = self._plan(number)
-            indexes.append(KVTierIndex(setting.name, layout, self._num_shares, number))
+            indexes.append(KVTierIndex(setting.name, layout, self._num_shares, number, make_admission=admit))
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
 from cloister.kv.tiers import KVTierIndex, TierBlock, TierLayout
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -43,8 +44,17 @@ class SharedTierIndex(KVTierIndex):
         used_elsewhere: blocks of others that were used, which those shall know.
     """
 
-    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1, number: int = 0, *, first_number: int = 0) -> None:
-        super().__init__(name, layout, num_shares, number, first_number=first_number)
+    def __init__(
+        self,
+        name: str,
+        layout: TierLayout,
+        num_shares: int = 1,
+        number: int = 0,
+        *,
+        first_number: int = 0,
+        make_admission: AdmissionFactory = AdmitAll,
+    ) -> None:
+        super().__init__(name, layout, num_shares, number, first_number=first_number, make_admission=make_admission)
         self.news: dict[int, TierBlock] = {}
         self.withdrawn: list[TierBlock] = []
         self.used_elsewhere: list[TierBlock] = []

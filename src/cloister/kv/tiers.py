@@ -1,10 +1,10 @@
 """Which blocks the tiers below the device hold, and how long loading them takes. Pure: no I/O, no clock, no arrays.
 
 What the prefix cache evicts goes into a slot of the first tier (`engine.kv_tier_worker` writes it), and what that one lets go
-moves to the next one. Each group of layers has slots of its own, in proportion to its part of the device's memory, and lets its
-least recently used block go. A block can be found once it is written; what cannot be read back is forgotten. With shares each
-owner lets only its own blocks go, as in the prefix cache (`kv.cache_quotas`): a tenant whose blocks went for others' would
-notice that others are active.
+moves to the next one. Each group of layers has slots of its own, in proportion to its part of the device's memory, and lets
+its least recently used block go, if the new one is worth more (`kv.tier_admission`). A block can be found once it is written;
+what cannot be read back is forgotten. With shares each owner lets only its own blocks go, as in the prefix cache
+(`kv.cache_quotas`): a tenant whose blocks went for others' would notice that others are active.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Final
 
 from cloister.kv.kept_blocks import KeptBlocks, StepTime
 from cloister.kv.pool import BlockGroup
+from cloister.kv.tier_admission import AdmissionFactory, AdmitAll, TierAdmission
 from cloister.types.errors import ConfigError
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -199,18 +200,20 @@ class _Slots:
         self.owned[self.blocks[key].owner].move_to_end(key)
 
 
-class _Account:
-    """What storing may take for one owner, and how far it is behind. One for all would tell owners, by what is stored of
-    theirs, that others are active.
+class Account:
+    """What storing may take for one owner, how far it is behind, and what is worth storing. One for all would tell owners, by
+    what is stored of theirs, that others are active.
 
     Attributes:
+        admission: knows the accesses of this owner.
         credit_s: time that storing may take; where nothing is used again it runs out, and storing pauses until it has grown.
         unwritten_bytes: KV that waits to be written.
     """
 
-    __slots__ = ("credit_s", "is_paused", "unwritten_bytes")
+    __slots__ = ("admission", "credit_s", "is_paused", "unwritten_bytes")
 
-    def __init__(self) -> None:
+    def __init__(self, admission: TierAdmission) -> None:
+        self.admission = admission
         self.credit_s = MOST_CREDIT_S
         self.is_paused = False
         self.unwritten_bytes = 0
@@ -235,6 +238,7 @@ class KVTierIndex:
         num_shares: owners that may have blocks at once; 1: all take from one share.
         number: of this tier, among those of its engine.
         first_number: of its sealings (`TierBlock.number`).
+        make_admission: makes what decides for one owner which blocks are worth a slot.
 
     Attributes:
         below: gets the blocks that this one lets go; None: they are gone.
@@ -242,25 +246,36 @@ class KVTierIndex:
             device to this tier, or from a block of this tier to the one below.
         kept: the blocks of each chain.
         ended_roots: chains of which nothing is left here.
+        numbers: of sealings; no other block of this engine gets one that was taken (`TierBlock.number`).
         is_stopped: nothing more is stored; what is there can be loaded.
         is_stuck: a load was given up and the tier has not noticed; until it does, nothing is loaded.
         num_stored_blocks, num_stored_bytes: written so far.
     """
 
-    def __init__(self, name: str, layout: TierLayout, num_shares: int = 1, number: int = 0, *, first_number: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: TierLayout,
+        num_shares: int = 1,
+        number: int = 0,
+        *,
+        first_number: int = 0,
+        make_admission: AdmissionFactory = AdmitAll,
+    ) -> None:
         self.name = name
         self._num_shares, self._number = num_shares, number
+        self._make_admission = make_admission
         self.below: KVTierIndex | None = None
         self.copies: list[tuple[int | TierBlock, TierBlock]] = []
         self.ended_roots: list[bytes] = []
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
-        self._accounts: dict[bytes, _Account] = {}  # of owners that have blocks
+        self._accounts: dict[bytes, Account] = {}  # of owners that have blocks
         self.layout = layout
         self._slots = [_Slots(num_slots, num_shares) for num_slots in layout.num_slots]
         self.kept = KeptBlocks(len(layout.num_slots))
         self._unwritten: dict[int, TierBlock] = {}  # by number
-        self._numbers = count(first_number)
+        self.numbers = count(first_number)
         self.uses = count()
         self._byte_s = 0.0
         self._num_declined = 0
@@ -306,16 +321,24 @@ class KVTierIndex:
             if (account := self._accounts.get(block.owner)) is not None:
                 account.spend(seconds / len(blocks))
 
+    def note_accesses(self, keys: Sequence[bytes], owner: bytes | None = None) -> None:
+        """Notes that a request of an owner uses the blocks of a chain, wherever they are, or computes them."""
+        if (account := self._accounts.get(self._payer(owner))) is not None:
+            account.admission.note(keys)
+
     def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
         """Stores a block that the device evicts, unless the tier has it, is behind with writing, has paused or stopped, or all
-        shares are others'."""
-        slots = self._slots[group]
-        payer = owner if self._num_shares > 1 and owner is not None else b""
+        shares are others'. The tier below gets one that is not worth a slot here."""
+        slots, payer = self._slots[group], self._payer(owner)
         if key in slots.blocks:
             slots.touch(key, next(self.uses))
         elif root and (account := self._find_account(payer, group)) is not None:
+            if not self._admits(key, payer, group):
+                if self.below is not None:
+                    self.below.offer(root, key, entry, group, block, owner)
+                return
             slot = self._take_slot(payer, group)
-            stored = TierBlock(root, payer, key, entry, group, slot, next(self._numbers), self._number)
+            stored = TierBlock(root, payer, key, entry, group, slot, next(self.numbers), self._number)
             self._add(stored, account, next(self.uses))
             self.copies.append((block, stored))
 
@@ -330,19 +353,30 @@ class KVTierIndex:
             slots.touch(block.key, used)
             return None
         account = self._find_account(block.owner, block.group)
-        if account is None:
+        if account is None or not self._admits(block.key, block.owner, block.group):
             return None
         moved = replace(block, slot=self._take_slot(block.owner, block.group), tier=self._number)
         self._add(moved, account, used)
         return moved
 
-    def _find_account(self, owner: bytes, group: int) -> _Account | None:
+    def _find_account(self, owner: bytes, group: int) -> Account | None:
         """Returns the account of an owner that has a share, and time and room in the queue to write a block; else None."""
         if self.is_stopped or not self._slots[group].has_share(owner):
             return None
-        account = self._accounts.get(owner) or _Account()
+        account = self._accounts.get(owner)
+        if account is None:
+            account = Account(self._make_admission(max(self.layout.num_slots) // self._num_shares))
         num_bytes = account.unwritten_bytes + self.layout.count_content(group)
         return None if account.is_paused or num_bytes > MAX_UNWRITTEN_BYTES / self._num_shares else account
+
+    def _payer(self, owner: bytes | None) -> bytes:
+        """Returns whose share an owner's blocks take."""
+        return owner if self._num_shares > 1 and owner is not None else b""
+
+    def _admits(self, key: bytes, owner: bytes, group: int) -> bool:
+        """Whether a block is worth the slot that it would take."""
+        oldest = self._slots[group].oldest(owner)
+        return oldest is None or self._accounts[owner].admission.admits(key, oldest.key)
 
     def _take_slot(self, owner: bytes, group: int) -> int:
         """Returns a slot for a block of an owner, which lets its least recently used one go if its share is full."""
@@ -354,7 +388,7 @@ class KVTierIndex:
             self.copies.append((oldest, moved))
         return self._remove(oldest)
 
-    def _add(self, stored: TierBlock, account: _Account, used: int) -> None:
+    def _add(self, stored: TierBlock, account: Account, used: int) -> None:
         """Enters a block that will be written."""
         self._slots[stored.group].add(stored, used)
         self.kept.add(stored.root, stored.group, stored.key)
@@ -407,24 +441,23 @@ class KVTierIndex:
         return None if found is None or found.number in self._unwritten else found
 
     def touch(self, found: TierBlock, first: KVTierIndex | None = None) -> None:
-        """Marks a block as its owner's most recently used one, and notes whether it would still be in the first tier if it had
-        been there since its last use."""
+        """Marks a block as its owner's most recently used one, and notes whether it is worth a slot of the first tier."""
         slots = self._slots[found.group]
         if found.key in slots.blocks:
-            if (
-                first is not None
-                and first is not self
-                and slots.used[found.key] > first.find_oldest_use(found.owner, found.group)
-            ):
+            if first is not None and first is not self and first.would_keep(found, slots.used[found.key]):
                 slots.rising.add(found.key)
             slots.touch(found.key, next(self.uses))
             self.kept.note_use(found.root)
 
-    def find_oldest_use(self, owner: bytes, group: int) -> int:
-        """Returns when the block that an owner's next one would replace was last used; -1 if there is room."""
-        slots = self._slots[group]
-        oldest = slots.oldest(owner)
-        return -1 if oldest is None else slots.used[oldest.key]
+    def would_keep(self, block: TierBlock, used: int) -> bool:
+        """Whether a block of a tier below would still be here if it had been here since its last use, at `used`; or is used
+        more often than the one whose place it would take, where that decides."""
+        slots = self._slots[block.group]
+        oldest = slots.oldest(block.owner)
+        if oldest is None:
+            return True
+        admission = self._accounts[block.owner].admission
+        return admission.admits(block.key, oldest.key) if admission.is_by_frequency else used > slots.used[oldest.key]
 
     def has(self, key: bytes, group: int) -> bool:
         """Whether a block is here, or is being written."""
@@ -484,6 +517,7 @@ class KVTiers:
         for above, below in pairwise(self.indexes):
             above.below = below
             below.uses = above.uses
+            below.numbers = above.numbers  # a chain has one key in all tiers, and no number may seal twice under it
         self._forgotten: list[bytes] = []
 
     def __len__(self) -> int:
@@ -515,6 +549,11 @@ class KVTiers:
         """Lets storing take more time, in each tier the same (`KVTierIndex.earn`)."""
         for index in self.indexes:
             index.earn(seconds / len(self.indexes), owner)
+
+    def note_accesses(self, keys: Sequence[bytes], owner: bytes | None = None) -> None:
+        """Notes that a request uses the blocks of a chain (`KVTierIndex.note_accesses`)."""
+        for index in self.indexes:
+            index.note_accesses(keys, owner)
 
     def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
         """Stores a block that the device evicts (`KVTierIndex.offer`). One that only a slower tier has comes to the first one

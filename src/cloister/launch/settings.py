@@ -190,8 +190,13 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
             raise ConfigError(
                 "kv_tier_codec compresses what kv_tier stores; set kv_tier, or leave it out", param="kv_tier_codec"
             )
+        if config.kv_tier_admission is not None:
+            raise ConfigError(
+                "kv_tier_admission chooses what kv_tier stores; set kv_tier, or leave it out", param="kv_tier_admission"
+            )
         return
     from cloister.engine.kv_tier_storage import KV_TIERS, ONLY_REPLICAS, parse_tiers  # only when it was asked for
+    from cloister.kv.tier_admission import DEFAULT_ADMISSION, TIER_ADMISSIONS
 
     policy.check({"kv-tier-lossy": Use(lossy, f"setting `kv_tier_codec` {config.kv_tier_codec}")})
     if lossy and config.numerics == "exact":
@@ -201,6 +206,8 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
             param="kv_tier_codec",
         )
 
+    admission = Entry.of(TIER_ADMISSIONS, config.kv_tier_admission or DEFAULT_ADMISSION)
+    policy.check_entry(admission.kind, admission.name, admission.threat)
     tiers = parse_tiers(config.kv_tier)
     for where in tiers:
         entry = Entry.of(KV_TIERS, where.name)

@@ -141,6 +141,12 @@ class EngineConfig:
         " most exact one that loads about as fast as it gets. Unset, not at all.",
         choices=("auto", "lossless", "fine", "medium", "coarse", "auto-lossy"),
     )
+    kv_tier_admission: str | None = setting(
+        None,
+        "Which blocks a full tier stores. always: each, for the least recently used one; tinylfu: those that are used more"
+        " often than the one that would go; auto: whichever of both has more hits. Unset, auto.",
+        choices=("always", "tinylfu", "auto"),
+    )
     profile: str | None = setting(
         None,
         "Privacy profile; unset, `open` on loopback without API keys, else `team`.",

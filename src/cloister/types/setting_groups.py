@@ -17,7 +17,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "memory": (
         "max_model_len", "max_prefill_only_len", "memory_share", "kv_memory_mb", "kv_dtype", "kv_layout", "block_size",
-        "prefix_cache", "kv_tier", "kv_tier_codec",
+        "prefix_cache", "kv_tier", "kv_tier_codec", "kv_tier_admission",
     ),
     "scheduling": (
         "replicas", "router", "prefill", "decode", "rebalance", "max_ttft_s", "kv_transfer", "slow_replicas", "verify_replay",

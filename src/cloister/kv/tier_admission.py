@@ -1,0 +1,189 @@
+"""Which blocks are worth a slot of a full tier. Pure: no I/O, no clock; it is given its salt.
+
+A tier lets its least recently used block go. That is right if what was used lately is used again soon. Where most of what
+passes is used once, such as documents and conversations that end, it pushes out system prompts and other beginnings that many
+requests share. `tinylfu` stores a block only if it is used more often than the one that would go (TinyLFU, Einziger et al.
+2017; M5, ASPLOS 2025, counts pages of slow memory in the same way). `auto` finds out which of both has more hits.
+
+A slot holds one block, and the slots of a group have one size, so accesses of a block are accesses of a byte: the densest
+blocks are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Final, Protocol
+
+from cloister.kv.access_sketch import AccessSketch
+from cloister.types.registry import Registry
+from cloister.types.threat import Requirement, ThreatProfile
+
+MOST_SAMPLED: Final = 8
+"""`auto` simulates with one key of so many."""
+LEAST_SIMULATED: Final = 64
+"""Slots of a simulation at least, where the tier has as many."""
+LEAST_GAIN: Final = 1.15
+"""`auto` compares by frequency if that would have had so many times the hits."""
+ACCESSES_PER_SLOT: Final = 4
+"""After so many accesses for each slot the hits of both simulations are halved."""
+
+
+class TierAdmission(Protocol):
+    """Decides for one owner in one tier."""
+
+    @property
+    def is_by_frequency(self) -> bool:
+        """Whether blocks are compared by how often they are used; else the one used last is worth more."""
+        ...
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """Takes accesses to the blocks of a chain, found or not, in their order."""
+        ...
+
+    def admits(self, key: bytes, oldest: bytes) -> bool:
+        """Whether a block is worth more than the one that would go for it.
+
+        Args:
+            oldest: key of the owner's least recently used block.
+        """
+        ...
+
+
+AdmissionFactory = Callable[[int], TierAdmission]
+"""Takes the slots of an owner."""
+
+
+class AdmitAll:
+    """Stores every block, for the least recently used one."""
+
+    is_by_frequency = False
+
+    def __init__(self, num_slots: int = 0, salt: bytes = b"") -> None:
+        pass
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def admits(self, key: bytes, oldest: bytes) -> bool:
+        return True
+
+
+class TinyLFU:
+    """Stores a block if it was accessed more often than the one that would go.
+
+    Args:
+        num_slots: of the owner.
+        salt: of the sketch.
+    """
+
+    is_by_frequency = True
+
+    def __init__(self, num_slots: int, salt: bytes) -> None:
+        self.sketch = AccessSketch(num_slots, salt)
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.sketch.add(key)
+
+    def admits(self, key: bytes, oldest: bytes) -> bool:
+        return self.sketch.estimate(key) > self.sketch.estimate(oldest)
+
+
+class AdaptiveAdmission:
+    """Does as `TinyLFU` while that would have had more hits than storing everything.
+
+    Both are simulated with a sample of the keys and as small a part of the slots (miniature simulation, Waldspurger et al.
+    2017). The hits of a miniature are those of the whole, as keys are drawn by a hash.
+
+    Args:
+        num_slots: of the owner.
+        salt: of the sketch and of the sample.
+    """
+
+    def __init__(self, num_slots: int, salt: bytes) -> None:
+        self._salt = salt
+        self._frequency = TinyLFU(num_slots, salt)
+        self._one_of = min(MOST_SAMPLED, max(1, num_slots // LEAST_SIMULATED))
+        num_simulated = max(1, num_slots // self._one_of)
+        self._simulations = (_Simulation(num_simulated, AdmitAll()), _Simulation(num_simulated, self._frequency))
+        self._period = ACCESSES_PER_SLOT * num_simulated
+        self._num_sampled = 0
+
+    @property
+    def is_by_frequency(self) -> bool:
+        everything, frequent = self._simulations
+        return frequent.num_hits > LEAST_GAIN * everything.num_hits
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        self._frequency.note(keys)
+        for key in reversed(keys):  # as in a tier, where the end of a prefix goes before its beginning
+            if self._is_sampled(key):
+                for simulation in self._simulations:
+                    simulation.access(key)
+                self._num_sampled += 1
+                if self._num_sampled % self._period == 0:
+                    for simulation in self._simulations:
+                        simulation.num_hits /= 2
+
+    def admits(self, key: bytes, oldest: bytes) -> bool:
+        return not self.is_by_frequency or self._frequency.admits(key, oldest)
+
+    def _is_sampled(self, key: bytes) -> bool:
+        number = int.from_bytes(blake2b(key, digest_size=4, key=self._salt).digest())
+        return number % self._one_of == 0
+
+
+class _Simulation:
+    """A tier that has keys and no blocks.
+
+    Attributes:
+        num_hits: hits, of which old ones count less.
+    """
+
+    __slots__ = ("_admission", "_keys", "_num_slots", "num_hits")
+
+    def __init__(self, num_slots: int, admission: TierAdmission) -> None:
+        self._num_slots, self._admission = num_slots, admission
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self.num_hits = 0.0
+
+    def access(self, key: bytes) -> None:
+        if key in self._keys:
+            self._keys.move_to_end(key)
+            self.num_hits += 1
+            return
+        if len(self._keys) >= self._num_slots:
+            oldest = next(iter(self._keys))
+            if not self._admission.admits(key, oldest):
+                return
+            del self._keys[oldest]
+        self._keys[key] = None
+
+
+def _make_threat(residue: str, *mitigations: str) -> ThreatProfile:
+    return ThreatProfile(
+        row="disk or host offload",
+        threats=frozenset({Requirement.STATELESS, Requirement.ENFORCEABLE}),
+        residue=residue,
+        where=("host memory",),
+        attack="inference by timing: what others use decides what stays",
+        mitigations=("with shares, each owner's blocks are compared with its own ones only", *mitigations),
+    )
+
+
+_SKETCH: Final = (
+    "with shares, each owner has counters of its own, which end with its last block: nobody's accesses change another's",
+    "counters are placed by a hash with a secret of the engine: nobody finds keys that share counters with another one",
+)
+_COUNTS: Final = "counters by hashes of prefix keys, without the keys"
+
+DEFAULT_ADMISSION: Final = "auto"
+TIER_ADMISSIONS: Registry[Callable[[int, bytes], TierAdmission]] = Registry("KV tier admission")
+"""They take the slots of an owner, and 16 secret bytes."""
+TIER_ADMISSIONS.register("always", _make_threat("order of the last uses"))(AdmitAll)
+TIER_ADMISSIONS.register("tinylfu", _make_threat(_COUNTS, *_SKETCH))(TinyLFU)
+TIER_ADMISSIONS.register("auto", _make_threat(f"{_COUNTS}, and a sample of the keys, which are hashes", *_SKETCH))(
+    AdaptiveAdmission
+)
