@@ -227,7 +227,7 @@ def test_an_llm_has_a_tier_and_says_what_is_wrong_with_its_setting(tmp_path: Pat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_tier": "tape:1G"}, "unknown KV tier 'tape'; choose one of: host, shared, disk"),
+        ({"kv_tier": "tape:1G"}, "unknown KV tier 'tape'; choose one of: host, shared, peer, disk"),
         ({"kv_tier": "host"}, "such as host:4G"),
         ({"kv_tier": "host:4G", "prefix_cache": False}, "keeps what the prefix cache evicts"),
         ({"kv_tier": "host:4G+host:1G"}, "each kind once"),

@@ -52,11 +52,11 @@ class Machine:
         self.engines: dict[int, Engine] = {}
         self.seats: dict[int, PoolSeat] = {}
 
-    def start(self, setting: str = SETTING, **changes: Any) -> Engine:
+    def start(self, setting: str = SETTING, admission: str | None = None, **changes: Any) -> Engine:
         seat = self.pool.take_seat()
         assert seat is not None
         seat = replace_seat(seat, **changes)
-        engine = Engine(self._tokenizer, setting, (os.dup(self.pool.fd), seat))
+        engine = Engine(self._tokenizer, setting, (os.dup(self.pool.fd), seat), admission)
         self.engines[seat.part], self.seats[seat.part] = engine, seat
         engine.answer("warm up", [7] * 60)  # so that it knows that computing is slow
         return engine

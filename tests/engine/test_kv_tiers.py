@@ -678,7 +678,7 @@ def test_a_setting_may_name_both_tiers(given: str, expected: list[tuple[str, str
     "given", ["disk", "disk:", "disk:,4G", "disk:/a,lots", "host:0", "host:64", "host:-1G", "host:infG", "tape:4G"]
 )
 def test_a_wrong_setting_is_answered_with_a_right_one(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"such as host:4G|choose one of: host, shared, disk"):
+    with pytest.raises(ConfigError, match=r"such as host:4G|choose one of: host, shared, peer, disk"):
         TierSetting.parse(given)
 
 
@@ -715,7 +715,7 @@ def test_a_prompt_that_is_sent_often_stays_in_a_small_tier_where_uses_are_counte
 
 
 def test_every_tier_says_what_it_endangers() -> None:
-    assert KV_TIERS.names() == ("host", "shared", "disk")
+    assert KV_TIERS.names() == ("host", "shared", "peer", "disk")
     assert all(threat.mitigations for _, threat in KV_TIERS)
 
 

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cloister.engine.kv_pool import PAGE_BYTES, PoolSeat
 from cloister.engine.kv_tier_files import TierFile
 from cloister.kv import BlockGroup, KVFormat
+from cloister.kv.lent_tier import LendingTierIndex, count_kept
 from cloister.kv.shared_tier import SharedTierIndex
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
 from cloister.kv.tiers import TierBlock, TierLayout
@@ -37,6 +38,8 @@ NUMBER_BITS: Final = 40
 """Sealings of one engine are numbered with so many bits; the others tell engines apart."""
 _WORD: Final = 8
 _WRITER, _HEAD, _NUM_WORDS = 0, 1, 2
+_WANTS, _OFFER = PAGE_BYTES // _WORD - 2, PAGE_BYTES // _WORD - 1
+"""Words at the end of a part's first page: whether its engine would borrow; and an odd number while it lends, which grows."""
 _RING_BYTES: Final = RING_WORDS * _WORD
 _FIXED_BYTES: Final = PAGE_BYTES + _RING_BYTES
 _PLACE_BITS: Final = 48
@@ -67,6 +70,23 @@ _decode_header: Final = msgspec.msgpack.Decoder(_Header).decode
 _decode_record: Final = msgspec.msgpack.Decoder(_Record).decode
 
 
+@dataclass(frozen=True, slots=True)
+class LentSlots:
+    """Slots that an engine lends.
+
+    Attributes:
+        home: its part.
+        writer: the engine.
+        epoch: grows whenever it takes them back.
+        firsts: where those of each group begin.
+    """
+
+    home: int
+    writer: int
+    epoch: int
+    firsts: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Part:
     """Where things are in a part, and how far this engine has followed it.
@@ -92,6 +112,11 @@ class _Part:
     @property
     def slots_start(self) -> int:
         return self.start + _FIXED_BYTES + math.ceil(self.num_records * RECORD_BYTES / PAGE_BYTES) * PAGE_BYTES
+
+    def list_lent(self) -> tuple[int, ...]:
+        """Returns where the slots of each group begin that this part's engine lends."""
+        kept = count_kept(self.layout)
+        return tuple(self.slots_start + self.layout.place(group, num_kept) for group, num_kept in enumerate(kept))
 
     def record_start(self, place: int) -> int:
         return self.start + _FIXED_BYTES + place * RECORD_BYTES
@@ -121,6 +146,7 @@ class PoolMember:
         num_shares: owners that may have blocks at once.
         number: of the tier, among those of this engine.
         make_admission: as of `KVTierIndex`.
+        lends: the next engine may use a part of this one's slots (`kv.lent_tier`), and this one those of another.
 
     Raises:
         ConfigError: the part is too small, or there is no memory for it.
@@ -140,6 +166,8 @@ class PoolMember:
         num_shares: int = 1,
         number: int = 0,
         make_admission: AdmissionFactory = AdmitAll,
+        *,
+        lends: bool = False,
     ) -> None:
         fixed_bytes = _FIXED_BYTES + PAGE_BYTES  # records may end within a page
         layout = TierLayout.plan(
@@ -154,7 +182,8 @@ class PoolMember:
         own = mmap.mmap(fd, _FIXED_BYTES, offset=self._own.start)
         self._own_words = memoryview(own).cast("Q")
         first_number = (seat.writer << NUMBER_BITS) + 1
-        self.index = SharedTierIndex(name, layout, num_shares, number, first_number=first_number, make_admission=make_admission)
+        make_index = LendingTierIndex if lends else SharedTierIndex
+        self.index = make_index(name, layout, num_shares, number, first_number=first_number, make_admission=make_admission)
         self.file = TierFile(name, fd, layout, is_memory=True, is_shared=True, start=self._own.slots_start)
         self._open()
 
@@ -175,6 +204,8 @@ class PoolMember:
         Args:
             find_secret: returns the key of a chain's blocks.
         """
+        if isinstance(self.index, LendingTierIndex) and self.index.is_lending != self._own_words[_OFFER] % 2:
+            self._own_words[_OFFER] += 1
         for block in self.index.take_withdrawn():
             self._put(block, bytes(RECORD_BYTES))
         for block in self.index.take_news():
@@ -224,6 +255,42 @@ class PoolMember:
         except (InvalidTag, ValueError):
             return None
         return number, content
+
+    # Loans
+
+    def find_offer(self) -> LentSlots | None:
+        """Returns what the next engine lends; None if it lends nothing that this one could use. Each engine is the next one of
+        one other, so two never borrow the same slots for long."""
+        home = self._find_neighbour(1)
+        part = None if home is None else self._others.get(home)
+        if home is None or part is None or not part.is_readable or part.layout != self._own.layout:
+            return None
+        epoch = self._word(home, _OFFER)
+        if self._word(home, _WRITER) != part.writer or not epoch % 2:
+            return None
+        return LentSlots(home, part.writer, epoch, part.list_lent())
+
+    @property
+    def own_lent(self) -> LentSlots:
+        """The slots that this engine lends."""
+        return LentSlots(self._seat.part, self._seat.writer, 0, self._own.list_lent())
+
+    def ask_for_loan(self, *, wants: bool) -> None:
+        """Tells the next engine whether this one would borrow."""
+        self._own_words[_WANTS] = wants
+
+    def is_asked(self) -> bool:
+        """Whether the engine would borrow whose next one this is."""
+        home = self._find_neighbour(-1)
+        return home is not None and bool(self._word(home, _WANTS))
+
+    def _find_neighbour(self, direction: int) -> int | None:
+        """Returns the next part, in a circle, that has an engine."""
+        homes = ((self._seat.part + direction * distance) % self._seat.num_parts for distance in range(1, self._seat.num_parts))
+        return next((home for home in homes if self._word(home, _WRITER)), None)
+
+    def _word(self, home: int, word: int) -> int:
+        return self._words[home * self._seat.part_bytes // _WORD + word]
 
     # What the others say
 

@@ -83,6 +83,10 @@ class TierFile:
         """Notes where the slots of another engine begin, whose blocks have the same sizes; None: those of this one."""
         self._firsts[home] = [start + layout.place(group, 0) for group in range(len(self._slot_bytes))]
 
+    def move_to(self, firsts: Sequence[int]) -> None:
+        """Says where the slots of each group begin from now on. What was written before is not there."""
+        self._firsts[None] = list(firsts)
+
     def place(self, block: TierBlock) -> int:
         """Returns where a block begins."""
         return self._firsts[block.home][block.group] + block.slot * self._slot_bytes[block.group]

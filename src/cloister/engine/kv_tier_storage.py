@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from cloister.kv.lent_tier import PEER_TIER_THREAT
 from cloister.kv.shared_tier import SHARED_TIER_THREAT
 from cloister.kv.tiers import tier_threat
 from cloister.types.errors import ConfigError
@@ -24,8 +25,8 @@ _logger = logging.getLogger(__name__)
 
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXAMPLES: Final = (
-    "kv_tier is host:SIZE or shared:SIZE, disk:PATH[,SIZE], or one of the former and a disk with a + between them, such as "
-    "host:4G+disk:/var/lib/cloister,200G"
+    "kv_tier is host:SIZE, shared:SIZE or peer:SIZE, disk:PATH[,SIZE], or one of the former and a disk with a + between them, "
+    "such as host:4G+disk:/var/lib/cloister,200G"
 )
 FREE_SHARE: Final = 0.5
 """Default size of a disk tier: this part of what is free at the start."""
@@ -59,6 +60,11 @@ class TierStorage(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether replicas share it, in a pool that the front makes (`engine.kv_pool`)."""
+        ...
+
+    @property
+    def lends(self) -> bool:
+        """Whether replicas lend each other what they do not need of it (`kv.lent_tier`)."""
         ...
 
 
@@ -99,6 +105,10 @@ class TierSetting:
         return self.storage.is_shared
 
     @property
+    def lends(self) -> bool:
+        return self.storage.lends
+
+    @property
     def limit_bytes(self) -> int:
         """Its size: the given one, or what `TierStorage.measure` says."""
         return self.storage.measure(self) if self.num_bytes is None else self.num_bytes
@@ -133,7 +143,7 @@ KV_TIERS: Registry[TierStorage] = Registry("KV tier")
 class DiskStorage:
     """A file in a directory, whose name is removed when it is made."""
 
-    is_memory = is_shared = False
+    is_memory = is_shared = lends = False
 
     def open(self, where: TierSetting) -> int:
         if where.num_bytes is not None and where.num_bytes > (free := self._count_free(where)):
@@ -162,7 +172,7 @@ class DiskStorage:
 class HostStorage:
     """A file in memory."""
 
-    is_memory, is_shared = True, False
+    is_memory, is_shared, lends = True, False, False
 
     def open(self, where: TierSetting) -> int:
         return os.memfd_create("cloister-kv")
@@ -180,6 +190,12 @@ class SharedStorage(HostStorage):
         raise ConfigError(ONLY_REPLICAS, param="kv_tier")
 
 
+class PeerStorage(SharedStorage):
+    """The same, and what the next engine lends of its part."""
+
+    lends = True
+
+
 def _unusable(where: TierSetting, error: OSError) -> ConfigError:
     reason = os.strerror(error.errno) if error.errno else type(error).__name__
     return ConfigError(
@@ -190,4 +206,5 @@ def _unusable(where: TierSetting, error: OSError) -> ConfigError:
 
 KV_TIERS.register("host", tier_threat("host memory"))(HostStorage())
 KV_TIERS.register("shared", SHARED_TIER_THREAT)(SharedStorage())
+KV_TIERS.register("peer", PEER_TIER_THREAT)(PeerStorage())
 KV_TIERS.register("disk", tier_threat("SSD"))(DiskStorage())

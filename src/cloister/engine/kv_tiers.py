@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from cloister.engine.kv_peer_loans import PeerLoans
 from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_pool_member import PoolMember
 from cloister.engine.kv_tier_codec import TierCodec
@@ -90,13 +91,21 @@ class EngineTiers:
 
         indexes, files = list[KVTierIndex](), list[TierFile]()
         self._member: PoolMember | None = None
-        for number, setting in enumerate(settings):
+        self._loans: PeerLoans | None = None
+        for setting in settings:
+            number = len(indexes)
             if pool is not None and setting.is_shared:
-                self._member = PoolMember(*pool, blocks.form, self._groups, setting.name, self._num_shares, number, admit)
+                self._member = PoolMember(
+                    *pool, blocks.form, self._groups, "shared", self._num_shares, number, admit, lends=setting.lends
+                )
                 indexes.append(self._member.index)
                 files.append(self._member.file)
+                if setting.lends:
+                    self._loans = PeerLoans(self._member, self._num_shares, number + 1, admit)
+                    indexes.append(self._loans.index)
+                    files.append(self._loans.file)
                 continue
-            layout = self._plan(number)
+            layout = self._plan(setting.limit_bytes)
             indexes.append(KVTierIndex(setting.name, layout, self._num_shares, number, make_admission=admit))
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
@@ -114,11 +123,11 @@ class EngineTiers:
         self._dispatched_s = time.process_time()
         self._wake: Callable[[], None] = lambda: None
 
-    def _plan(self, tier: int) -> TierLayout:
-        """Returns the slots of a tier, for blocks as they are stored."""
+    def _plan(self, limit_bytes: int) -> TierLayout:
+        """Returns the slots of a tier of this size, for blocks as they are stored."""
         sizes = self._blocks.form.sizes
         stored = sizes if self._codec is None else self._codec.stored_bytes
-        return TierLayout.plan(self._limits[tier], stored, self._groups, self._num_shares, content_bytes=sizes)
+        return TierLayout.plan(limit_bytes, stored, self._groups, self._num_shares, content_bytes=sizes)
 
     def on_news(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, from any thread, when there is something to take."""
@@ -129,6 +138,8 @@ class EngineTiers:
         """Takes what was written and read, and what other engines have announced."""
         if self._is_choosing and self.worker.take_choice():
             self._use_choice()
+        if self._loans is not None:
+            self._loans.follow(now)
         for tier, index in enumerate(self.tiers.indexes):
             written, busy_s = self.worker.take_written(tier)
             if written:
@@ -213,7 +224,7 @@ class EngineTiers:
     def _use_choice(self) -> None:
         """Gives slots the size that blocks have at the level that was chosen; nothing has been stored yet."""
         self._is_choosing = False
-        layouts = [self._plan(tier) for tier in range(len(self._limits))]
+        layouts = [self._plan(limit_bytes) for limit_bytes in self._limits]
         self.worker.use_layouts(layouts)
         for index, layout in zip(self.tiers.indexes, layouts, strict=True):
             index.use_layout(layout)

@@ -206,14 +206,14 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
             param="kv_tier_codec",
         )
 
-    admission = Entry.of(TIER_ADMISSIONS, config.kv_tier_admission or DEFAULT_ADMISSION)
-    policy.check_entry(admission.kind, admission.name, admission.threat)
     tiers = parse_tiers(config.kv_tier)
     for where in tiers:
         entry = Entry.of(KV_TIERS, where.name)
-        feature = "kv-tier-shared" if where.is_shared else "kv-tier"
+        feature = "kv-tier-peer" if where.lends else "kv-tier-shared" if where.is_shared else "kv-tier"
         policy.check({feature: Use(True, f"setting `kv_tier` {where.name}")})
         policy.check_entry(entry.kind, entry.name, entry.threat)
+    admission = Entry.of(TIER_ADMISSIONS, config.kv_tier_admission or DEFAULT_ADMISSION)
+    policy.check_entry(admission.kind, admission.name, admission.threat)
     if not config.prefix_cache:
         raise ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
     if any(where.is_shared for where in tiers) and (server.replicas == 1 or server.on != LOCAL):

@@ -131,7 +131,8 @@ class EngineConfig:
     kv_tier: str | None = setting(
         None,
         "Where evicted KV of the prefix cache is kept, encrypted: host:SIZE (with K, M, G or T), shared:SIZE, where each"
-        " replica stores so much and loads from all, disk:PATH[,SIZE], or one in memory and a disk, such as"
+        " replica stores so much and loads from all, peer:SIZE, where it also uses what the next one does not need,"
+        " disk:PATH[,SIZE], or one in memory and a disk, such as"
         " host:SIZE+disk:PATH[,SIZE], where the disk gets what memory lets go; unset, nowhere.",
     )
     kv_tier_codec: str | None = setting(

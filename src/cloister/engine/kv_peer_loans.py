@@ -1,0 +1,66 @@
+"""Memory of another engine, between two steps: what one engine borrows of the next one's part of the shared pool, and lends of
+its own (decisions/0046).
+
+Nothing is asked and answered: both read words of each other's part. A lender takes its slots back by saying so and writing
+there; what it overwrites does not open, which is a miss. What the borrower still writes may spoil blocks of the lender, which
+is a miss too. No wrong bit can come of either, as a block is sealed together with what it is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from cloister.engine.kv_pool_member import LentSlots, PoolMember
+from cloister.engine.kv_tier_files import TierFile
+from cloister.kv.lent_tier import BorrowedTierIndex, LendingTierIndex, count_lent
+from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
+from cloister.types.errors import ConfigError
+
+PEER: Final = "peer"
+
+
+class PeerLoans:
+    """What one engine borrows and lends.
+
+    Args:
+        member: the engine in the pool.
+        num_shares: owners that may have blocks at once.
+        number: of the tier in borrowed memory.
+        make_admission: as of `KVTierIndex`.
+
+    Raises:
+        ConfigError: there are too few slots to lend some.
+
+    Attributes:
+        index: what is in borrowed memory.
+        file: the borrowed slots; those that this engine lends while it has borrowed none, and then nothing is written.
+    """
+
+    def __init__(
+        self, member: PoolMember, num_shares: int = 1, number: int = 1, make_admission: AdmissionFactory = AdmitAll
+    ) -> None:
+        assert isinstance(member.index, LendingTierIndex)
+        self._member, self._own = member, member.index
+        layout = count_lent(member.index.layout)
+        if not member.index.can_lend:
+            raise ConfigError("kv_tier is too small to lend a part of it; give peer: a larger size", param="kv_tier")
+        self.index = BorrowedTierIndex(PEER, layout, num_shares, number, make_admission=make_admission)
+        self.file = TierFile(PEER, os.dup(member.file.fd), layout, is_memory=True, is_shared=True)
+        self.file.move_to(member.own_lent.firsts)
+        self._loan: LentSlots | None = None
+
+    def follow(self, now: float) -> None:
+        """Notes what the next engine lends and has taken back, and lends again what nobody needs here."""
+        self._member.ask_for_loan(wants=self._own.needs_more and not self._own.is_lending)
+        if self._own.may_lend(now) and self._member.is_asked():
+            self._own.lend()
+        offer = self._member.find_offer()
+        if offer != self._loan:
+            self.index.lose_all()
+            self._loan = offer
+            if offer is not None:
+                self.file.move_to(offer.firsts)
+            self.file.is_full = False
+        if offer is None:
+            self.file.is_full = True  # nothing is written
