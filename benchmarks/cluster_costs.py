@@ -60,7 +60,7 @@ class StepTimes:
 
     @classmethod
     def fit(cls, steps: Sequence[tuple[Stepped, float]]) -> StepTimes:
-        """Fits steps and their times, in which either prompts or answers are computed. Errors are relative to the prediction."""
+        """Fits steps and their times, in which either prompts or answers are computed, with relative errors."""
         rows = []
         for step, _ in steps:
             is_answers = step.num_tokens == step.num_samples
