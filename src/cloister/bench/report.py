@@ -230,8 +230,8 @@ def fit_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64])
 def fit_relative_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64]) -> list[float]:
     """Fits `costs` as `fit_costs` does, with errors relative to what is predicted: large costs do not outweigh others.
 
-    Errors relative to the costs themselves would pull the fit to the smallest of costs that vary by chance. So the fit is repeated
-    with the weights of the one before (iteratively reweighted least squares for a variance that grows with the mean's square).
+    Errors relative to the costs themselves would pull the fit to the smallest of costs that vary by chance. So it is repeated
+    with the weights of the fit before (iteratively reweighted least squares for a variance that grows with the mean's square).
     """
     predicted = costs
     for _ in range(_NUM_REWEIGHTINGS):
