@@ -1,20 +1,26 @@
-"""Engine processes that page sequences out to each other's memory: the same tokens, also when one of them is killed."""
+"""Engines that page out to each other's memory: the same bits, and in processes the same tokens while one of them is killed."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloister.cluster import ReplicaSet
+from cloister.engine.kv_pool import KVPool
+from cloister.launch import build_engine
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
-from cloister.types.events import Event, KVLoaded, Preempted
+from cloister.types.events import Event, KVLoaded, Preempted, Scheduled
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE
+from tests.e2e.test_kv_tiers import CASES, Runner, kv_mb, make_config, prompt
+from tests.thinning import thin
 
 NUM_REQUESTS = 8
 NUM_OUTPUT = 80
@@ -52,6 +58,38 @@ class Burst:
         pid = self.cluster._replicas[1].pid
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("case", thin(CASES, ("states",)))
+def test_what_a_neighbour_kept_has_the_bits_of_what_was_computed(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
+    config = make_config(tmp_path, *CASES[case])
+    config = replace(config, kv_memory_mb=kv_mb(config) / 2)  # two prompts of 154 tokens do not fit
+    pool = KVPool(int(2**18 + 2 * 2**20 * kv_mb(config)), 2)
+    first, second = Runner(build_engine(config)), Runner(build_engine(config))
+    for engine in (first, second):
+        engine.core.open_kv_tiers("peer:1M", (os.dup(pool.fd), pool.take_seat()), admission="always")  # type: ignore[arg-type]
+    tiers = first.core._tiers.tiers  # type: ignore[union-attr]
+    tiers.predict_s = lambda tier_bytes: 0.0  # type: ignore[method-assign]
+    try:
+        second.answer("warm up", prompt(9))
+        expected = first.answer("first", prompt(0))
+        for number in range(1, 30):
+            first.answer(f"other {number}", prompt(number))
+            first.run_until(lambda: not any(index._unwritten for index in tiers.indexes))
+            if len(tiers.indexes[1]) > 3:
+                break
+        assert first.answer("again", prompt(0)) == expected
+    finally:
+        for engine in (first, second):
+            engine.core._tiers.tiers.check()  # type: ignore[union-attr]
+            engine.core._tiers.close()  # type: ignore[union-attr]
+    loaded = first.find(KVLoaded, "again")
+    assert "peer" in loaded.tier
+    assert loaded.complete
+    assert first.find(Scheduled, "again").num_cached_tokens == loaded.num_tokens > 0
 
 
 @pytest.mark.slow  # tests/engine/test_kv_peer_loans.py has the same without processes
