@@ -79,7 +79,7 @@ def replay(requests: Sequence[Sequence[bytes]], admission: str, num_device: int,
         table = cache.match(keys)
         pool.share(block for block in table if block != NO_BLOCK)
         table += pool.allocate(len(keys) - len(table))
-        cache.note_accesses(keys, ROOT, None)
+        tiers.note_accesses(keys)
         cache.insert(keys, table, num_known, ROOT)
         pool.release(reversed(table))
         for _, block in index.copies:

@@ -11,7 +11,7 @@ from typing import Final
 
 from cloister.kv.shared_tier import SHARED_TIER_THREAT, SharedTierIndex
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
-from cloister.kv.tiers import Account, KVTierIndex, TierBlock, TierLayout
+from cloister.kv.tiers import KVTierIndex, TierAccount, TierBlock, TierLayout
 from cloister.types.threat import ThreatProfile
 
 LENT_SHARE: Final = 0.75
@@ -110,7 +110,7 @@ class LendingTierIndex(SharedTierIndex):
             self._take_room(self._payer(owner), group)
         super().offer(root, key, entry, group, block, owner)
 
-    def _add(self, stored: TierBlock, account: Account, used: int) -> None:
+    def _add(self, stored: TierBlock, account: TierAccount, used: int) -> None:
         self._stored_s = self.kept.time.now_s
         super()._add(stored, account, used)
 

@@ -99,15 +99,6 @@ class PrefixCache:
             table += [block if i >= first else NO_BLOCK for block, first in zip(node.blocks, firsts, strict=True)]
         return table
 
-    def note_accesses(self, keys: Sequence[bytes], root: bytes, owner: bytes | None) -> None:
-        """Notes that a request uses or computes entries of a chain, once for each, so that tiers keep what is used often.
-
-        Args:
-            root, owner: as in `insert`.
-        """
-        if self.tiers is not None and root:
-            self.tiers.note_accesses(keys, owner)
-
     def first_entries(self, num_entries: int) -> list[int]:
         """Returns for each group the first entry that a hit of so many entries needs."""
         return [self._first_entry(num_entries, window) for window in self._windows]

@@ -200,7 +200,7 @@ class _Slots:
         self.owned[self.blocks[key].owner].move_to_end(key)
 
 
-class Account:
+class TierAccount:
     """What storing may take for one owner, how far it is behind, and what is worth storing. One for all would tell owners, by
     what is stored of theirs, that others are active.
 
@@ -270,7 +270,7 @@ class KVTierIndex:
         self.ended_roots: list[bytes] = []
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
-        self._accounts: dict[bytes, Account] = {}  # of owners that have blocks
+        self._accounts: dict[bytes, TierAccount] = {}  # of owners that have blocks
         self.layout = layout
         self._slots = [_Slots(num_slots, num_shares) for num_slots in layout.num_slots]
         self.kept = KeptBlocks(len(layout.num_slots))
@@ -359,13 +359,13 @@ class KVTierIndex:
         self._add(moved, account, used)
         return moved
 
-    def _find_account(self, owner: bytes, group: int) -> Account | None:
+    def _find_account(self, owner: bytes, group: int) -> TierAccount | None:
         """Returns the account of an owner that has a share, and time and room in the queue to write a block; else None."""
         if self.is_stopped or not self._slots[group].has_share(owner):
             return None
         account = self._accounts.get(owner)
         if account is None:
-            account = Account(self._make_admission(max(self.layout.num_slots) // self._num_shares))
+            account = TierAccount(self._make_admission(max(self.layout.num_slots) // self._num_shares))
         num_bytes = account.unwritten_bytes + self.layout.count_content(group)
         return None if account.is_paused or num_bytes > MAX_UNWRITTEN_BYTES / self._num_shares else account
 
@@ -388,7 +388,7 @@ class KVTierIndex:
             self.copies.append((oldest, moved))
         return self._remove(oldest)
 
-    def _add(self, stored: TierBlock, account: Account, used: int) -> None:
+    def _add(self, stored: TierBlock, account: TierAccount, used: int) -> None:
         """Enters a block that will be written."""
         self._slots[stored.group].add(stored, used)
         self.kept.add(stored.root, stored.group, stored.key)

@@ -237,7 +237,8 @@ class RequestTable:
             self.share_known(sequence, num_full, sequence.num_kept)
             if self.pool.state_group is not None and num_full * self.pool.block_size == sequence.num_committed:
                 self._replace_snapshot(sequence, num_full)
-            self.prefix_cache.note_accesses(sequence.keys[sequence.num_kept : num_full], state.kept_root, state.owner)
+            if self.prefix_cache.tiers is not None and state.kept_root:
+                self.prefix_cache.tiers.note_accesses(sequence.keys[sequence.num_kept : num_full], state.owner)
             self.prefix_cache.insert(
                 sequence.keys[:num_full],
                 table_of(sequence).blocks,

@@ -670,8 +670,8 @@ class Scheduler:
         sequence.num_kept = num_hit // self.pool.block_size
         sequence.snapshots = self._requests.choose_snapshots(sequence)
         state = sequence.request_state
-        if self.prefix_cache is not None and num_hit:
-            self.prefix_cache.note_accesses(sequence.keys[: sequence.num_kept], state.kept_root, state.owner)
+        if num_hit and self.kv_restores is not None and state.kept_root:
+            self.kv_restores.tiers.note_accesses(sequence.keys[: sequence.num_kept], state.owner)
         self._requests.renew(sequence, step.now)
         resumed = state.scheduled_s is not None
         if not resumed:
