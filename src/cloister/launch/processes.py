@@ -150,6 +150,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
     from cloister.cluster.remote.transport import RemoteTransport
     from cloister.cluster.replica_set import ClusterConfig
     from cloister.cluster.roles import assign_roles
+    from cloister.cluster.rolling_update import EngineRelease
     from cloister.engine import EngineClient
     from cloister.engine.identity import Identity
 
@@ -166,21 +167,28 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         )
     )
 
-    def make(index: int) -> EngineClient:
+    def make(own: EngineConfig, index: int, lora: str | None) -> EngineClient:
         placement = placer.placement(index)
         transport = RemoteTransport(
             placement, identity, ENGINE_ENTRY, log_format=front.log_format, replica=index, kv_secret=kv_secret
         )
-        return EngineClient(transport, config)
+        return EngineClient(transport, replace(own, lora=lora))
 
+    def make_release(model: str) -> EngineRelease:
+        return EngineRelease(model, partial(make, replace(config, model=model)), config.request_timeout_s)
+
+    release = make_release(config.model)
     roles = assign_roles(front.replicas, front.prefill, front.decode)
     return PlacedReplicas(
-        [make(index) for index in range(front.replicas)],
+        [release.make(index, config.lora) for index in range(front.replicas)],
         _router_maker(config, front),
         placer,
         ClusterConfig(tuple(roles), front.rebalance),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
+        verify_replay=front.verify_replay,
+        release=release,
+        make_release=make_release,
     )
 
 
