@@ -9,6 +9,7 @@ of the engine, no request.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import socket
@@ -18,7 +19,6 @@ from typing import Any, Final
 
 import msgspec
 import ray
-from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -44,6 +44,7 @@ RESERVE_S: Final = 100.0
 LOST_JOB_S: Final = 45.0
 """If hosts have run, none runs and none starts for so long, Ray has ended this driver's job, as it does when the node beside it
 dies. Then nothing ever starts; another driver has another job."""
+_raylet: Any = importlib.import_module("ray._raylet")  # its types lack what is used here
 _OBJECT_STORE_BYTES: Final = 80 * 2**20  # Ray takes no less; nothing is put there
 _NOTE_CHARS: Final = 200
 
@@ -126,8 +127,8 @@ class Driver:
                     **quiet,
                 )
             else:
-                if ":" in settings.address:
-                    GcsClient(address=settings.address)  # asks who it is; `ray.init` with a wrong token tries for half a minute
+                if ":" in settings.address:  # asks who it is; `ray.init` tries a wrong token for half a minute
+                    _raylet.GcsClient(address=settings.address)
                 ray.init(settings.address, **quiet)
         except AuthenticationError:
             raise EngineError(
