@@ -136,17 +136,18 @@ class LocalRay:
         from ray.cluster_utils import Cluster
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        common = {"num_cpus": NUM_CPUS, "object_store_memory": 80 * 2**20}
         self._cluster = Cluster()
         try:
-            self._start(num_raylets, common)
+            self._start(num_raylets)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, num_raylets: int, common: dict[str, int]) -> None:
+    def _start(self, num_raylets: int, port: int = 0) -> None:
+        common = {"num_cpus": NUM_CPUS, "object_store_memory": 80 * 2**20}
         own = "127.0.0.1" if self._networks is None else self._networks.own_address
-        self.raylets = [self._cluster.add_node(node_ip_address=own, include_dashboard=False, no_monitor=True, **common)]
+        head = {"include_dashboard": False, "no_monitor": True, "gcs_server_port": port, **common}
+        self.raylets = [self._cluster.add_node(node_ip_address=own, **head)]
         for index in range(num_raylets - 1):
             with contextlib.ExitStack() as where:
                 if self._networks is not None:
@@ -184,10 +185,23 @@ class LocalRay:
         for name in ("gcs_server", "raylet"):
             os.kill(self.raylets[0].all_processes[name][0].process.pid, signal.SIGKILL)
 
-    def close(self) -> None:
-        """Ends it, and removes its files."""
+    def start_again(self) -> None:
+        """Ends what is left of it, and starts another cluster at the same address, as an operator does whose head died."""
+        from ray.cluster_utils import Cluster
+
+        num_raylets, port = len(self.raylets), int(self.address.rpartition(":")[2])
+        self._end_processes()
+        self._cluster = Cluster(shutdown_at_exit=False)  # that would set signal handlers, which only a main thread can
+        self._start(num_raylets, port)
+
+    def _end_processes(self) -> None:
+        """Ends its raylets and its head, and with them their actors; not what others have started on it."""
         with contextlib.suppress(Exception):  # a raylet that was killed is no reason to leave the others
             self._cluster.shutdown()
+
+    def close(self) -> None:
+        """Ends it, and removes its files."""
+        self._end_processes()
         for pid in descendants(os.getpid()):
             if b"/ray/" in _command(pid) or _command(pid).startswith(b"ray::"):
                 with contextlib.suppress(ProcessLookupError):

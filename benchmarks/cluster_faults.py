@@ -28,7 +28,7 @@ from typing import Any, Final
 import httpx
 from rich.table import Table
 
-from benchmarks.cluster_demo import PROMPTS, Answer, LocalRay, ask_all, local_ray, replicas_up, serving
+from benchmarks.cluster_demo import PROMPTS, TIMEOUT_S, Answer, LocalRay, ask, ask_all, local_ray, replicas_up, serving
 from benchmarks.harness import console
 from cloister.models import locate
 from tests.adapter_factory import write_adapter
@@ -48,6 +48,9 @@ LAYOUTS: Final = {
 }  # fmt: skip
 KV: Final = {"local": "unix", "ray": "unix,tls"}
 NUM_RAYLETS: Final = 3
+HEAD_AWAY_S: Final = 15.0
+REFUSED_PAUSE_S: Final = 1.0
+"""Pause of a client that was refused, while requests are asked again and again."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,36 @@ async def cut_off_raylet(cluster: Cluster) -> None:
 
 
 async def kill_head(cluster: Cluster) -> None:
-    """SIGKILL to the head of Ray."""
+    """SIGKILL to the head of Ray, which stays away."""
     cluster.known_ray.kill_head()
+
+
+async def replace_head(cluster: Cluster) -> None:
+    """SIGKILL to the head of Ray; all of Ray is started again at its address some time later."""
+    cluster.known_ray.kill_head()
+    await asyncio.sleep(HEAD_AWAY_S)
+    await asyncio.to_thread(cluster.known_ray.start_again)
+
+
+async def kill_own_head(cluster: Cluster) -> None:
+    """SIGKILL to the head (GCS) of the server's own Ray."""
+    kill_below(cluster.server, b"gcs_server")
+
+
+async def kill_own_raylet(cluster: Cluster) -> None:
+    """SIGKILL to the raylet of the server's own Ray."""
+    kill_below(cluster.server, b"/raylet/raylet")
+
+
+async def kill_driver(cluster: Cluster) -> None:
+    """SIGKILL to the process that speaks to Ray for the front."""
+    kill_below(cluster.server, b"cluster.backend.ray")
+
+
+def kill_below(server: ServeProcess, part: bytes) -> None:
+    """SIGKILL to the first process below a server whose command has such a part."""
+    pid = next(pid for pid in descendants(server.process.pid) if part in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(pid, signal.SIGKILL)
 
 
 Fault = Callable[[Cluster], Awaitable[None]]
@@ -183,9 +214,15 @@ FAULTS: Final[dict[str, Fault]] = {
 RAY_FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 actor": kill_actor,
     "SIGSTOP one": stop_one, "SIGSTOP actor": stop_actor, "drain each": drain_each, "cut transfers": cut_transfers,
-    "kill -9 raylet": kill_raylet, "kill -9 head": kill_head, "cut off raylet": cut_off_raylet,
+    "kill -9 raylet": kill_raylet, "kill -9 driver": kill_driver, "kill -9 head": kill_head, "replace head": replace_head,
+    "cut off raylet": cut_off_raylet,
 }  # fmt: skip
-ENDS_RAYLETS: Final = ("kill -9 raylet", "kill -9 head", "cut off raylet")
+OWN_RAY_FAULTS: Final[dict[str, Fault]] = {
+    "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 driver": kill_driver,
+    "kill -9 own head": kill_own_head, "kill -9 own raylet": kill_own_raylet,
+}  # fmt: skip
+ALL_FAULTS: Final = FAULTS | RAY_FAULTS | OWN_RAY_FAULTS
+ENDS_RAYLETS: Final = ("kill -9 raylet", "kill -9 head", "replace head", "cut off raylet")
 """Other faults leave a Ray that can be used again."""
 
 
@@ -219,19 +256,21 @@ async def strike(
 ) -> Outcome:
     """Loads a server and does something to it once a fifth of the answers have come."""
     server = cluster.server
-    answers: list[Answer | None] = [None] * len(bodies)
+    answers: dict[int, Answer] = {}
     num_replicas = replicas_up(server)
     begun_s = time.monotonic()
-    loading = asyncio.create_task(ask_all(server.url, bodies, given.streams, answers))
-    while sum(answer is not None for answer in answers) < len(bodies) // 5:
+    struck: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    loading = asyncio.create_task(load(server.url, bodies, given, answers, struck))
+    while len(answers) < len(bodies) // 5:
         await asyncio.sleep(0.02)
+    struck.set_result(time.monotonic())
     watching = asyncio.create_task(watch_replicas(server, num_replicas, loading))
     await fault(cluster)
     await loading
     load_s = time.monotonic() - begun_s
     gone_s, is_whole = await watching
-    seen = [answer or Answer(error="never sent") for answer in answers]
-    pairs = [(a, e or Answer()) for a, e in zip(seen, expected, strict=True)]
+    seen = [answers[number] for number in sorted(answers)]
+    pairs = [(answer, expected[number % len(bodies)] or Answer()) for number, answer in sorted(answers.items())]
     num_answered = sum(a.error is None and a.finish_reason is not None for a in seen)
     for error in sorted({a.error for a in seen if a.error}):
         console.print(f"  {error}")
@@ -248,6 +287,24 @@ async def strike(
         round(server.metric("replica_migrated_total")),
         round(server.metric("replica_kv_loads_total")),
     )
+
+
+async def load(
+    url: str, bodies: list[dict[str, Any]], given: argparse.Namespace, answers: dict[int, Answer], struck: asyncio.Future[float]
+) -> None:
+    """Streams all answers, several at once, and all of them again until `given.load_s` have passed since the fault."""
+    numbers = itertools.count()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        while (number := next(numbers)) < len(bodies) or (
+            given.load_s and not (struck.done() and time.monotonic() - struck.result() > given.load_s)
+        ):
+            answers[number] = await ask(client, url, bodies[number % len(bodies)])
+            if given.load_s and _is_refused(answers[number]):
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(work(client) for _ in range(given.streams)))
 
 
 async def watch_replicas(server: ServeProcess, num_replicas: int, loading: asyncio.Task[None]) -> tuple[float | None, bool]:
@@ -277,6 +334,8 @@ def choose_faults(given: argparse.Namespace) -> list[str]:
     """Returns all faults of a cluster like this one."""
     if given.on == "local":
         return list(FAULTS)
+    if given.own:
+        return list(OWN_RAY_FAULTS)
     return [name for name in RAY_FAULTS if given.apart or name != "cut off raylet"]
 
 
@@ -298,13 +357,13 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
         with contextlib.ExitStack() as rays:
             ray = None
             for layout, name in itertools.product(given.layouts or LAYOUTS, given.faults or choose_faults(given)):
-                if given.on == "ray" and ray is None:
+                if given.on == "ray" and not given.own and ray is None:
                     ray = rays.enter_context(local_ray(NUM_RAYLETS, apart=given.apart))
-                where = () if ray is None else ("--on", "ray", "--ray-address", ray.address)
+                where = ("--on", given.on, *(() if ray is None else ("--ray-address", ray.address)))
                 layout_flags = [KV[given.on] if flag == "KV" else flag for flag in LAYOUTS[layout]]
                 async with serving(*flags, *layout_flags, *where) as (server, _):
-                    outcome = await strike(Cluster(server, ray), bodies, expected, (RAY_FAULTS | FAULTS)[name], given)
-                    if outcome.num_identical < len(bodies) and given.log:
+                    outcome = await strike(Cluster(server, ray), bodies, expected, ALL_FAULTS[name], given)
+                    if given.log:
                         Path(given.log).write_text(server.printed)
                 if name in ENDS_RAYLETS:
                     rays.close()
@@ -342,19 +401,24 @@ def main() -> int:
     parser.add_argument("--on", default="local", choices=list(KV))
     parser.add_argument("--apart", action="store_true", help="with --on ray: a network namespace for each raylet")
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS), metavar="LAYOUT")
-    parser.add_argument("--faults", nargs="*", choices=[*FAULTS, *RAY_FAULTS], metavar="FAULT")
+    parser.add_argument("--faults", nargs="*", choices=list(ALL_FAULTS), metavar="FAULT")
+    parser.add_argument("--own", action="store_true", help="with --on ray: the server starts a Ray of its own")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--streams", type=int, default=16, help="requests at once")
     parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--load-s", type=float, default=0.0, help="ask all again until so many seconds after the fault")
     parser.add_argument(
         "--prompt-repeats", type=int, default=1, help="longer prompts, which replicas that decode leave to those that prefill"
     )
     parser.add_argument("--flags", default="", help="further flags of cloister serve")
-    parser.add_argument("--log", help="file for what the server printed when an answer differed")
+    parser.add_argument("--log", help="file for what the server printed last")
     given = parser.parse_args()
     outcomes = asyncio.run(run(given))
     show(outcomes)
-    is_well = all(seen.num_identical + seen.num_refused == given.requests and seen.is_whole for *_, seen in outcomes)
+    is_well = all(
+        seen.num_identical == seen.num_answered >= given.requests - seen.num_refused and not seen.num_lost and seen.is_whole
+        for *_, seen in outcomes
+    )
     return 0 if is_well else 1
 
 

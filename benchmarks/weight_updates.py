@@ -3,13 +3,15 @@
 One engine with the old and one with the new weights answer all requests first: greedy and seeded ones, a quarter with a grammar
 and a quarter with an adapter. Then replicas answer them, several at once and again from the first one, until `cloister cluster
 update --model` has ended and all were asked. Prints how many answers came whole and equal that of the one engine whose weights
-their `system_fingerprint` names, and how many were lost. The new weights are the old ones with noise.
+their `system_fingerprint` names, and how many were lost. The new weights are the old ones with noise. With `--same` every
+replica gets a new engine of the old weights. With `--on ray` they are on a Ray of three raylets on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -23,8 +25,8 @@ import numpy as np
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.cluster_demo import TIMEOUT_S, Answer, ask, ask_all, serving
-from benchmarks.cluster_faults import make_bodies
+from benchmarks.cluster_demo import TIMEOUT_S, Answer, ask, ask_all, local_ray, serving
+from benchmarks.cluster_faults import NUM_RAYLETS, make_bodies
 from benchmarks.harness import console
 from cloister.models import locate
 from tests.adapter_factory import write_adapter
@@ -60,13 +62,20 @@ async def run(given: argparse.Namespace, folder: Path) -> bool:
         (plain,) = {name for answer in answers[:2] if answer for name in answer.fingerprints}
         alone[plain] = answers
     console.print(f"one engine alone: {', '.join(f'{len(seen)} answers of {name}' for name, seen in alone.items())}")
-    async with serving("--model", str(old), *flags, "--replicas", str(given.replicas), *given.flags.split()) as (server, _):
-        seen, took_s, error = await update_under_load(server.url, new, bodies, given)
-    return show(seen, alone, took_s, error)
+    with contextlib.ExitStack() as rays:
+        where: tuple[str, ...] = ()
+        if given.on == "ray":
+            where = ("--on", "ray", "--ray-address", rays.enter_context(local_ray(NUM_RAYLETS)).address)
+        replicas = ("--replicas", str(given.replicas), *where, *given.flags.split())
+        async with serving("--model", str(old), *flags, *replicas) as (server, _):
+            seen, took_s, error = await update_under_load(server.url, None if given.same else new, bodies, given)
+            num_mismatches = round(server.metric("replica_mismatches_total"))
+    console.print(f"answers that another replica computed differently: {num_mismatches}")
+    return show(seen, alone, took_s, error) and not num_mismatches
 
 
 async def update_under_load(
-    url: str, new: Path, bodies: list[dict[str, Any]], given: argparse.Namespace
+    url: str, new: Path | None, bodies: list[dict[str, Any]], given: argparse.Namespace
 ) -> tuple[list[Answer | None], float, str]:
     """Begins the update once a fifth of the answers have come; returns the answers, how long it took, and its error."""
     answers: list[Answer | None] = []
@@ -87,7 +96,7 @@ async def update_under_load(
         await asyncio.sleep(0.02)
     begun_s = time.monotonic()
     command = await asyncio.create_subprocess_exec(
-        str(Path(sys.executable).with_name("cloister")), "cluster", "update", url, "--model", str(new),
+        str(Path(sys.executable).with_name("cloister")), "cluster", "update", url, *(("--model", str(new)) if new else ()),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     said, _ = await asyncio.wait_for(command.communicate(), UPDATE_TIMEOUT_S)
@@ -126,6 +135,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="cloister-5m")
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--on", default="local", choices=("local", "ray"))
+    parser.add_argument("--same", action="store_true", help="engines of the same weights")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--streams", type=int, default=16, help="requests at once")
     parser.add_argument("--max-tokens", type=int, default=120)

@@ -1,10 +1,14 @@
-"""A driver (`cluster.backend.placer`) that starts hosts on this machine, without Ray: for tests of the front's side."""
+"""A driver (`cluster.backend.placer`) that starts hosts on this machine, without Ray: for tests of the front's side.
+
+Its cluster is gone while there is a file at its address, which gets a line for each attempt to join.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -34,7 +38,11 @@ async def main(fd: int) -> None:
         say(HostStarted(number, "127.0.0.1", host.report.port, host.report.certificate, 1, 0.5))
         say(HostEnded(number, await host.wait()))
 
-    if settings.address == "nowhere":
+    gone = Path(settings.address or "nowhere")
+    if gone.exists() or settings.address == "nowhere":
+        if gone.exists():
+            with gone.open("a") as file:
+                file.write("tried\n")
         say(RayFailed("there is no such cluster"))
         await writer.drain()
         return

@@ -8,15 +8,17 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.cluster import ROUTERS
+from cloister.cluster.backend import placer
 from cloister.cluster.backend.placer import (
     PlacedReplicas,
     RayPlacer,
@@ -27,14 +29,18 @@ from cloister.cluster.backend.placer import (
 )
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_set import ClusterConfig
+from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import RouterContext
 from cloister.cluster.virtual.engine import write_byte_tokenizer
-from cloister.engine import EngineClient
+from cloister.engine import EngineClient, Supervision
 from cloister.engine.identity import Identity
+from cloister.engine.replica_snapshot import UpdateProgress
+from cloister.engine.supervision import Restarts
 from cloister.kv import PrefixKeys
 from cloister.types.errors import EngineError
 from cloister.types.request import Request, SequenceOutput
 from tests.cluster.test_remote import run
+from tests.cluster.test_rolling_update import load, update
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, make_config, make_request
 from tests.history_program import greedy_continuation
 from tests.serving import descendants
@@ -52,29 +58,48 @@ def make_placer(identity: Identity, address: str | None = None) -> RayPlacer:
     return RayPlacer(settings, "tests.cluster.local_driver")
 
 
-def make_replicas(path: Path, entry: str, address: str | None = None) -> PlacedReplicas:
+def make_replicas(
+    path: Path, entries: Sequence[str], address: str | None = None, new: str = "build_slow", max_restarts: int = 5
+) -> PlacedReplicas:
+    """Replicas of these entries of `tests.engine.replica`, whose new engines are of the entry `new`."""
     identity = Identity.make()
     placer = make_placer(identity, address)
-    clients = [
-        EngineClient(
-            RemoteTransport(
-                placer.placement(index), identity, f"tests.engine.replica:{entry}", import_path=[p for p in sys.path if p]
-            ),
-            make_config(path),
+
+    def make(entry: str, index: int) -> EngineClient:
+        transport = RemoteTransport(
+            placer.placement(index),
+            identity,
+            f"tests.engine.replica:{entry}",
+            import_path=[p for p in sys.path if p],
+            supervision=Supervision(restarts=Restarts(max_restarts, backoff_s=0.01)),
         )
-        for index in range(2)
-    ]
+        return EngineClient(transport, make_config(path))
+
     context = RouterContext(PrefixKeys("history", BLOCK_SIZE), random.Random(0))
     return PlacedReplicas(
-        clients, lambda model: ROUTERS.get("round_robin")(context), placer, ClusterConfig(), BLOCK_SIZE, avoids_slow=False
+        [make(entry, index) for index, entry in enumerate(entries)],
+        lambda model: ROUTERS.get("round_robin")(context),
+        placer,
+        ClusterConfig(),
+        BLOCK_SIZE,
+        avoids_slow=False,
+        verify_replay=1.0,
+        release=EngineRelease("old", lambda index, lora: make(entries[0], index)),
+        make_release=lambda model: EngineRelease(model, lambda index, lora: make(new, index)),
     )
 
 
 @asynccontextmanager
-async def serving(path: Path, monkeypatch: pytest.MonkeyPatch, entry: str = "build_slow") -> AsyncIterator[PlacedReplicas]:
+async def serving(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: Sequence[str] = ("build_slow", "build_slow"),
+    address: str | None = None,
+    **options: Any,
+) -> AsyncIterator[PlacedReplicas]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     before = set(descendants(os.getpid()))
-    replicas = make_replicas(path, entry)
+    replicas = make_replicas(path, entries, address, **options)
     await replicas.start()
     try:
         yield replicas
@@ -92,22 +117,87 @@ def pids(part: bytes) -> list[int]:
     return [pid for pid in descendants(os.getpid()) if part in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("victim", [b"remote.host", b"local_driver"])
-def test_requests_survive_a_host_and_even_what_placed_all_hosts(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, victim: bytes
-) -> None:
+def test_requests_survive_a_host(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with serving(model_path, monkeypatch) as replicas:
             requests = [make_request(f"request {number}", max_tokens=20) for number in range(4)]
             answers = [asyncio.create_task(answer(replicas, request)) for request in requests]
             await asyncio.sleep(0.3)
-            os.kill(pids(victim)[0], signal.SIGKILL)
+            os.kill(pids(b"remote.host")[0], signal.SIGKILL)
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
                 expected = greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
                 assert [token_id for output in outputs for token_id in output.token_ids] == expected
             while not all(snapshot.is_accepting for snapshot in replicas.snapshots()):
                 await asyncio.sleep(0.01)
             assert len(pids(b"engine_process")) == 2
+
+    run(main())
+
+
+def test_replicas_wait_for_a_cluster_that_is_gone_and_their_requests_for_them(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placer, "_FIRST_RETRY_S", 0.01)
+    gone = tmp_path / "gone"
+
+    async def main() -> None:
+        async with serving(model_path, monkeypatch, ["build_slow"], str(gone), max_restarts=1) as replicas:
+            request = make_request("a request", max_tokens=30)
+            answering = asyncio.create_task(answer(replicas, request))
+            await asyncio.sleep(0.3)
+            gone.touch()
+            os.kill(pids(b"local_driver")[0], signal.SIGKILL)
+            while len(gone.read_text().splitlines()) < 3:  # more often than an engine may start again
+                await asyncio.sleep(0.01)
+            assert [snapshot.state for snapshot in replicas.snapshots()] == ["starting"]
+            gone.unlink()
+            said = [token_id for output in await answering for token_id in output.token_ids]
+            assert said == greedy_continuation(request.token_ids, 30, VOCAB_SIZE)
+
+    run(main())
+
+
+def test_every_replica_gets_a_new_engine_in_a_host_of_its_own_and_no_request_is_lost(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with serving(model_path, monkeypatch) as replicas:
+            old = pids(b"remote.host") + pids(b"engine_process")
+            answers = await load(replicas, lambda number: make_request(f"{number % 8}", max_tokens=30), update(replicas))
+            assert replicas.update_progress == UpdateProgress(2, 2, is_running=False)
+            assert len(answers) >= 8
+            for number, said in answers.items():
+                assert said == greedy_continuation(list(str(number % 8).encode()), 30, VOCAB_SIZE)
+            while set(old) & set(descendants(os.getpid())):
+                await asyncio.sleep(0.01)
+            assert (len(pids(b"remote.host")), len(pids(b"engine_process"))) == (2, 2)
+
+    run(main())
+
+
+@pytest.mark.slow  # the same update with another end
+def test_a_new_engine_that_does_not_start_leaves_no_host_and_the_old_ones_go_on(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with serving(model_path, monkeypatch, new="build_refusing") as replicas:
+            old = set(pids(b"remote.host"))
+            assert "--max-model-len 7" in (await update(replicas)).error
+            while set(pids(b"remote.host")) != old:
+                await asyncio.sleep(0.01)
+            assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, True]
+
+    run(main())
+
+
+@pytest.mark.slow  # what `test_replay.py` shows of replicas in threads
+def test_a_replica_elsewhere_that_computes_wrongly_is_found(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving(model_path, monkeypatch, ["build", "build_wrong", "build"]) as replicas:
+            while [snapshot.state for snapshot in replicas.snapshots()].count("suspicious") == 0:
+                await answer(replicas, make_request("a request", max_tokens=10))
+                await asyncio.sleep(0.02)
+            assert [snapshot.state for snapshot in replicas.snapshots()] == ["running", "suspicious", "running"]
 
     run(main())
 
@@ -120,7 +210,7 @@ def test_a_cluster_that_cannot_be_joined_is_an_error_and_leaves_nothing(
     async def main() -> None:
         before = set(descendants(os.getpid()))
         with pytest.raises(EngineError, match="no such cluster"):
-            await make_replicas(model_path, "build", "nowhere").start()
+            await make_replicas(model_path, ["build"], "nowhere").start()
         assert set(descendants(os.getpid())) <= before
 
     run(main())
@@ -134,7 +224,7 @@ def test_an_address_where_nothing_listens_is_named_at_once_and_no_driver_is_star
         async def main() -> None:
             before = set(descendants(os.getpid()))
             with pytest.raises(EngineError, match=f"no Ray cluster answers at {address} .Connection refused."):
-                await make_replicas(model_path, "build", address).start()
+                await make_replicas(model_path, ["build"], address).start()
             assert set(descendants(os.getpid())) <= before
 
         run(main())
@@ -144,22 +234,22 @@ def test_a_host_without_a_machine_is_an_error_that_says_why(monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     async def main() -> None:
-        placer = make_placer(Identity.make())
+        ray = make_placer(Identity.make())
         try:
             with pytest.raises(EngineError, match="no machine is left"):
-                await placer.placement(7).start()
+                await ray.placement(7).start()
         finally:
-            await placer.close()
+            await ray.close()
 
     run(main())
 
 
 def test_no_driver_is_an_error_and_not_a_wait() -> None:
     async def main() -> None:
-        placer = RayPlacer(RaySettings(1, None, "", 1, 0, ""), "tests.cluster.nothing_of_this_name")
+        ray = RayPlacer(RaySettings(1, None, "", 1, 0, ""), "tests.cluster.nothing_of_this_name")
         with pytest.raises(EngineError, match="driver of Ray has ended"):
-            await placer.connect()
-        await placer.close()
+            await ray.connect()
+        await ray.close()
 
     run(main())
 

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.cluster_demo import ask_all, make_bodies, serving
-from tests.serving import descendants
+from benchmarks.cluster_demo import VARIABLES, ask_all, local_ray, make_bodies, serving
+from tests.serving import ServeProcess, descendants
 
 ROOT = Path(__file__).parents[2]
 JOB_LOST_S = 180.0
@@ -64,6 +64,47 @@ def test_every_answer_of_replicas_with_roles_is_that_of_one_engine_alone_though_
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "num_identical=64" in ended.stdout
     assert left_over() == before
+
+
+def test_replicas_come_back_after_all_of_ray_was_started_again_at_its_address_and_no_request_is_lost() -> None:
+    before = left_over()
+    faults = [sys.executable, "-m", "benchmarks.cluster_faults", "--on", "ray", "--layouts", "2 mixed",
+              "--faults", "replace head", "--requests", "32", "--max-tokens", "60", "--load-s", "40"]  # fmt: skip
+    ended = subprocess.run(faults, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left_over() == before
+
+
+@pytest.mark.parametrize("flags", [["--same", "--flags", "--verify-replay 0.2"], []], ids=["same weights", "other weights"])
+def test_replicas_get_new_engines_while_they_answer(flags: list[str]) -> None:
+    before = left_over()
+    update = [
+        sys.executable,
+        "-m",
+        "benchmarks.weight_updates",
+        "--on",
+        "ray",
+        "--requests",
+        "32",
+        "--max-tokens",
+        "40",
+        *flags,
+    ]
+    ended = subprocess.run(update, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "0 lost" in ended.stdout
+    assert "computed differently: 0" in ended.stdout
+    assert left_over() == before
+
+
+def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "RAY_TMPDIR"):
+        monkeypatch.setenv(name, "")  # what a Ray sets in this process goes with the test
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
+    with local_ray(1) as ray:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
+        with pytest.raises(RuntimeError, match=f"the Ray cluster at {ray.address} refuses the token of this process"):
+            ServeProcess("--on", "ray", "--ray-address", ray.address, "--num-threads", "1")
 
 
 def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:

@@ -18,7 +18,7 @@ from cloister.backends.native.backend import NativeBackend
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.cluster import ReplicaSet
-from cloister.cluster.replay import find_odd, may_replay
+from cloister.cluster.replay import Answer, find_odd, may_replay
 from cloister.engine import EngineClient, EngineCore, ThreadTransport
 from cloister.launch import build_engine
 from cloister.types.config import EngineConfig
@@ -140,6 +140,22 @@ def test_two_that_differ_are_counted_and_nobody_is_accused(
     assert [snapshot.num_mismatches for snapshot in server.replicas.snapshots()] == [1, 1]
     assert server.replicas._verifier.odd == set()
     assert "nothing says which of them is right" in caplog.text
+
+
+def test_a_replica_whose_engine_was_lost_meanwhile_is_not_accused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server([build(llama, flips=index == 1, monkeypatch=monkeypatch) for index in range(3)])
+    victim = server.replicas._replicas[1]
+    compute = server.replicas._verifier.compute
+
+    async def lose_and_compute(request: Request, index: int) -> Answer | None:
+        answer = await compute(request, index)
+        victim.num_lost += 1
+        return answer
+
+    monkeypatch.setattr(server.replicas._verifier, "compute", lose_and_compute)
+    server.answer(prompts(4))
+    assert server.replicas._verifier.num_replays > 4, "some answers differed, and a third replica was asked"
+    assert [snapshot.num_mismatches for snapshot in server.replicas.snapshots()] == [0, 0, 0]
 
 
 def test_replicas_that_compute_rightly_agree_on_everything(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
     [
         ({"slow_replicas": "avoid"}, "set replicas to 2 or more"),
         ({"verify_replay": 0.1}, "set replicas to 2 or more"),
+        ({"verify_replay": 0.1, "on": "ray"}, "set replicas to 2 or more"),
         ({"verify_replay": 0.1, "replicas": 2, "numerics": "fast", "device": "cuda"}, "numerics exact"),
         ({"router": "least_load"}, "set replicas to 2 or more"),
         ({"replicas": 2, "sealed": True}, "start more nodes"),

@@ -24,12 +24,15 @@ from cloister.engine.replica_snapshot import UpdateProgress
 from cloister.engine.supervision import Restarts, Supervision
 from cloister.engine.transports import Deliver, ThreadTransport
 from cloister.kv import PrefixKeys
+from cloister.launch.processes import make_engine
+from cloister.launch.settings import resolve_settings
 from cloister.types.config import EngineConfig
 from cloister.types.errors import InvalidRequestError, MemoryBudgetError
 from cloister.types.events import Event, Outputs, Ready, Shutdown
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, SpeakingRunner, SteppedRunner, make_config, make_replica, make_request
 from tests.history_program import greedy_continuation
+from tests.model_factory import make_model
 
 WAIT_S = 120.0
 NEW = 1
@@ -273,6 +276,45 @@ def test_an_answer_is_compared_with_one_of_its_own_weights_only(model_path: Path
             assert {replica.num_routed for replica in replicas.snapshots()} != {0}
             assert [snapshot.num_mismatches for snapshot in replicas.snapshots()] == [0, 0]
             assert replicas._verifier.num_replays == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("on", ["local", "ray"])
+def test_engines_with_other_weights_get_the_context_window_that_is_served(on: str) -> None:
+    settings = resolve_settings({"model": "cloister-5m", "replicas": 2})
+    replicas = make_engine(settings.engine.config, dataclasses.replace(settings.server.config, on=on))
+    assert isinstance(replicas, ReplicaSet)
+    assert replicas._make_release is not None
+    replicas.model = ModelInfo(name="old", path="", max_model_len=128, vocab_size=VOCAB_SIZE, eos_token_ids=())
+    assert replicas._make_release("new").make(0, None)._config.max_model_len == 128
+    assert replicas._make_release("cloister-5m").make(0, None)._config.max_model_len is None
+
+
+@pytest.mark.slow  # four engines with models
+@pytest.mark.parametrize(
+    ("max_positions", "why"), [(256, ""), (64, "max_model_len is 128 and the model was trained for 64 positions")]
+)
+def test_weights_with_a_longer_context_window_get_the_one_that_is_served_and_those_with_a_shorter_one_are_refused(
+    tmp_path: Path, max_positions: int, why: str
+) -> None:
+    old = make_model(tmp_path / "old", "llama", max_position_embeddings=128)
+    new = make_model(tmp_path / "new", "llama", seed=1, max_position_embeddings=max_positions)
+
+    async def main() -> None:
+        given = {"model": str(old), "num_threads": 1, "replicas": 2, "kv_memory_mb": 8, "weights_cache": ""}
+        settings = resolve_settings(given)
+        replicas = make_engine(settings.engine.config, settings.server.config)
+        assert isinstance(replicas, ReplicaSet)
+        await replicas.start()
+        try:
+            before = replicas.model.fingerprint
+            progress = await update(replicas, str(new))
+            assert (progress.num_updated, why in progress.error) == (0 if why else 2, True), progress.error
+            assert (replicas.model.fingerprint == before) is bool(why)
+            assert replicas.model.max_model_len == 128
+        finally:
+            await replicas.drain(0.0)
 
     asyncio.run(main())
 

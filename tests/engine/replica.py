@@ -162,6 +162,11 @@ def build_slow(config: EngineConfig) -> EngineCore:
     return make_replica(Path(config.model), wrap=lambda r: SteppedRunner(r, step_s=0.05)).core
 
 
+def build_wrong(config: EngineConfig) -> EngineCore:
+    """A replica that computes other tokens than the others."""
+    return make_replica(Path(config.model), SpeakingRunner("wrong")).core
+
+
 def build_hanging(config: EngineConfig) -> EngineCore:
     """A replica that hangs for good when the trigger arrives."""
     return make_replica(

@@ -45,11 +45,15 @@ def find_odd(answers: Mapping[int, Answer]) -> int | None:
     return next((index for index, answer in answers.items() if counts[answer] == 1), None)
 
 
+_Engine = tuple[EngineClient, int]
+"""Which engine a replica has: its client, and how many engines that one lost before."""
+
+
 class _Recorder:
     """Takes an answer on its way to its client."""
 
-    def __init__(self, request: Request, sink: Sink, replica: int = 0, client: EngineClient | None = None) -> None:
-        self.request, self.replica, self.client = request, replica, client
+    def __init__(self, request: Request, sink: Sink, replica: int = 0, engine: _Engine | None = None) -> None:
+        self.request, self.replica, self.engine = request, replica, engine
         self.ends: list[FinishReason] = []
         self._tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._sink = sink
@@ -110,7 +114,7 @@ class ReplayVerifier:
         """Returns what takes the outputs of a request in place of its sink."""
         if not may_replay(request) or self._draw.random() >= self._rate:
             return sink
-        recorder = self._recorders[request.request_id] = _Recorder(request, sink, replica, self._replicas[replica])
+        recorder = self._recorders[request.request_id] = _Recorder(request, sink, replica, self._engine(replica))
 
         def take(output: SequenceOutput) -> None:
             recorder.take(output)
@@ -142,26 +146,30 @@ class ReplayVerifier:
 
     async def _verify(self, found: _Recorder) -> None:
         try:
-            assert found.client is not None
-            answers, clients = {found.replica: found.answer}, {found.replica: found.client}
-            for index, client in self._draw_voters(found.replica, found.client):
-                again = await self._compute_again(found.request, index) if self._replicas[index] is client else None
+            assert found.engine is not None
+            answers, engines = {found.replica: found.answer}, {found.replica: found.engine}
+            for index, engine in self._draw_voters(found.replica, found.engine[0]):
+                again = await self._compute_again(found.request, index) if self._engine(index) == engine else None
                 if again is None or (again == found.answer and len(answers) == 1):
                     return
-                answers[index], clients[index] = again, client
-            if len(answers) > 1 and all(self._replicas[index] is client for index, client in clients.items()):
+                answers[index], engines[index] = again, engine
+            # an engine that was replaced meanwhile may be on another machine now
+            if len(answers) > 1 and all(self._engine(index) == engine for index, engine in engines.items()):
                 self._judge(answers)
         finally:
             self._task = None
 
-    def _draw_voters(self, replica: int, computed: EngineClient) -> list[tuple[int, EngineClient]]:
+    def _engine(self, index: int) -> _Engine:
+        return self._replicas[index], self._replicas[index].num_lost
+
+    def _draw_voters(self, replica: int, computed: EngineClient) -> list[tuple[int, _Engine]]:
         """Returns up to two other replicas of the weights that `computed` has, which have nothing better to do."""
         free = []
         for index, client in enumerate(self._replicas):
             snapshot = client.snapshot(index)
             is_free = snapshot.is_accepting and not snapshot.num_waiting
             if index != replica and index not in self.odd and is_free and client.fingerprint == computed.fingerprint:
-                free.append((index, client))
+                free.append((index, self._engine(index)))
         return self._draw.sample(free, min(2, len(free)))
 
     async def compute(self, request: Request, index: int) -> Answer | None:

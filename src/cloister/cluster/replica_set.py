@@ -665,7 +665,7 @@ class ReplicaSet(RequestClient):
 
     def update_replicas(self, model: str | None = None) -> None:
         if self._make_release is None or self._release is None:
-            raise InvalidRequestError("these replicas are on other machines; start another server for the update", param="on")
+            raise InvalidRequestError("these replicas cannot be updated; start another server, and send requests there")
         if self._update is not None and self._update.progress.is_running:
             raise InvalidRequestError("an update is under way; `cloister cluster status` shows how far it is")
         release = self._make_release(self._release.model if model is None else model)

@@ -98,18 +98,19 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 
     def make_release(model: str) -> EngineRelease:
         """A template of its own loads what is installed now."""
-        return release_of(model, _make_fork_server(replace(config, model=model), front))
+        own = _release_config(each, model, replicas.model)
+        return release_of(own, _make_fork_server(own, front))
 
-    def release_of(model: str, server: ForkServer | None) -> EngineRelease:
-        return EngineRelease(model, partial(make, replace(each, model=model), server), config.request_timeout_s)
+    def release_of(own: EngineConfig, server: ForkServer | None) -> EngineRelease:
+        return EngineRelease(own.model, partial(make, own, server), config.request_timeout_s)
 
     def make(own: EngineConfig, server: ForkServer | None, index: int, lora: str | None) -> EngineClient:
         return _make_client(replace(own, lora=lora), front, server, kv_secret=kv_secret, kv_pool=kv_pool, replica=index)
 
-    release = release_of(config.model, fork_server)
+    release = release_of(each, fork_server)
     clients = [release.make(index, config.lora) for index in range(front.replicas)]
     roles = assign_roles(front.replicas, front.prefill, front.decode)
-    return ReplicaSet(
+    replicas = ReplicaSet(
         clients,
         _router_maker(config, front),
         ClusterConfig(tuple(roles), front.rebalance),
@@ -119,6 +120,15 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         release=release,
         make_release=make_release,
     )
+    return replicas
+
+
+def _release_config(config: EngineConfig, model: str, served: ModelInfo) -> EngineConfig:
+    """Returns the settings of new engines. Other weights keep the context window by which requests were read and accepted: a
+    longer one of their own is not used."""
+    if model == config.model:
+        return config
+    return replace(config, model=model, max_model_len=served.max_model_len)
 
 
 def _draw_kv_secret(config: EngineConfig) -> bytes | None:
@@ -150,6 +160,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
     from cloister.cluster.remote.transport import RemoteTransport
     from cloister.cluster.replica_set import ClusterConfig
     from cloister.cluster.roles import assign_roles
+    from cloister.cluster.rolling_update import EngineRelease
     from cloister.engine import EngineClient
     from cloister.engine.identity import Identity
 
@@ -166,22 +177,33 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         )
     )
 
-    def make(index: int) -> EngineClient:
+    def make(own: EngineConfig, index: int, lora: str | None) -> EngineClient:
         placement = placer.placement(index)
         transport = RemoteTransport(
             placement, identity, ENGINE_ENTRY, log_format=front.log_format, replica=index, kv_secret=kv_secret
         )
-        return EngineClient(transport, config)
+        return EngineClient(transport, replace(own, lora=lora))
 
+    def make_release(model: str) -> EngineRelease:
+        return release_of(_release_config(config, model, replicas.model))
+
+    def release_of(own: EngineConfig) -> EngineRelease:
+        return EngineRelease(own.model, partial(make, own), config.request_timeout_s)
+
+    release = release_of(config)
     roles = assign_roles(front.replicas, front.prefill, front.decode)
-    return PlacedReplicas(
-        [make(index) for index in range(front.replicas)],
+    replicas = PlacedReplicas(
+        [release.make(index, config.lora) for index in range(front.replicas)],
         _router_maker(config, front),
         placer,
         ClusterConfig(tuple(roles), front.rebalance),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
+        verify_replay=front.verify_replay,
+        release=release,
+        make_release=make_release,
     )
+    return replicas
 
 
 def _router_maker(config: EngineConfig, front: ServerConfig) -> MakeRouter:

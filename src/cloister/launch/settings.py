@@ -246,8 +246,6 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         raise ConfigError("verify_replay compares replicas; set replicas to 2 or more, or leave it out", param="verify_replay")
     if server.verify_replay and config.numerics != "exact":
         raise ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
-    if server.verify_replay and server.on != LOCAL:
-        raise ConfigError("verify_replay needs replicas on one machine; leave it out, or on", param="verify_replay")
     for name, asked in (("replicas", server.replicas > 1), ("on", server.on != LOCAL)):
         if asked and server.sealed:
             raise ConfigError(f"a sealed node has one engine, its own; leave {name} out, and start more nodes", param=name)

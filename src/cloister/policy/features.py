@@ -113,6 +113,9 @@ _STEERED_BY_LENGTHS = refuse(
 _STEERED_BY_TIMES = refuse(
     "a replica is drawn by capacity alone; only one that is dead or hung is left out, which no request decides for another"
 )
+_WITHIN_THE_SERVER = mitigate(
+    "only replicas of the same server compute it again, drawn at random, in a scope of its own; elsewhere over mutual TLS"
+)
 _WITHIN_THE_NODE = mitigate("only replicas of the same node compute it again, drawn at random, in a scope of its own")
 _FROM_CREDENTIAL = refuse("the class comes from the credential only")
 _DRAFTS_DIE = "a drafter's state of a request is overwritten when the request ends"
@@ -517,14 +520,14 @@ _FEATURES: Final = (
         endangers="for as long as that takes, a request is in the memory of two engines",
         part="replay",
         open=allow(ONE_USER),
-        team=_WITHIN_THE_NODE,
+        team=_WITHIN_THE_SERVER,
         private=_WITHIN_THE_NODE,
         paranoid=refuse("a request is computed once, and its state ends with its answer"),
         residue="a second copy of a request until it has been computed again",
         where=("device memory", "host memory"),
         attack="reads the request in another replica",
         mitigations=(
-            "replicas of the same node only, drawn at random",
+            "replicas of the same server only, drawn at random",
             "in a scope of its own, whose blocks are overwritten when it ends",
         ),
         instead="leave the setting `verify_replay` out",

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,7 @@ import msgspec
 
 from cloister.cluster.remote.placement import Place
 from cloister.cluster.replica_set import ClusterConfig, MakeRouter, ReplicaSet
+from cloister.cluster.rolling_update import EngineRelease
 from cloister.engine.client import EngineClient
 from cloister.types.errors import EngineError
 
@@ -38,6 +40,9 @@ TAKES_COMMANDS: Final = (
     "everybody who reaches the ports of this Ray cluster can run programs on its machines; start it with RAY_AUTH_MODE=token, "
     "and keep its network to itself"
 )
+MAX_RETRY_S: Final = 10.0
+"""Longest pause between attempts to reach a Ray that was there before."""
+_FIRST_RETRY_S: Final = 0.5
 _EXIT_POLL_S: Final = 0.02
 
 _logger = logging.getLogger(__name__)
@@ -169,6 +174,10 @@ def _describe_os_error(error: OSError | OverflowError) -> str:
     return "there is no such host or port"
 
 
+class _DriverEndedError(EngineError):
+    """The driver ended while a host was starting."""
+
+
 @dataclass(slots=True)
 class _Host:
     """What is known of a host."""
@@ -195,9 +204,12 @@ class RayPlacer:
         self._reading: asyncio.Task[None] | None = None
         self._temp_dir: str | None = None
         self._connecting = asyncio.Lock()
+        self._has_connected = False
 
     async def connect(self) -> None:
         """Starts the driver if it does not run, and waits until Ray has a place for each replica.
+
+        A Ray that was there before is waited for, however long its head is gone: its replicas come back with it.
 
         Raises:
             EngineError: it has not; the message says why.
@@ -205,28 +217,50 @@ class RayPlacer:
         async with self._connecting:
             if self._writer is not None:
                 return
-            await self._end_driver()
-            await check_reachable(self._settings.address)
-            if self._temp_dir is None and self._settings.address is None:
-                self._temp_dir = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")  # 0700; paths of Ray's sockets must be short
-            reader, writer = await self._start_driver()
+            if self._has_connected:
+                await self._reconnect()
+            else:
+                await self._connect()
+                self._has_connected = True
+
+    async def _reconnect(self) -> None:
+        pause_s, told = _FIRST_RETRY_S, ""
+        while True:
             try:
-                async with asyncio.timeout(CONNECT_S):
-                    report = await _read_report(reader)
-            except TimeoutError:
-                where = "" if self._settings.address is None else f" at {self._settings.address}"
-                report = RayFailed(f"Ray{where} was not there after {CONNECT_S:.0f} s, with a place for each replica")
-            except BaseException:
-                writer.close()
-                raise
-            if not isinstance(report, Connected):
-                writer.close()
-                await self._end_driver()
-                raise EngineError(report.message if isinstance(report, RayFailed) else DRIVER_ENDED)
-            if report.takes_commands:
-                _logger.warning(TAKES_COMMANDS)
-            self._writer = writer
-            self._reading = asyncio.create_task(self._read(reader), name="Ray's driver")
+                await self._connect()
+            except EngineError as error:
+                if error.message != told:
+                    _logger.error("%s; replicas start again when Ray is there again", error.message)
+                    told = error.message
+            else:
+                _logger.warning("Ray is there again, with a place for each replica")
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_RETRY_S, 2 * pause_s)
+
+    async def _connect(self) -> None:
+        await self._end_driver()
+        await check_reachable(self._settings.address)
+        if self._temp_dir is None and self._settings.address is None:
+            self._temp_dir = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")  # 0700; paths of Ray's sockets must be short
+        reader, writer = await self._start_driver()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                report = await _read_report(reader)
+        except TimeoutError:
+            where = "" if self._settings.address is None else f" at {self._settings.address}"
+            report = RayFailed(f"Ray{where} was not there after {CONNECT_S:.0f} s, with a place for each replica")
+        except BaseException:
+            writer.close()
+            raise
+        if not isinstance(report, Connected):
+            writer.close()
+            await self._end_driver()
+            raise EngineError(report.message if isinstance(report, RayFailed) else DRIVER_ENDED)
+        if report.takes_commands:
+            _logger.warning(TAKES_COMMANDS)
+        self._writer = writer
+        self._reading = asyncio.create_task(self._read(reader), name="Ray's driver")
 
     async def close(self) -> None:
         """Ends the driver, its hosts, and a Ray that it started."""
@@ -319,7 +353,8 @@ class RayPlacer:
         if host is None:
             return
         if not host.started.done():
-            host.started.set_exception(EngineError(f"Ray could not start the engine's host: {how}"))
+            kind = _DriverEndedError if how is DRIVER_ENDED else EngineError
+            host.started.set_exception(kind(f"Ray could not start the engine's host: {how}"))
             host.started.exception()  # perhaps nobody waits for it any more
         if not host.ended.done():
             host.ended.set_result(how)
@@ -335,14 +370,17 @@ class RayPlacement:
         self._host: _Host | None = None
 
     async def start(self) -> Place:
-        if self._host is None or self._host.ended.done():
-            await self._placer.connect()
-            self._number, self._host = self._placer.start_host(self._index)
-        try:
-            return await asyncio.shield(self._host.started)
-        except BaseException:
-            self.kill()
-            raise
+        while True:
+            if self._host is None or self._host.ended.done():
+                await self._placer.connect()
+                self._number, self._host = self._placer.start_host(self._index)
+            try:
+                return await asyncio.shield(self._host.started)
+            except _DriverEndedError:
+                continue  # the next driver is asked, for as long as the caller waits
+            except BaseException:
+                self.kill()
+                raise
 
     async def wait_ended(self) -> str:
         assert self._host is not None, "start it first"
@@ -366,8 +404,20 @@ class PlacedReplicas(ReplicaSet):
         block_size: int,
         *,
         avoids_slow: bool,
+        verify_replay: float = 0.0,
+        release: EngineRelease | None = None,
+        make_release: Callable[[str], EngineRelease] | None = None,
     ) -> None:
-        super().__init__(replicas, make_router, config, block_size, avoids_slow=avoids_slow)
+        super().__init__(
+            replicas,
+            make_router,
+            config,
+            block_size,
+            avoids_slow=avoids_slow,
+            verify_replay=verify_replay,
+            release=release,
+            make_release=make_release,
+        )
         self._placer = placer
 
     async def start(self) -> None:

@@ -1,22 +1,25 @@
 """The driver of Ray: `python -m cloister.cluster.backend.ray FD`. Nothing else imports Ray.
 
-Each replica has a bundle of a placement group, and in it an actor that starts the engine's host on its machine. The actor
-says where the host listens and when it ends; the host's standard input ends with the actor. What passes through Ray are
-certificates, addresses and exit statuses: no key, no settings of the engine, no request.
+Each replica has a bundle of a placement group, and in it an actor that starts the engine's host on its machine, and a second
+one beside it while a rolling update replaces the engine. The actor says where a host listens and when it ends; the host's
+standard input ends with the actor. What passes through Ray are certificates, addresses and exit statuses: no key, no settings
+of the engine, no request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -41,30 +44,48 @@ RESERVE_S: Final = 100.0
 LOST_JOB_S: Final = 45.0
 """If hosts have run, none runs and none starts for so long, Ray has ended this driver's job, as it does when the node beside it
 dies. Then nothing ever starts; another driver has another job."""
+_raylet: Any = importlib.import_module("ray._raylet")  # its types lack what is used here
 _OBJECT_STORE_BYTES: Final = 80 * 2**20  # Ray takes no less; nothing is put there
 _NOTE_CHARS: Final = 200
 
 
 class HostActor:
-    """Runs an engine's host on the machine where Ray puts it."""
+    """Runs the engine's hosts of a replica on the machine where Ray puts it: one, or two while one replaces the other."""
 
     def __init__(self) -> None:
-        self._host: HostProcess | None = None
+        self._hosts: dict[int, HostProcess] = {}
 
-    async def start(self, front: str) -> dict[str, Any]:
-        """Starts the host for the front with this certificate; returns where it is, or an error."""
+    async def start(self, number: int, front: str) -> dict[str, Any]:
+        """Starts a host for the front with this certificate; returns where it is, or an error."""
         address = ray.util.get_node_ip_address()
         try:
-            self._host = await HostProcess.start(front, address)
+            host = self._hosts[number] = await HostProcess.start(front, address)
         except EngineError as error:
             return {"error": error.message}
-        report = self._host.report
         node = ray.get_runtime_context().get_node_id()
-        return {"address": address, "port": report.port, "certificate": report.certificate, "node": node}
+        return {"address": address, "port": host.report.port, "certificate": host.report.certificate, "node": node}
 
-    async def wait_ended(self) -> str:
-        """Waits until the host has ended; says how."""
-        return "it was not started" if self._host is None else await self._host.wait()
+    async def wait_ended(self, number: int) -> str:
+        """Waits until a host has ended; says how."""
+        host = self._hosts.get(number)
+        return "it was not started" if host is None else await host.wait()
+
+    async def kill(self, number: int) -> None:
+        """Kills a host, and its engine with it."""
+        if (host := self._hosts.get(number)) is not None:
+            host.kill()
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """What runs in a place of the placement group.
+
+    Attributes:
+        hosts: those that the front wants there.
+    """
+
+    actor: Any
+    hosts: set[int] = field(default_factory=set)
 
 
 class Driver:
@@ -78,7 +99,7 @@ class Driver:
     def __init__(self, settings: RaySettings, writer: asyncio.StreamWriter) -> None:
         self._settings = settings
         self._writer = writer
-        self._actors: dict[int, Any] = {}
+        self._bundles: dict[int, _Bundle] = {}
         self._running: set[int] = set()
         self._has_run = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,7 +127,14 @@ class Driver:
                     **quiet,
                 )
             else:
+                if ":" in settings.address:  # asks who it is; `ray.init` tries a wrong token for half a minute
+                    _raylet.GcsClient(address=settings.address)
                 ray.init(settings.address, **quiet)
+        except AuthenticationError:
+            raise EngineError(
+                f"the Ray cluster at {settings.address} refuses the token of this process, or that it has none; set "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as they are in the cluster"
+            ) from None
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise EngineError(_explain(settings.address, error)) from None
         self._reserve()
@@ -144,10 +172,10 @@ class Driver:
                 case KillHost(host):
                     self._kill(host)
 
-    async def _run_host(self, host: int, index: int) -> None:
-        """Has a host run, and says what becomes of it."""
-        try:
-            actor = self._actors[host] = (
+    def _enter(self, host: int, index: int) -> Any:
+        """Returns the actor in which a host is to run: that of its place, or a new one if there is none."""
+        if index not in self._bundles:
+            actor = (
                 ray.remote(HostActor)
                 .options(
                     num_cpus=self._num_cpus,
@@ -156,8 +184,19 @@ class Driver:
                 )
                 .remote()
             )
-            said = await self._start(actor)
-            if "error" in said:
+            self._bundles[index] = _Bundle(actor)
+        self._bundles[index].hosts.add(host)
+        return self._bundles[index].actor
+
+    async def _run_host(self, host: int, index: int) -> None:
+        """Has a host run, and says what becomes of it."""
+        actor: Any = None
+        try:
+            actor = self._enter(host, index)
+            said = await self._start(actor, host)
+            if host not in self._bundles.get(index, _Bundle(None)).hosts:
+                actor.kill.remote(host)  # it was told to end before it had begun
+            elif "error" in said:
                 self.say(HostEnded(host, said["error"]))
             else:
                 cpus = self._node_cpus().get(said["node"], self._num_cpus)
@@ -165,16 +204,19 @@ class Driver:
                 self._running.add(host)
                 self._has_run = True
                 self.say(HostStarted(host, said["address"], said["port"], said["certificate"], self._num_cpus, share))
-                self.say(HostEnded(host, await actor.wait_ended.remote()))
+                self.say(HostEnded(host, await actor.wait_ended.remote(host)))
+        except AuthenticationError:
+            os._exit(1)  # another cluster is at this address now, which knows nothing of this job
         except RayError as error:
+            self._end_bundle(index, actor)  # before the front asks for another host there
             self.say(HostEnded(host, f"Ray says {_note(error)}"))
         finally:
             self._running.discard(host)
             self._kill(host)
 
-    async def _start(self, actor: Any) -> dict[str, Any]:
-        """Has an actor start its host, for as long as that takes; ends this process if Ray has ended its job."""
-        starting = asyncio.wrap_future(actor.start.remote(self._settings.front).future())
+    async def _start(self, actor: Any, host: int) -> dict[str, Any]:
+        """Has an actor start a host, for as long as that takes; ends this process if Ray has ended its job."""
+        starting = asyncio.wrap_future(actor.start.remote(host, self._settings.front).future())
         while True:
             done, _ = await asyncio.wait([starting], timeout=LOST_JOB_S)
             if done:
@@ -184,9 +226,24 @@ class Driver:
                 os._exit(1)  # `ray.shutdown` would wait for a node that is gone
 
     def _kill(self, host: int) -> None:
-        actor = self._actors.pop(host, None)
-        if actor is not None and ray.is_initialized():
-            ray.kill(actor)
+        """Ends a host, with its actor if that has no other one. Does nothing if it has ended."""
+        found = next(((index, bundle) for index, bundle in self._bundles.items() if host in bundle.hosts), None)
+        if found is None:
+            return
+        index, bundle = found
+        bundle.hosts.discard(host)
+        if not bundle.hosts:
+            self._end_bundle(index, bundle.actor)
+        elif ray.is_initialized():
+            bundle.actor.kill.remote(host)
+
+    def _end_bundle(self, index: int, actor: Any) -> None:
+        """Ends an actor, and what runs in it; its place is free for another one."""
+        bundle = self._bundles.get(index)
+        if bundle is not None and bundle.actor is actor:
+            del self._bundles[index]
+            if ray.is_initialized():
+                ray.kill(actor)
 
     async def close(self) -> None:
         """Ends all hosts, and Ray if it was started here."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from cloister.cluster.remote.placement import Place, Placement
-from cloister.cluster.remote.session import LOST_LINK, HostSession
+from cloister.cluster.remote.session import LOST_LINK, NOBODY_LISTENS, HostSession
 from cloister.engine import channel
 from cloister.engine.identity import Identity
 from cloister.engine.kv_transports import fill_address
@@ -131,17 +131,21 @@ class RemoteTransport:
             self._session.lose("it was killed")
 
     async def close(self) -> str | None:
-        """Ends the session, and with it the engine; the host stays for the next one."""
+        """Ends the session, and with it the engine; a host that still runs stays for the next one."""
         session, self._session = self._session, None
         if self._watch is not None:
             self._watch.cancel()
         if session is None:
             return None
         await session.close()
+        if session.how == NOBODY_LISTENS:  # before whatever placed the host has said that it ended
+            self._placement.kill()
         return session.how or LOST_LINK
 
     async def discard_template(self, *, is_final: bool = False) -> None:
-        """Nothing here is kept for the next engine; the host is the placement's."""
+        """Ends the host if no engine will follow; it is kept for the next one."""
+        if is_final:
+            self._placement.kill()
 
 
 async def _receive(session: HostSession) -> EngineMessage | None:
