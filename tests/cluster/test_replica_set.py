@@ -510,7 +510,9 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path, caplog:
     run(main())
 
 
-def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) -> None:
+def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_moves, "LEAD_PATIENCE", 4)  # these engines sleep in step, so that none is ahead by chance
+
     async def main() -> None:
         async with serving(model_path) as replicas:
             requests = [make_request(f"request {number}", max_tokens=80) for number in range(8)]
