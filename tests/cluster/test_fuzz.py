@@ -298,7 +298,7 @@ def test_a_migration_keeps_the_deadline_and_a_run_shows_if_it_does_not(monkeypat
         seed=0,
         router="round_robin",
         jobs=(Job(at_s=0.0, prompt="one long answer", max_tokens=200, timeout_s=1.0),),
-        operations=(OperatorAction(at_s=0.6, kind="migrate", replica=1),),
+        operations=(OperatorAction(at_s=0.1, kind="migrate", replica=1),),
     )
     assert not fuzz.replay(moved).violations
     monkeypatch.setattr(InFlightRequest, "submission", forget_the_deadline)

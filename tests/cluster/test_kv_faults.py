@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from cloister.cluster.link import LinkTimes
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.virtual import fuzz
+from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
+from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
+from cloister.cluster.virtual.network import VirtualNetwork
+from cloister.cluster.virtual.replica import Host
+from cloister.cluster.virtual.transport import LinkTransport
+from cloister.engine.supervision import Supervision
 from cloister.kv import KVObject, KVSealer, Leases
 from cloister.kv.leases import _Lease
 from cloister.scheduler.kv_exports import KVExports
 from cloister.scheduler.kv_loads import KVLoad, KVLoads
 from cloister.scheduler.sequence import RequestState
+from cloister.types.config import EngineConfig
+from cloister.types.events import Event, KVSource, Outputs, PrefetchKV
+from cloister.types.request import Request, SamplingParams
 
 MOST_SCENARIOS = 40
 take = Leases.take
@@ -128,3 +141,39 @@ def test_kv_moves_in_the_scenarios() -> None:
             if (scenario := fuzz.scenario_of(seed)).moves_kv:
                 assert not fuzz.replay(scenario).violations
     assert arrived >= 10
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_front_hears_nothing_of_what_the_one_before_it_had_loaded(follows: bool) -> None:
+    """Its predecessor was killed after a `PrefetchKV`, before the request came: seed 125115 of an earlier version."""
+    heard: list[Event] = []
+    num_loads: list[int] = []
+
+    def hear(message: Outputs) -> None:
+        heard.extend(message.events)
+
+    async def restart_front() -> None:
+        loop, draw = asyncio.get_running_loop(), random.Random(1)
+        assert isinstance(loop, VirtualEventLoop)
+        network = VirtualNetwork(draw, 0.0002)
+        tokenizer, switch = fuzz._tokenizer(), KVSwitch(network, draw)
+        engine = make_engine(EngineShape(), tokenizer, loop.clock)
+        host = Host(0, lambda: engine, network, draw, start_s=0.5, times=LinkTimes(), switch=switch)
+        before, after = (LinkTransport(host, draw, Supervision()) for _ in range(2))
+        await before.open(EngineConfig())
+        nowhere = KVSource(endpoint_of(7))
+        request = Request(request_id="r", token_ids=list(range(40)), sampling=SamplingParams())
+        before.send(PrefetchKV(request, request.token_ids, nowhere, follows))
+        await asyncio.sleep(0.01)
+        num_loads.append(len(engine.scheduler.kv_loads))
+        before.crash()
+        await after.open(EngineConfig())
+        num_loads.append(len(engine.scheduler.kv_loads))
+        serving = asyncio.create_task(after.run(hear))
+        await asyncio.sleep(40.0)
+        serving.cancel()
+        host.kill()
+
+    run_virtually(restart_front())
+    assert num_loads == [1, 0]
+    assert not heard

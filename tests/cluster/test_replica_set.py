@@ -7,17 +7,18 @@ import os
 import random
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cloister.cluster import ROUTERS, ReplicaSet
+from cloister.cluster import ROUTERS, ReplicaSet, shadow_moves
 from cloister.cluster.replica_set import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
@@ -36,6 +37,7 @@ from tests.history_program import greedy_continuation
 from tests.thinning import examples
 
 NUM_REPLICAS = 3
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +267,49 @@ def test_while_both_replicas_have_said_as_much_the_next_token_comes_from_the_fir
     assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
 
 
+def test_a_source_is_not_stopped_however_long_the_target_says_the_same_before_it_is_ahead(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+    request, said, ends = begin_move(engines)
+    for _ in range(25):
+        num_said = len(said)
+        engines.step(0)
+        engines.step(1)
+        assert len(said) == num_said + 1  # without the source, the client would wait for the target's next step
+    assert not ends
+    engines.step(1)
+    assert ends == [ShadowEnd.TOOK_OVER]
+    step_until(engines, [1], lambda: len(said) == 40)
+    assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("is_behind", "end"), [(False, ShadowEnd.TOOK_OVER), (True, ShadowEnd.FAILED)])
+def test_when_the_time_of_a_move_is_over_a_target_that_has_said_as_much_gets_the_request(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind: bool, end: ShadowEnd
+) -> None:
+    engines, said = Engines(model_path, "round_robin"), []
+    request = make_request("a", max_tokens=40)
+    engines.client.submit(request, lambda output: said.extend(output.token_ids))
+    step_until(engines, [0], lambda: len(said) == 3)
+    monkeypatch.setattr(shadow_moves, "SHADOW_TIMEOUT_S", 0.0)
+
+    async def main() -> ShadowEnd:
+        moving = asyncio.create_task(engines.client._shadow_moves.run(request.request_id, 0, 1))
+        while not len(engines.client._shadow_moves):
+            await asyncio.sleep(0)
+        (move,) = engines.client._shadow_moves._moves.values()
+        engines.step(0)
+        step_until(engines, [1], lambda: move.num_level == 1)
+        if is_behind:
+            engines.step(0)
+        return await moving
+
+    assert run(main()) is end
+    assert engines.client._places[request.request_id] == (0 if is_behind else 1)
+    step_until(engines, [0 if is_behind else 1], lambda: len(said) == 40)
+    assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
+    assert not engines.client.num_shadows
+
+
 def test_a_target_that_is_never_ahead_gets_the_request_after_some_steps(model_path: Path) -> None:
     engines = Engines(model_path, "round_robin")
     request, said, ends = begin_move(engines)
@@ -413,8 +458,8 @@ def test_what_tiers_hold_is_that_of_all_replicas_that_run(model_path: Path) -> N
     ]  # fmt: skip
 
 
-def run(main: object) -> None:
-    asyncio.run(asyncio.wait_for(main, 180.0))  # type: ignore[arg-type]
+def run(main: Coroutine[object, object, T]) -> T:
+    return asyncio.run(asyncio.wait_for(main, 180.0))
 
 
 @asynccontextmanager
@@ -465,7 +510,9 @@ def test_processes_answer_though_one_of_them_is_killed(model_path: Path, caplog:
     run(main())
 
 
-def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path) -> None:
+def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_moves, "LEAD_PATIENCE", 4)  # these engines sleep in step, so that none is ahead by chance
+
     async def main() -> None:
         async with serving(model_path) as replicas:
             requests = [make_request(f"request {number}", max_tokens=80) for number in range(8)]

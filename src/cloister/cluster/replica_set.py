@@ -53,7 +53,7 @@ WAKE_TIMEOUT_S: Final = 10.0
 """Longest wait of a move for an engine that was idle; the request goes on where it is."""
 COPY_TIMEOUT_S: Final = 5.0
 """Longest wait for KV; what did not arrive is computed."""
-MAX_SHADOWS: Final = 8
+MAX_SHADOWS: Final = 16
 """How often a target begins anew with all tokens that there are, to catch up, before the source is stopped without it."""
 TRANSFER_WEIGHT: Final = 0.1
 """Weight of the last transfer in the mean time for a token."""

@@ -13,10 +13,11 @@ from cloister.engine.shadow import Shadow, ShadowState
 
 SHADOW_PATIENCE: Final = 3
 """Steps in which a target that is behind may catch up by itself."""
-LEAD_PATIENCE: Final = 4
-"""Steps in which a target that has said as much as the source may say more; at equal speed it does so by chance."""
+LEAD_PATIENCE: Final = 32
+"""Steps in which a target that has said as much as the source may say more; at equal speed that is chance, most likely while
+the source computes a prompt. The client waits for nothing meanwhile; if the source stops before, it waits for the target."""
 SHADOW_TIMEOUT_S: Final = 5.0
-"""Longest wait for a target to catch up."""
+"""Longest wait for a target to catch up. One that has said as much by then gets the request."""
 
 
 class ShadowEnd(Enum):
@@ -84,7 +85,8 @@ class ShadowMoves:
             async with asyncio.timeout(SHADOW_TIMEOUT_S):
                 return await asyncio.shield(ended)
         except TimeoutError:
-            return ShadowEnd.FAILED
+            self._go_over_if_level(request_id)
+            return ended.result() if ended.done() else ShadowEnd.FAILED
         finally:
             if not ended.done():
                 self.stop(request_id)
@@ -139,6 +141,13 @@ class ShadowMoves:
                 if move.num_late > SHADOW_PATIENCE:
                     is_near = move.shadow.count_missing(found.token_ids) <= self._block_size
                     self._end(move, ShadowEnd.LATE if is_near else ShadowEnd.FAR)
+
+    def _go_over_if_level(self, request_id: str) -> None:
+        """Goes on with a request where its shadow is, if that has said as much."""
+        move = self._moves.get(request_id)
+        found = None if move is None else self._replicas[move.source].find(request_id)
+        if move is not None and found is not None and move.shadow.compare(found.token_ids, found.open) is ShadowState.LEVEL:
+            self._go_over(move)
 
     def _go_over(self, move: _Move) -> None:
         """Goes on with a request where its shadow is."""

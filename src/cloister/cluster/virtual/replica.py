@@ -13,13 +13,14 @@ from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.engine import channel
 from cloister.kv import KVFormat
 from cloister.types.errors import EngineError
-from cloister.types.events import Abort, EngineMessage, Outputs, Ready
+from cloister.types.events import Abort, CancelPrefetch, EngineMessage, Outputs, Ready
 
 
 class VirtualProcess:
     """The process of an engine: runs its steps, and serves one front at a time.
 
-    A front that connects gets a description of the engine as soon as all requests of the front before it have ended.
+    A front that connects gets a description of the engine as soon as all requests and loads of the front before it have ended,
+    so it hears of nothing that it has not asked for. (A real engine ends with its front.)
 
     Args:
         send: sends a datagram to the fronts.
@@ -79,11 +80,13 @@ class VirtualProcess:
         return self._link is not None and not self._link.is_lost
 
     def _leave_front(self) -> None:
-        """Aborts what the last front submitted."""
-        queue = self.engine.core.input_queue
+        """Aborts what the last front submitted, and what it had loaded for requests that have not come."""
+        queue, scheduler = self.engine.core.input_queue, self.engine.scheduler
         queue.take()  # what it has not admitted, it never will
-        for request_id in self.engine.scheduler.requests:
+        for request_id in scheduler.requests:
             queue.put(Abort(request_id))
+        for request_id in scheduler.kv_loads.loading:
+            queue.put(CancelPrefetch(request_id))
 
     def _poll(self) -> None:
         if self._link is None or self._is_gone:
@@ -134,8 +137,9 @@ class VirtualProcess:
             self._send(link, Outputs([], []))
 
     def _describe(self) -> None:
-        """Describes the engine to a new front, once the requests of the last one have ended."""
-        if not (self._is_told or self.engine.scheduler.requests):
+        """Describes the engine to a new front, once the requests and loads of the last one have ended."""
+        scheduler = self.engine.scheduler
+        if not (self._is_told or scheduler.requests or len(scheduler.kv_loads)):
             core = self.engine.core
             self._is_told = True
             self._send(self._link, Ready(core.model, core.memory, core.adapters.loaded, core.startup, core.kv_endpoint))
