@@ -18,6 +18,7 @@ from pydantic import Field
 from cloister.server.documents import DocumentPrompt, check_documents, find_newline, read_question, weigh_documents
 from cloister.server.errors import invalid
 from cloister.server.responses.keeping import ResponseStore
+from cloister.server.sampling import check_text
 from cloister.server.schemas import MAX_DOCUMENTS, CompletionBody, ModuleChoice, SchemaName, Strict
 from cloister.text import Tokenizer
 from cloister.types.documents import Documents
@@ -105,6 +106,34 @@ class DeletedPromptSchema(msgspec.Struct, frozen=True):
     name: str
     object: Literal["prompt_schema"] = "prompt_schema"
     deleted: bool = True
+
+
+def lay_out_schema(body: PromptSchemaBody, tokenizer: Tokenizer, model: ModelInfo) -> Layout:
+    """Returns where the modules of a new schema stand.
+
+    Raises:
+        InvalidRequestError: they do not fit into the context window, or as in `Layout`.
+    """
+    least = tokenizer.least_tokens(body.prefix or "")
+    least += sum(max(_least_positions(module, tokenizer) for module in place) for place in body.places())
+    _check_positions(least, model, "at least ")
+    layout = Layout(body, tokenizer, model.document_block_size)
+    _check_positions(layout.num_positions, model)
+    return layout
+
+
+def _least_positions(module: ModuleInput, tokenizer: Tokenizer) -> int:
+    """Returns a number of positions that a module needs at least, before any text is tokenized."""
+    text = module.text
+    for parameter in module.parameters or ():
+        text = text.replace(f"{{{parameter.name}}}", "")
+    return tokenizer.least_tokens(text) + sum(parameter.max_tokens for parameter in module.parameters or ())
+
+
+def _check_positions(num_positions: int, model: ModelInfo, counts: str = "") -> None:
+    if num_positions >= model.max_model_len:
+        message = f"The schema has {counts}{num_positions} positions and the context window holds {model.max_model_len}."
+        raise invalid(f"{message} Shorten its modules.", "modules", "too_long")
 
 
 def keep_schema(store: ResponseStore, owner: bytes, body: PromptSchemaBody) -> None:
@@ -287,6 +316,7 @@ def read_schema_prompt(
     check_placing(model)
     assert body.prompt_schema is not None
     question = read_question(body, "prompt_schema")
+    check_text(question, tokenizer, model, "prompt")
     layout = Layout(schema, tokenizer, model.document_block_size)
     prompt = layout.join(body.prompt_schema.modules, tokenizer.encode(question, add_special_tokens=False))
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -39,6 +39,11 @@ class ByteLevelSpelling:
         others = [byte for byte in range(256) if byte not in printable]
         self._bytes = {chr(byte): byte for byte in printable}
         self._bytes |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+    @property
+    def alphabet(self) -> Collection[str]:
+        """The characters that stand for bytes."""
+        return self._bytes.keys()
 
     def to_bytes(self, token: str) -> bytes:
         try:
