@@ -199,9 +199,12 @@ class RollingUpdate:
 
     async def _try(self, client: EngineClient) -> None:
         request = make_trial(client.model)
-        answer = await compute_answer(client, request)
-        if answer is None or client.num_lost:
-            raise EngineError("the new engine did not compute a trial request; the log may say why")
+        try:
+            answer = await compute_answer(client, request)
+        except CloisterError as error:
+            raise EngineError(f"the new engine did not compute a trial request: {error.message}") from None
+        if client.num_lost:
+            raise EngineError("the new engine died while it computed a trial request; the log may say why")
         if client.model.fingerprint != self._old.fingerprint:
             return  # nobody knows what it should say
         reference = await self._replicas.compute_reference(request) if self._before is None else None
