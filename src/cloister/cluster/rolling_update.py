@@ -189,7 +189,10 @@ class RollingUpdate:
     def _check_front(self, new: ModelInfo) -> None:
         """Raises EngineError if the front has read requests by what new weights have otherwise, or they are not new."""
         if new.fingerprint == self._old.fingerprint:
-            raise EngineError(f"the new engine has the same weights and formats as the others ({new.fingerprint})")
+            raise EngineError(
+                f"the new engine has the same weights and formats as the others ({new.fingerprint}), so nothing would change; "
+                "to start their engines again, run `cloister cluster update` without --model"
+            )
         other = [name for name in FRONT_FIELDS if getattr(new, name) != getattr(self._old, name)]
         if other:
             raise EngineError(

@@ -58,9 +58,10 @@ def check_documents(model: ModelInfo) -> None:
 
 def check_weights(body: ChatBody | CompletionBody) -> None:
     """Raises InvalidRequestError if a body without documents weighs some."""
+    needed = "`documents` or `prompt_schema`" if isinstance(body, CompletionBody) else "`documents`"
     for name in ("documents_temperature", "documents_scale"):
         if getattr(body, name) is not None:
-            raise invalid(f"`{name}` needs `documents`; leave it out, or send documents.", name)
+            raise invalid(f"`{name}` needs {needed}; send one, or leave `{name}` out.", name)
 
 
 def weigh_documents(prompt: DocumentPrompt, temperature: float | None, scale: float | None, model: ModelInfo) -> DocumentPrompt:

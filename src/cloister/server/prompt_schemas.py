@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from cloister.server.documents import DocumentPrompt, check_documents, find_newline, read_question, weigh_documents
 from cloister.server.errors import invalid
@@ -57,12 +57,23 @@ class UnionInput(Strict):
     union: Annotated[list[ModuleInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
+def _kind_of(value: object) -> str:
+    """Returns which kind of entry is meant, so that an error is about a field of that kind."""
+    is_union = "union" in value if isinstance(value, dict) else isinstance(value, UnionInput)
+    return "UnionInput" if is_union else "ModuleInput"
+
+
+AnyModuleInput = Annotated[
+    Annotated[ModuleInput, Tag("ModuleInput")] | Annotated[UnionInput, Tag("UnionInput")], Discriminator(_kind_of)
+]
+
+
 class PromptSchemaBody(Strict):
     """Body of POST /v1/prompt_schemas."""
 
     name: SchemaName
     prefix: str | None = None
-    modules: Annotated[list[ModuleInput | UnionInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    modules: Annotated[list[AnyModuleInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
     def places(self) -> Iterator[list[ModuleInput]]:
         """Yields the modules of each place, in order."""
@@ -212,7 +223,8 @@ class Layout:
         self.modules: list[dict[str, Module]] = []
         start = len(self.prefix)
         for number, place in enumerate(schema.places()):
-            found = [self._lay_out(module, start, f"modules[{number}]") for module in place]
+            paths = [f"modules[{number}]" + f".union[{i}]" * (len(place) > 1) for i in range(len(place))]
+            found = [self._lay_out(module, start, path) for module, path in zip(place, paths, strict=True)]
             start = max(module.place.end for module in found)
             for module in found:
                 module.place = msgspec.structs.replace(module.place, end=start)
@@ -257,12 +269,13 @@ class Layout:
         Raises:
             InvalidRequestError: there is no such module, two exclude each other, or an argument does not fit.
         """
-        arguments = {each.name: each.arguments or {} for each in chosen}
+        arguments = {each.name: (each.arguments or {}, f"{_MODULES}[{i}].arguments") for i, each in enumerate(chosen)}
         known = {name for place in self.modules for name in place}
-        if len(arguments) < len(chosen) or not arguments.keys() <= known:
-            raise invalid(
-                "`prompt_schema.modules` names a module twice, or one that the schema lacks.", _MODULES, "invalid_value"
-            )
+        if len(arguments) < len(chosen):
+            raise invalid("`prompt_schema.modules` names a module twice; name it once.", _MODULES, "invalid_value")
+        if not arguments.keys() <= known:
+            message = "`prompt_schema.modules` names a module that the schema does not have."
+            raise invalid(message, _MODULES, "invalid_value")
         token_ids, runs, starts = list(self.prefix), [(0, 0)], []
         tail: list[tuple[int, Sequence[int]]] = []
         end = 0
@@ -275,7 +288,7 @@ class Layout:
                 starts.append(first)
                 runs += [(first + token, position) for token, position in module.runs]
                 token_ids += module.token_ids
-                tail += self._read_arguments(module.place, arguments[name])
+                tail += self._read_arguments(module.place, *arguments[name])
                 end = module.place.end
         bounds = len(token_ids)
         for position, tokens in (*tail, (end, asked)):
@@ -283,15 +296,22 @@ class Layout:
             token_ids += tokens
         return DocumentPrompt(token_ids, Documents(tuple(starts), bounds, positions=_canonical(runs)))
 
-    def _read_arguments(self, place: PlacedModule, arguments: Mapping[str, str]) -> Iterator[tuple[int, list[int]]]:
-        """Yields the positions and token ids of a module's arguments."""
-        if arguments.keys() != {parameter.name for parameter in place.parameters}:
-            raise invalid("A module of `prompt_schema.modules` needs an argument for each of its parameters.", _MODULES)
+    def _read_arguments(self, place: PlacedModule, arguments: Mapping[str, str], path: str) -> Iterator[tuple[int, list[int]]]:
+        """Yields the positions and token ids of a module's arguments, which stand at `path` of the request."""
+        known = {parameter.name for parameter in place.parameters}
+        if arguments.keys() - known:
+            message = f"`{path}` has an argument for a parameter that its module does not have; it has {len(known)}."
+            raise invalid(f"{message} Leave the argument out.", path, "unknown_parameter")
+        if known - arguments.keys():
+            message = f"`{path}` needs an argument for each parameter of its module, which has {len(known)}."
+            raise invalid(message, path, "missing_required_parameter")
         for parameter in place.parameters:
             token_ids = self._tokenizer.encode(arguments[parameter.name], add_special_tokens=False)
             if len(token_ids) > parameter.max_tokens:
-                message = f"An argument has {len(token_ids)} tokens and its parameter at most {parameter.max_tokens}."
-                raise invalid(f"{message} Shorten it.", _MODULES, "too_long")
+                message = (
+                    f"`{path}` has an argument of {len(token_ids)} tokens for a parameter of {parameter.max_tokens} at most."
+                )
+                raise invalid(f"{message} Shorten it.", path, "too_long")
             if token_ids:
                 yield parameter.start, token_ids
 

@@ -39,6 +39,9 @@ NO_TEXT: Final = (
 )
 
 
+_POSITIONS: Final = "positions, with those that the schema's other modules and arguments leave free"
+
+
 def require_infill(tokenizer: Tokenizer, param: str | None = None) -> Infill:
     """Returns how the model fills in the middle.
 
@@ -246,13 +249,14 @@ class PromptReader:
         check_number_of_sequences(max(sampling.n, body.best_of or 1), len(body.prompt), self.max_n)
         pieces = self._read_documents(body, admission)
         prompts = [self._tokenize(prompt) for prompt in body.prompt] if pieces is None else [pieces.token_ids]
-        lengths = [len(prompt) for prompt in prompts]
+        lengths, counted = [len(prompt) for prompt in prompts], "tokens"
         if pieces is not None:
+            counted = _POSITIONS if body.prompt_schema is not None else counted
             lengths = [pieces.documents.count_positions(len(pieces.token_ids))]
         if fits:
             sampling = fit_length(max(lengths), sampling, self.model)
         for length in lengths:
-            check_length(length, sampling, self.model, "prompt")
+            check_length(length, sampling, self.model, "prompt", counted)
         sampling = self.model.bound(sampling, max(lengths))
         echoes = tuple(map(self._echo, body.prompt, prompts)) if echo else ()
         return make_job(
