@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -41,9 +41,9 @@ class ByteLevelSpelling:
         self._bytes |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
     @property
-    def alphabet(self) -> Collection[str]:
-        """The characters that stand for bytes."""
-        return self._bytes.keys()
+    def alphabet(self) -> Mapping[str, int]:
+        """The characters that stand for bytes, and those bytes."""
+        return self._bytes
 
     def to_bytes(self, token: str) -> bytes:
         try:

@@ -3,7 +3,7 @@
 The tokens of a text cut it into entries of the vocabulary. So none is longer than the longest entry, and there is a cut
 between two bytes that stand side by side in no entry, such as the last letter of a word and the space behind it. This holds for
 byte-level tokenizers and for those of SentencePiece with byte tokens. Others drop or fuse letters that they do not know, and
-have no bound.
+have no bound; byte-level ones may do so with single bytes, which then do not count.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class TokenBound:
         are_apart: [65536] bool: whether two bytes, as 256 times the first one plus the second, stand side by side in no entry.
         replacements: (character, character) that are one in the vocabulary.
         normalizes: the text is brought to one of Unicode's forms first, which leaves only ASCII as it is.
+        unknown: [256] bool: bytes that the vocabulary lacks; None for none.
         stretching: added tokens that take the spaces beside them with them; a text that has one has no bound.
     """
 
@@ -46,6 +47,7 @@ class TokenBound:
     are_apart: npt.NDArray[np.bool_]
     replacements: tuple[tuple[str, str], ...] = ()
     normalizes: bool = False
+    unknown: npt.NDArray[np.bool_] | None = None
     stretching: tuple[str, ...] = ()
 
     @classmethod
@@ -63,14 +65,16 @@ class TokenBound:
         is_kept = all(_keeps_text(step, replacements) for step in steps) and all(
             _keeps_words(cut, replacements) for cut in cuts
         )
-        if not is_kept or (normalizes and replacements) or not _knows_all_bytes(tokenizer.model, spelling, cuts):
+        known = _find_known_bytes(tokenizer.model, spelling, cuts)
+        if not is_kept or (normalizes and replacements) or known is None:
             return None
+        unknown = None if known.all() else ~known
         added = tokenizer.get_added_tokens_decoder().values()
         stretching = [token for token in added if token.lstrip or token.rstrip]
         if steps and any(token.normalized for token in stretching):
             return None
         longest, are_apart = _read_entries((*entries, *_BYTE_TOKENS))
-        return cls(longest, are_apart, replacements, normalizes, tuple(token.content for token in stretching))
+        return cls(longest, are_apart, replacements, normalizes, unknown, tuple(token.content for token in stretching))
 
     def least_tokens(self, text: str) -> int:
         """Returns a number of tokens that no way to encode a text falls below; 0 for one that is not valid Unicode."""
@@ -82,15 +86,21 @@ class TokenBound:
             data = np.frombuffer(text.encode(), np.uint8)
         except UnicodeEncodeError:
             return 0
-        stays = None
-        num_bytes = data.size
-        if self.normalizes and not text.isascii():
-            stays = data < 0x80
-            stays[:-1] &= stays[1:]  # a letter may become one with the mark behind it
-            num_bytes = int(np.count_nonzero(stays))
+        stays = self._find_kept(data)
+        num_bytes = data.size if stays is None else int(np.count_nonzero(stays))
         num_cuts = sum(self._count_cuts(data, stays, start) for start in range(0, data.size - 1, WINDOW_BYTES))
         least = max(num_cuts + 1, -(-num_bytes // self.longest_bytes))
         return max(0, least - NUM_SETTLED)
+
+    def _find_kept(self, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_] | None:
+        """Returns which bytes of a text are surely in its tokens, [num_bytes] bool; None for all."""
+        stays = None
+        if self.normalizes and data.size and data.max() >= 0x80:
+            stays = data < 0x80
+            stays[:-1] &= stays[1:]  # a letter may become one with the mark behind it
+        if self.unknown is not None and (drops := self.unknown[data]).any():
+            stays = ~drops if stays is None else stays & ~drops
+        return stays
 
     def _count_cuts(self, data: npt.NDArray[np.uint8], stays: npt.NDArray[np.bool_] | None, start: int) -> int:
         window = data[start : start + WINDOW_BYTES + 1]
@@ -133,15 +143,20 @@ def _fold(text: str, replacements: Sequence[tuple[str, str]]) -> str:
     return text
 
 
-def _knows_all_bytes(model: Any, spelling: Spelling, cuts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any text becomes entries of the vocabulary, and nothing of it an unknown token or none."""
+def _find_known_bytes(model: Any, spelling: Spelling, cuts: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.bool_] | None:
+    """Returns which bytes of a text become part of entries of the vocabulary, and not unknown tokens or none, [256] bool; None
+    where that does not depend on single bytes."""
     if getattr(model, "continuing_subword_prefix", None) or getattr(model, "end_of_word_suffix", None):
-        return False
+        return None
+    known = np.zeros(256, np.bool_)
     if isinstance(spelling, ByteLevelSpelling):
+        for letter, byte in spelling.alphabet.items():
+            known[byte] = model.token_to_id(letter) is not None
         is_byte_level = isinstance(model, tokenizers.models.BPE) and any(cut["type"] == "ByteLevel" for cut in cuts)
-        return is_byte_level and all(model.token_to_id(letter) is not None for letter in spelling.alphabet)
+        return known if is_byte_level else None
     falls_back = isinstance(spelling, SentencePieceSpelling) and getattr(model, "byte_fallback", False) is True
-    return falls_back and all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    has_all = all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    return ~known if falls_back and has_all else None
 
 
 def _read_entries(entries: Iterable[bytes]) -> tuple[int, npt.NDArray[np.bool_]]:
