@@ -131,7 +131,7 @@ def _keeps_text(step: Mapping[str, Any], replacements: Sequence[tuple[str, str]]
 def _keeps_words(cut: Mapping[str, Any], replacements: Sequence[tuple[str, str]]) -> bool:
     """Whether a step of a pre-tokenizer drops nothing."""
     if cut["type"] in ("Split", "Punctuation"):
-        return cut["behavior"] != "Removed"
+        return str(cut["behavior"]) != "Removed"
     if cut["type"] == "Metaspace":
         return _fold(cut["replacement"], replacements) == " "
     return cut["type"] in _KEEPING
