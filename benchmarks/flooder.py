@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import resource
 import socket
 import ssl
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from cloister.trust.sealing import CHUNKED, WHOLE
 
 PIECE = bytes(64 * 1024)
+WORDS = "The quick brown fox jumps over the lazy dog. "
 TRICKLE_S = 1.0
 
 
@@ -45,6 +47,8 @@ class Flood:
         sources: addresses that its sockets come from, in turn.
         opened: how often a socket may be opened, in sockets a second.
         bandwidth: bytes a second of all of them.
+        key: of the API, for floods that are admitted.
+        path: that they post to.
     """
 
     address: tuple[str, int]
@@ -54,6 +58,8 @@ class Flood:
     opened: Rate
     bandwidth: Rate
     tls: ssl.SSLContext | None = None
+    key: str = ""
+    path: str = "/v1/completions"
 
     async def hold(self) -> None:
         """Keeps one socket, again and again."""
@@ -102,6 +108,18 @@ class Flood:
             await asyncio.sleep(TRICKLE_S)
             writer.write(b"x")
 
+    async def _long_prompts(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A whole request whose text has as many bytes, and then waits for what is said."""
+        text = WORDS * (self.body_bytes // len(WORDS))
+        body = json.dumps({"prompt": text}).encode()
+        fields = f"host: 127.0.0.1\r\nauthorization: Bearer {self.key}\r\ncontent-type: application/json"
+        writer.write(f"POST {self.path} HTTP/1.1\r\n{fields}\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+        for start in range(0, len(body), len(PIECE)):
+            await self.bandwidth.wait(len(PIECE))
+            writer.write(body[start : start + len(PIECE)])
+            await writer.drain()
+        await reader.read(64)
+
     async def _trickle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         over = asyncio.create_task(reader.read(64))
         while not over.done():
@@ -127,6 +145,8 @@ async def run(options: argparse.Namespace) -> None:
         Rate(options.sockets_per_s),
         Rate(options.bytes_per_s),
         ssl._create_unverified_context() if options.tls else None,
+        options.key,
+        options.path,
     )
     tasks = [asyncio.create_task(flood.hold()) for _ in range(options.num_sockets)]
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # sockets that a server closed, by the thousand
@@ -137,7 +157,9 @@ async def run(options: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["idle", "handshakes", "heads", "slow_bodies", "large_bodies"])
+    parser.add_argument("kind", choices=["idle", "handshakes", "heads", "slow_bodies", "large_bodies", "long_prompts"])
+    parser.add_argument("--key", default="", help="API key of long_prompts")
+    parser.add_argument("--path", default="/v1/completions", help="path of long_prompts")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--num-sockets", type=int, default=4000)

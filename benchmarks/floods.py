@@ -1,7 +1,8 @@
-"""Floods that cost nothing: sockets, heads, bodies and handshakes that never end, and what honest clients notice of them.
+"""Floods: sockets, heads, bodies and handshakes that never end, prompts that are too long, and what honest clients notice.
 
-Relay, gateway and sealed node run as programs of their own, and a plain server with TLS. An honest client asks through relay
-and gateway, with a token each, and opens a new connection beside it each time; or it asks the plain server. Each flood comes
+Relay, gateway and sealed node run as programs of their own, a plain server with TLS, and one with the keys of two tenants. An
+honest client asks through relay and gateway, with a token each, and opens a new connection beside it each time; or it asks a
+server, where one tenant floods it is the other one. Each flood comes
 from a program of its own and replaces sockets that are closed. All share the cores of one machine, the flood included.
 """
 
@@ -31,6 +32,8 @@ from cryptography.x509.oid import NameOID
 from benchmarks.harness import Bench, make_parser, make_progress
 from cloister.client.residue_audit.cloud import Cloud
 from cloister.client.residue_audit.node import ServeProgram
+from cloister.policy import Credentials
+from cloister.policy.keyfile import write_credentials
 
 BODY = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 ASK_TIMEOUT_S = 5.0
@@ -46,7 +49,7 @@ class Case:
     """One flood.
 
     Attributes:
-        target: "relay" or "server".
+        target: "relay", "server" or "tenants".
         arguments: of `benchmarks.flooder`.
     """
 
@@ -56,6 +59,7 @@ class Case:
     arguments: tuple[str, ...] = ()
 
 
+LONG_PROMPTS = ("--num-sockets", "30", "--body-bytes", "4000000", "--bytes-per-s", "200000000")
 CASES = (
     Case("4,000 idle sockets, one network", "relay", "idle"),
     Case("4,000 idle sockets, 400 networks", "relay", "idle", ("--num-networks", "400")),
@@ -65,6 +69,8 @@ CASES = (
     Case("4,000 idle sockets, one network", "server", "idle"),
     Case("200 unfinished bodies of 4 MiB", "server", "large_bodies", ("--num-sockets", "200", "--body-bytes", "4194304")),
     Case("4,000 unfinished handshakes", "server", "handshakes"),
+    Case("30 prompts of 4 MB at a time, refused", "tenants", "long_prompts", LONG_PROMPTS),
+    Case("30 texts of 4 MB at a time to /tokenize", "tenants", "long_prompts", (*LONG_PROMPTS, "--path", "/tokenize")),
 )
 
 
@@ -104,12 +110,14 @@ class Target:
     Attributes:
         ask: one honest request; raises for a refusal.
         pids: of the programs whose memory is watched.
+        flood: more arguments of `benchmarks.flooder`.
     """
 
     host: str
     port: int
     ask: Callable[[], float]
     pids: dict[str, int]
+    flood: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -159,6 +167,27 @@ def open_server() -> Iterator[Target]:
         yield Target(url.host, url.port or 443, ask, {"server": server._program.process.pid})
 
 
+@contextlib.contextmanager
+def open_tenants() -> Iterator[Target]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        credentials, flooding_key = Credentials.empty().add("flooding")
+        credentials, key = credentials.add("honest")
+        write_credentials(Path(folder) / "keys.json", credentials)
+        server = ServeProgram("team", ["--model", "cloister-5m", "--api-keys", f"{folder}/keys.json"])
+        stack.callback(server.stop)
+        url = httpx.URL(server._program.address)
+        headers = {"authorization": f"Bearer {key}"}
+        client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=ASK_TIMEOUT_S))
+
+        def ask() -> float:
+            began_s = time.monotonic()
+            client.post("/v1/completions", json=BODY).raise_for_status()
+            return time.monotonic() - began_s
+
+        pids = {"server": server._program.process.pid}
+        yield Target(url.host, url.port or 80, ask, pids, ("--key", flooding_key))
+
+
 def write_certificate(folder: Path) -> Path:
     """Writes a certificate for localhost and its key into one file."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -177,7 +206,16 @@ def write_certificate(folder: Path) -> Path:
 @contextlib.contextmanager
 def flooding(case: Case, target: Target) -> Iterator[None]:
     """Floods while the block runs."""
-    command = [sys.executable, "-m", "benchmarks.flooder", case.kind, "--port", str(target.port), *case.arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.flooder",
+        case.kind,
+        "--port",
+        str(target.port),
+        *case.arguments,
+        *target.flood,
+    ]
     if case.target == "server" and case.kind != "handshakes":
         command.append("--tls")
     flood = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -203,7 +241,7 @@ def percentile(times: Sequence[float], share: float) -> float:
     return float(np.percentile(times, share)) * 1000 if times else float("inf")
 
 
-TARGETS = {"relay": open_relay, "server": open_server}
+TARGETS = {"relay": open_relay, "server": open_server, "tenants": open_tenants}
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> None:
@@ -236,11 +274,11 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-requests", type=int, default=200, help="honest requests in each flood")
-    parser.add_argument("--targets", default="relay,server", help="which programs are flooded")
+    parser.add_argument("--targets", default="relay,server,tenants", help="which programs are flooded")
     options = parser.parse_args()
     bench = Bench(
         "floods",
-        "Floods before any token is checked",
+        "Floods",
         f"no honest request is refused, P99 stays within {SLOWDOWN:g} times that of a quiet machine, and no program grows by "
         f"more than {CEILING_MIB:g} MiB",
     )

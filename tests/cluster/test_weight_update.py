@@ -23,6 +23,7 @@ from cloister.engine.in_flight import EngineStats
 from cloister.engine.replica_snapshot import UpdateProgress
 from cloister.engine.supervision import Restarts, Supervision
 from cloister.engine.transports import Deliver, ThreadTransport
+from cloister.executor.sampling import NOT_FINITE
 from cloister.kv import PrefixKeys
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
@@ -30,6 +31,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import InvalidRequestError, MemoryBudgetError
 from cloister.types.events import Event, Outputs, Ready, Shutdown
 from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from cloister.types.step import StepPlan, StepResult
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, SpeakingRunner, SteppedRunner, make_config, make_replica, make_request
 from tests.history_program import greedy_continuation
 from tests.model_factory import make_model
@@ -325,6 +327,13 @@ def with_other_length(path: Path) -> EngineCore:
     return core
 
 
+class DamagedRunner(SpeakingRunner):
+    """A runner whose weights are no numbers."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan_id=plan.plan_id, failures={p.seq_id: NOT_FINITE for p in plan.sequences if p.num_samples})
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -342,7 +351,11 @@ def with_other_length(path: Path) -> EngineCore:
         ),
         (
             lambda path: lambda index: in_thread(path, make_replica(path, SpeakingRunner(""), weights=NEW).core),
-            "replica 0: the new engine did not compute a trial request",
+            "replica 0: the new engine did not compute a trial request: .+; all replicas have the old weights",
+        ),
+        (
+            lambda path: lambda index: in_thread(path, make_replica(path, DamagedRunner(""), weights=NEW).core),
+            f"replica 0: the new engine did not compute a trial request: {NOT_FINITE}; all replicas have the old weights",
         ),
         (
             lambda path: lambda index: in_thread(path, make_core(path, NEW)) if index == 0 else refuse(index),
@@ -353,7 +366,7 @@ def with_other_length(path: Path) -> EngineCore:
             "replica 1: the new engine has the fingerprint weights 2, not weights 1: .*; all replicas have the old weights",
         ),
     ],
-    ids=["no start", "other front", "no change", "no step", "second no start", "changes again"],
+    ids=["no start", "other front", "no change", "no step", "no numbers", "second no start", "changes again"],
 )
 def test_new_weights_that_do_not_work_are_rolled_back_and_no_request_is_lost(
     model_path: Path, make: Callable[[Path], Make], why: str

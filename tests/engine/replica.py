@@ -232,6 +232,17 @@ def build_broken(config: EngineConfig) -> EngineCore:
     raise RuntimeError("this is a bug")
 
 
+def build_killed(config: EngineConfig) -> EngineCore:
+    """A replica whose process the system ends, as it does where memory has run out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def build_exiting(config: EngineConfig) -> EngineCore:
+    """A replica whose process ends without a word."""
+    os._exit(3)
+
+
 def build_once(config: EngineConfig) -> EngineCore:
     """A replica that starts the first time only."""
     mark = Path(config.model) / "started"

@@ -347,6 +347,8 @@ def test_the_log_of_an_engine_names_its_replica(model_path: Path, capfd: pytest.
     [
         ("build_refusing", MemoryBudgetError, "--max-model-len 7"),
         ("build_broken", EngineError, "RuntimeError"),
+        ("build_killed", EngineError, r"killed by signal 9 \(SIGKILL\) while it started; memory may have run out"),
+        ("build_exiting", EngineError, "ended with exit status 3 while it started; the log may say why"),
         ("no_such_function", ConfigError, "no_such_function"),
     ],
 )

@@ -78,6 +78,11 @@ def test_bad_documents_are_refused_with_a_reason(server: RunningServer, body: di
     assert check_error(post(server, **body), 400)["param"] == param
 
 
+def test_weights_without_documents_name_all_that_has_some(server: RunningServer) -> None:
+    error = check_error(post(server, documents_temperature=0.5), 400)
+    assert error["message"].startswith("`documents_temperature` needs `documents` or `prompt_schema`")
+
+
 def test_documents_are_weighed_as_the_request_says(server: RunningServer, engine: ScriptedEngine) -> None:
     assert post(server, documents=TWO, documents_temperature=0.8, documents_scale=0.9).status_code == 200
     documents = engine.taken[-1].documents

@@ -92,9 +92,11 @@ def test_a_module_has_the_same_positions_whatever_is_chosen_beside_it(server: Ru
         (["rome", "oslo"], {}, "prompt_schema.modules"),
         (["end", "end"], {}, "prompt_schema.modules"),
         ([SECRET], {}, "prompt_schema.modules"),
-        (["plan"], {}, "prompt_schema.modules"),
-        ([plan(SECRET)], {}, "prompt_schema.modules"),
-        ([{"name": "end", "arguments": {"days": SECRET}}], {}, "prompt_schema.modules"),
+        (["plan"], {}, "prompt_schema.modules[0].arguments"),
+        ([plan(SECRET)], {}, "prompt_schema.modules[0].arguments"),
+        (["rome", {"name": "end", "arguments": {"days": SECRET}}], {}, "prompt_schema.modules[1].arguments"),
+        ([plan(3)], {}, "prompt_schema.modules[0].arguments"),
+        ([{"name": "plan", "arguments": {SECRET + "!": "x"}}], {}, "prompt_schema.modules[0].arguments"),
         ([], {}, "prompt_schema.modules"),
         (["end"], {"prompt": ["one", "two"]}, "prompt"),
         (["end"], {"prompt": ""}, "prompt"),
@@ -109,6 +111,26 @@ def test_bad_choices_are_refused_with_a_reason(
     assert check_error(ask(server, *modules, **body), 400)["param"] == param
 
 
+PAIR = [{"name": "a", "text": "x"}, {"name": "b", "text": "y"}]
+DAYS = [{"name": "days", "max_tokens": 6}]
+
+
+@pytest.mark.parametrize(
+    ("modules", "body", "said"),
+    [
+        (["plan"], {}, "needs an argument for each parameter of its module, which has 1"),
+        ([{"name": "end", "arguments": {"days": "x"}}], {}, "for a parameter that its module does not have; it has 0"),
+        ([plan("x" * 200)], {}, "of 200 tokens for a parameter of"),
+        ([plan(3)], {}, "A value in `prompt_schema.modules[0].arguments` must be a string."),
+        (["end"], {"prompt": "x" * 1000}, "the prompt has 1062 positions, with those that the schema's other modules"),
+    ],
+)
+def test_what_is_wrong_with_a_choice_is_said(
+    server: RunningServer, modules: list[object], body: dict[str, object], said: str
+) -> None:
+    assert said in check_error(ask(server, *modules, **body), 400)["message"]
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -117,6 +139,10 @@ def test_bad_choices_are_refused_with_a_reason(
         ({"modules": [{"name": "a", "text": "{b}{b}", "parameters": [{"name": "b", "max_tokens": 6}]}]}, "modules[0]"),
         ({"modules": [{"name": "a", "text": SECRET * 100}]}, "modules"),
         ({"modules": []}, "modules"),
+        ({"modules": [{"union": []}]}, "modules[0].union"),
+        ({"modules": [{"union": [{"name": f"m{i}", "text": "x"} for i in range(65)]}]}, "modules[0].union"),
+        ({"modules": [{"union": [{"name": "a"}]}]}, "modules[0].union[0].text"),
+        ({"modules": [{"union": [*PAIR[:1], {**PAIR[1], "parameters": DAYS}]}]}, "modules[0].union[1]"),
         ({"name": "../x"}, "name"),
     ],
 )

@@ -17,7 +17,7 @@ import msgspec
 
 from cloister.engine.client import EngineClient
 from cloister.engine.in_flight import Sink
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import Ended, Event, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from cloister.types.scope import Scope, ScopeKind
@@ -55,6 +55,7 @@ class _Recorder:
     def __init__(self, request: Request, sink: Sink, replica: int = 0, engine: _Engine | None = None) -> None:
         self.request, self.replica, self.engine = request, replica, engine
         self.ends: list[FinishReason] = []
+        self.error = ""
         self._tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         self._sink = sink
 
@@ -63,6 +64,7 @@ class _Recorder:
         self._tokens[output.index] += output.token_ids
         if output.finish_reason is not None:
             self.ends.append(output.finish_reason)
+            self.error = output.error or self.error
         self._sink(output)
 
     @property
@@ -75,14 +77,17 @@ class _Recorder:
         return len(self.ends) == len(self._tokens) and all(end in GOOD_ENDS for end in self.ends)
 
 
-async def compute_answer(client: EngineClient, request: Request) -> Answer | None:
-    """Has an engine compute a request; returns None if it does not come to its end."""
+async def compute_answer(client: EngineClient, request: Request) -> Answer:
+    """Has an engine compute a request.
+
+    Raises:
+        CloisterError: it does not come to its end; the message says why, if that is known.
+    """
     recorder = _Recorder(request, lambda output: None)
-    try:
-        await client.follow(request, recorder.take)
-    except CloisterError:
-        return None
-    return recorder.answer if recorder.is_whole else None
+    await client.follow(request, recorder.take)
+    if not recorder.is_whole:
+        raise EngineError(recorder.error or "it ended early")
+    return recorder.answer
 
 
 class ReplayVerifier:
@@ -175,10 +180,12 @@ class ReplayVerifier:
     async def compute(self, request: Request, index: int) -> Answer | None:
         """Has a replica compute a request, of which no listener hears. Returns None if it does not come to its end."""
         self._own_ids.add(request.request_id)
-        answer = await compute_answer(self._replicas[index], request)
-        if answer is None and self._replicas[index].find(request.request_id) is None:
-            self._own_ids.discard(request.request_id)
-        return answer
+        try:
+            return await compute_answer(self._replicas[index], request)
+        except CloisterError:
+            if self._replicas[index].find(request.request_id) is None:
+                self._own_ids.discard(request.request_id)
+            return None
 
     async def _compute_again(self, request: Request, index: int) -> Answer | None:
         """Computes a request again, without a prefix from the cache."""

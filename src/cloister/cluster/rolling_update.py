@@ -189,7 +189,10 @@ class RollingUpdate:
     def _check_front(self, new: ModelInfo) -> None:
         """Raises EngineError if the front has read requests by what new weights have otherwise, or they are not new."""
         if new.fingerprint == self._old.fingerprint:
-            raise EngineError(f"the new engine has the same weights and formats as the others ({new.fingerprint})")
+            raise EngineError(
+                f"the new engine has the same weights and formats as the others ({new.fingerprint}), so nothing would change; "
+                "to start their engines again, run `cloister cluster update` without --model"
+            )
         other = [name for name in FRONT_FIELDS if getattr(new, name) != getattr(self._old, name)]
         if other:
             raise EngineError(
@@ -199,9 +202,12 @@ class RollingUpdate:
 
     async def _try(self, client: EngineClient) -> None:
         request = make_trial(client.model)
-        answer = await compute_answer(client, request)
-        if answer is None or client.num_lost:
-            raise EngineError("the new engine did not compute a trial request; the log may say why")
+        try:
+            answer = await compute_answer(client, request)
+        except CloisterError as error:
+            raise EngineError(f"the new engine did not compute a trial request: {error.message}") from None
+        if client.num_lost:
+            raise EngineError("the new engine died while it computed a trial request; the log may say why")
         if client.model.fingerprint != self._old.fingerprint:
             return  # nobody knows what it should say
         reference = await self._replicas.compute_reference(request) if self._before is None else None

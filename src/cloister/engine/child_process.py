@@ -69,6 +69,20 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
+async def explain_death(process: ProcessHandle) -> str:
+    """Returns why an engine that did not say that it is ready has ended, for an error."""
+    give_up_s = time.monotonic() + _LAST_WAIT_S
+    while (status := process.poll()) is None and time.monotonic() < give_up_s:
+        await asyncio.sleep(_EXIT_POLL_S)
+    if status is None:
+        return "the engine closed its connection while it started; the log may say why"
+    if status >= 0:
+        return f"the engine ended with exit status {status} while it started; the log may say why"
+    named = {each.value: f" ({each.name})" for each in signal.Signals}
+    why = "memory may have run out, of the machine or its cgroup" if status == -signal.SIGKILL else "the log may say why"
+    return f"the engine was killed by signal {-status}{named.get(-status, '')} while it started; {why}"
+
+
 async def end(process: ProcessHandle) -> int:
     """Kills a process if it still runs; returns its exit status. A caller that is cancelled waits for it too, for a second at
     most: otherwise it would stay a zombie."""

@@ -218,7 +218,7 @@ class _Template:
             case Failed(message, code):
                 raise recreate(message, code)
             case _:
-                raise EngineError("the engine died while it started; the log may say why")
+                raise EngineError(await child_process.explain_death(self.process))
 
     async def fork(self, far: socket.socket) -> ProcessHandle:
         """Returns an engine at the other end of `far`: a fork, or the template itself.

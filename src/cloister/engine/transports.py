@@ -240,7 +240,8 @@ class ProcessTransport(_ChannelTransport):
             case Failed(message, code):
                 raise recreate(message, code)
             case _:
-                raise EngineError("the engine died while it started; the log may say why")
+                assert self._process is not None
+                raise EngineError(await child_process.explain_death(self._process))
 
     def send(self, message: FrontMessage) -> None:
         if self._messages is not None:

@@ -61,7 +61,7 @@ from cloister.server.routes import (
     responses,
     tokens,
 )
-from cloister.server.state import PREPARE_TIMEOUT_S, ServerState, limit_text_threads
+from cloister.server.state import PREPARE_TIMEOUT_S, ServerState, open_reading_threads
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.trust.hardening import HARDENED_PROFILES
 from cloister.types.config import ServerConfig
@@ -196,7 +196,7 @@ def create_routes(
     )
     engine.subscribe(exposition.observe)
     pdf = None if config.sealed else PdfReader(is_strict=gate.policy.profile in HARDENED_PROFILES)
-    threads = limit_text_threads(num_threads)
+    threads = open_reading_threads(num_threads)
     state = ServerState(engine, reader, exposition, calls, prepare_timeout_s, threads, stored, pdf)
     return _routes(state, (page.router,) if config.page else ())
 

@@ -17,6 +17,7 @@ from cloister.server.documents import read_chat_documents
 from cloister.server.errors import invalid
 from cloister.server.images import CutImage, ImageReader
 from cloister.server.parse import ignored_fields
+from cloister.server.sampling import check_text
 from cloister.server.schemas import AllowedChoice, ChatBody, FunctionSpec, ImagePart, Message, NamedChoice, TextPart
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text import grammar as grammars
@@ -196,10 +197,11 @@ class ChatFormat:
 
         Args:
             grammar: grammar that the client requests for the answer.
-            model: what may encode documents separately; None for a body without them.
+            model: what is to read it, and may encode documents separately; None to count tokens only.
 
         Raises:
             InvalidRequestError: the model does not support it; the message says why.
+            ContextLengthError: it is too long to be worth tokenizing.
         """
         tools = read_tools(body)
         messages = template_messages(body.messages)
@@ -224,6 +226,8 @@ class ChatFormat:
         form = self._form(tools, prompt, self.marks if grammar is None else None)
         if self.images is not None and images:
             prompt = self.images.processor.expand(prompt)
+        if model is not None:
+            check_text(prompt, self.tokenizer, model, "messages")
         token_ids = self.tokenizer.encode(prompt)
         if pieces is not None:
             token_ids = pieces.token_ids[: pieces.documents.end] + token_ids

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from cloister.server.errors import invalid
+from cloister.server.sampling import check_text
 from cloister.server.schemas import ChatBody, CompletionBody
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.text.chat_documents import Render, render_in_pieces
@@ -37,7 +38,10 @@ def read_documents(body: CompletionBody, tokenizer: Tokenizer, model: ModelInfo)
     check_documents(model)
     question = read_question(body, "documents")
     texts = [document.text for document in body.documents or ()]
-    prompt = join_documents(body.documents_prefix or "", texts, question, tokenizer, model.document_block_size)
+    prefix = body.documents_prefix or ""
+    for text, name in ((question, "prompt"), (prefix, "documents_prefix"), *((text, "documents") for text in texts)):
+        check_text(text, tokenizer, model, name)
+    prompt = join_documents(prefix, texts, question, tokenizer, model.document_block_size)
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)
 
 
@@ -54,9 +58,10 @@ def check_documents(model: ModelInfo) -> None:
 
 def check_weights(body: ChatBody | CompletionBody) -> None:
     """Raises InvalidRequestError if a body without documents weighs some."""
+    needed = "`documents` or `prompt_schema`" if isinstance(body, CompletionBody) else "`documents`"
     for name in ("documents_temperature", "documents_scale"):
         if getattr(body, name) is not None:
-            raise invalid(f"`{name}` needs `documents`; leave it out, or send documents.", name)
+            raise invalid(f"`{name}` needs {needed}; send one, or leave `{name}` out.", name)
 
 
 def weigh_documents(prompt: DocumentPrompt, temperature: float | None, scale: float | None, model: ModelInfo) -> DocumentPrompt:
@@ -116,6 +121,8 @@ def read_chat_documents(
         raise invalid("`documents` do not go with images; leave one of them out.", "documents")
     documents = [document.model_dump(exclude_none=True) for document in body.documents or ()]
     texts = render_in_pieces(template, render, messages, documents)
+    for text in texts:
+        check_text(text, tokenizer, model, "messages")
     pieces = [tokenizer.encode(text) for text in texts]
     prompt = join_pieces(pieces[:-1], pieces[-1], tokenizer, model.document_block_size)
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model), texts[-1]

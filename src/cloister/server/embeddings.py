@@ -176,6 +176,8 @@ def make_pooled_job(
 
 def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
     """Returns the tokens of a text, including those that the tokenizer adds."""
+    if isinstance(text, str):
+        check_fits(reader, reader.tokenizer.least_tokens(text), field, counts="at least ")
     token_ids = reader.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else text
     if not all(0 <= token_id < reader.vocab_size for token_id in token_ids):
         raise invalid(f"`{field}` has a token id that is not in [0, {reader.vocab_size}).", field, "token_id_out_of_range")
@@ -185,12 +187,17 @@ def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
     return token_ids
 
 
-def check_fits(reader: PromptReader, num_tokens: int, field: str) -> None:
-    """Raises ContextLengthError for a text of a field that the context window does not hold."""
+def check_fits(reader: PromptReader, num_tokens: int, field: str, counts: str = "") -> None:
+    """Raises ContextLengthError for a text of a field that the context window does not hold.
+
+    Args:
+        counts: stands before the number in the message, where it is not exact.
+    """
     window = reader.model.longest_prompt
     if num_tokens > window:
         raise ContextLengthError(
-            f"The context window holds {window} tokens; a text of `{field}` has {num_tokens}. Cut it in pieces.", param=field
+            f"The context window holds {window} tokens; a text of `{field}` has {counts}{num_tokens}. Cut it in pieces.",
+            param=field,
         )
 
 

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import anyio
-
 from cloister.models.image_processing import ImageProcessor, has_pillow, open_image_processor
 from cloister.policy.policy import Policy, Use
 from cloister.policy.verdict import Profile
 from cloister.server.errors import invalid
 from cloister.server.image_decoding import Decoding, DecodingProcess, decode_image, refusal
 from cloister.server.image_fetching import ImageFetcher
+from cloister.server.reading_queue import ReadingQueue
 from cloister.text import Tokenizer
 from cloister.types.errors import InvalidRequestError
 from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS, ImageTile
@@ -67,7 +66,8 @@ class ImageReader:
         max_images: of one request.
         fetcher: fetches images from elsewhere; None where the settings do not let it.
         open_decoding: begins to decode a file, in another process.
-        slots: of requests whose images are decoded. These wait here and not for the threads of texts, so that others need not.
+        slots: of requests whose images are decoded, shared fairly between tenants. These wait here and not for the threads of
+            texts, so that others need not.
     """
 
     processor: ImageProcessor
@@ -77,7 +77,7 @@ class ImageReader:
     max_images: int
     fetcher: ImageFetcher | None = None
     open_decoding: Callable[[], Decoding] = DecodingProcess
-    slots: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(SIDE_BY_SIDE), compare=False)
+    slots: ReadingQueue = field(default_factory=lambda: ReadingQueue(SIDE_BY_SIDE), compare=False)
 
     @classmethod
     def open(
@@ -131,20 +131,27 @@ class ImageReader:
             case images:
                 return images
 
-    async def load(self, urls: Sequence[str]) -> list[CutImage]:
+    async def load(self, urls: Sequence[str], tenant: str = "") -> list[CutImage]:
         """Fetches, decodes and cuts the images of one request.
+
+        Args:
+            tenant: who shares the decoding with others.
 
         Raises:
             InvalidRequestError: one cannot be used; the message says why.
+            QueueFullError: too many requests of this tenant wait already.
         """
         remote = {number: url for number, url in enumerate(urls, 1) if url[:8].lower() == "https://"}
         files = {} if self.fetcher is None or not remote else await self.fetcher.fetch(remote)
         images: list[CutImage] = []
-        async with self.slots:
+        turn = await self.slots.enter(tenant, 0)
+        try:
             for number, url in enumerate(urls, 1):
                 images.append(await self._cut(files.pop(number, url), number))
                 if sum(len(tile) for image in images for tile in image.tiles) > MAX_REQUEST_PIXELS_BYTES:
                     raise invalid(TOO_MANY_PIXELS, "messages")
+        finally:
+            turn.end()
         return images
 
     def place(self, token_ids: Sequence[int], images: Sequence[CutImage]) -> tuple[list[int], tuple[ImageTile, ...]]:
@@ -218,10 +225,14 @@ class ImagesPending(Exception):
         super().__init__()  # nothing that a user sent is shown
         self._reader, self._urls = reader, urls
 
-    async def load(self) -> LoadedImages:
-        """Decodes the images, or returns why one cannot be used: for the preparation to raise, which names its fields."""
+    async def load(self, tenant: str) -> LoadedImages:
+        """Decodes the images, or returns why one cannot be used: for the preparation to raise, which names its fields.
+
+        Raises:
+            QueueFullError: too many requests of this tenant wait already.
+        """
         try:
-            return await self._reader.load(self._urls)
+            return await self._reader.load(self._urls, tenant)
         except InvalidRequestError as error:
             return error
 

@@ -15,6 +15,7 @@ from cloister.server.errors import invalid
 from cloister.server.jobs import GenerationJob, read_timings
 from cloister.server.parse import Refused, check_fields, parse_body
 from cloister.server.prompts import PromptReader, renamed, require_infill
+from cloister.server.sampling import check_text
 from cloister.server.schemas import (
     INT32,
     MAX_LOGPROBS,
@@ -203,6 +204,8 @@ def read_completion(reader: PromptReader, raw: bytes, admission: Admission) -> L
         return _ask(reader, body, body.prompt, [], body.prompt, admission)
     token_ids: list[int] = []
     for item in body.prompt:
+        if isinstance(item, str):
+            check_text(item, reader.tokenizer, reader.model, "prompt")
         begins = not token_ids and isinstance(item, str)
         token_ids += reader.tokenizer.encode(item, add_special_tokens=begins) if isinstance(item, str) else [item]
     return _ask(reader, body, token_ids, [], "", admission)
@@ -213,7 +216,10 @@ def read_infill(reader: PromptReader, raw: bytes, admission: Admission) -> Llama
     body = parse_body(raw, LlamaInfillBody, REFUSED)
     infill = require_infill(reader.tokenizer)
     extra = "".join(f"{each.text}\n" for each in body.input_extra or ())
-    token_ids = infill.encode(f"{extra}{body.input_prefix}{body.prompt or ''}", body.input_suffix)
+    before = f"{extra}{body.input_prefix}{body.prompt or ''}"
+    for text, name in ((before, "input_prefix"), (body.input_suffix, "input_suffix")):
+        check_text(text, reader.tokenizer, reader.model, name)
+    token_ids = infill.encode(before, body.input_suffix)
     return _ask(reader, body, token_ids, infill.stop_token_ids, "", admission)
 
 

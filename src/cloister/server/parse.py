@@ -306,6 +306,12 @@ def _explain(details: ErrorDetails, kind: type[BaseModel]) -> InvalidRequestErro
     if problem == UNKNOWN:
         return _unknown_field(location, kind, known)
     path = _path(location, known)
+    if len(location) > 1 and location[-1] == "[key]":
+        path = _path(location[:-2], known)
+        return invalid(f"A name in `{path}` must be {_TYPES.get(problem, 'another one')}.", path, "invalid_value")
+    if len(location) > 1 and location[-2] == "arguments" and problem == "string_type":
+        path = _path(location[:-1], known)
+        return invalid(f"A value in `{path}` must be a string.", path, "invalid_type")
     if problem == "missing":
         return invalid(f"`{path}` is missing; it is required.", path, "missing_required_parameter")
     if problem == "list_type" and path.endswith(("stop", "content", "input", "output", "system")):
@@ -344,9 +350,11 @@ def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[st
 
 
 def _tagged(kinds: set[type[BaseModel]], tag: int | str) -> set[type[BaseModel]]:
-    """Returns those of several types whose `type` is the one in a location; all if it has none."""
+    """Returns those of several types that have the name, or the `type`, in a location; all if none has."""
     tagged = {
-        kind for kind in kinds if (info := kind.model_fields.get("type")) is not None and tag in get_args(info.annotation)
+        kind
+        for kind in kinds
+        if kind.__name__ == tag or ((info := kind.model_fields.get("type")) is not None and tag in get_args(info.annotation))
     }
     return tagged or kinds
 

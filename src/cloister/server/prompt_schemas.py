@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from cloister.server.documents import DocumentPrompt, check_documents, find_newline, read_question, weigh_documents
 from cloister.server.errors import invalid
 from cloister.server.responses.keeping import ResponseStore
+from cloister.server.sampling import check_text
 from cloister.server.schemas import MAX_DOCUMENTS, CompletionBody, ModuleChoice, SchemaName, Strict
 from cloister.text import Tokenizer
 from cloister.types.documents import Documents
@@ -56,12 +57,23 @@ class UnionInput(Strict):
     union: Annotated[list[ModuleInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
+def _kind_of(value: object) -> str:
+    """Returns which kind of entry is meant, so that an error is about a field of that kind."""
+    is_union = "union" in value if isinstance(value, dict) else isinstance(value, UnionInput)
+    return "UnionInput" if is_union else "ModuleInput"
+
+
+AnyModuleInput = Annotated[
+    Annotated[ModuleInput, Tag("ModuleInput")] | Annotated[UnionInput, Tag("UnionInput")], Discriminator(_kind_of)
+]
+
+
 class PromptSchemaBody(Strict):
     """Body of POST /v1/prompt_schemas."""
 
     name: SchemaName
     prefix: str | None = None
-    modules: Annotated[list[ModuleInput | UnionInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    modules: Annotated[list[AnyModuleInput], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
     def places(self) -> Iterator[list[ModuleInput]]:
         """Yields the modules of each place, in order."""
@@ -105,6 +117,34 @@ class DeletedPromptSchema(msgspec.Struct, frozen=True):
     name: str
     object: Literal["prompt_schema"] = "prompt_schema"
     deleted: bool = True
+
+
+def lay_out_schema(body: PromptSchemaBody, tokenizer: Tokenizer, model: ModelInfo) -> Layout:
+    """Returns where the modules of a new schema stand.
+
+    Raises:
+        InvalidRequestError: they do not fit into the context window, or as in `Layout`.
+    """
+    least = tokenizer.least_tokens(body.prefix or "")
+    least += sum(max(_least_positions(module, tokenizer) for module in place) for place in body.places())
+    _check_positions(least, model, "at least ")
+    layout = Layout(body, tokenizer, model.document_block_size)
+    _check_positions(layout.num_positions, model)
+    return layout
+
+
+def _least_positions(module: ModuleInput, tokenizer: Tokenizer) -> int:
+    """Returns a number of positions that a module needs at least, before any text is tokenized."""
+    text = module.text
+    for parameter in module.parameters or ():
+        text = text.replace(f"{{{parameter.name}}}", "")
+    return tokenizer.least_tokens(text) + sum(parameter.max_tokens for parameter in module.parameters or ())
+
+
+def _check_positions(num_positions: int, model: ModelInfo, counts: str = "") -> None:
+    if num_positions >= model.max_model_len:
+        message = f"The schema has {counts}{num_positions} positions and the context window holds {model.max_model_len}."
+        raise invalid(f"{message} Shorten its modules.", "modules", "too_long")
 
 
 def keep_schema(store: ResponseStore, owner: bytes, body: PromptSchemaBody) -> None:
@@ -183,7 +223,8 @@ class Layout:
         self.modules: list[dict[str, Module]] = []
         start = len(self.prefix)
         for number, place in enumerate(schema.places()):
-            found = [self._lay_out(module, start, f"modules[{number}]") for module in place]
+            paths = [f"modules[{number}]" + f".union[{i}]" * (len(place) > 1) for i in range(len(place))]
+            found = [self._lay_out(module, start, path) for module, path in zip(place, paths, strict=True)]
             start = max(module.place.end for module in found)
             for module in found:
                 module.place = msgspec.structs.replace(module.place, end=start)
@@ -228,12 +269,13 @@ class Layout:
         Raises:
             InvalidRequestError: there is no such module, two exclude each other, or an argument does not fit.
         """
-        arguments = {each.name: each.arguments or {} for each in chosen}
+        arguments = {each.name: (each.arguments or {}, f"{_MODULES}[{i}].arguments") for i, each in enumerate(chosen)}
         known = {name for place in self.modules for name in place}
-        if len(arguments) < len(chosen) or not arguments.keys() <= known:
-            raise invalid(
-                "`prompt_schema.modules` names a module twice, or one that the schema lacks.", _MODULES, "invalid_value"
-            )
+        if len(arguments) < len(chosen):
+            raise invalid("`prompt_schema.modules` names a module twice; name it once.", _MODULES, "invalid_value")
+        if not arguments.keys() <= known:
+            message = "`prompt_schema.modules` names a module that the schema does not have."
+            raise invalid(message, _MODULES, "invalid_value")
         token_ids, runs, starts = list(self.prefix), [(0, 0)], []
         tail: list[tuple[int, Sequence[int]]] = []
         end = 0
@@ -246,7 +288,7 @@ class Layout:
                 starts.append(first)
                 runs += [(first + token, position) for token, position in module.runs]
                 token_ids += module.token_ids
-                tail += self._read_arguments(module.place, arguments[name])
+                tail += self._read_arguments(module.place, *arguments[name])
                 end = module.place.end
         bounds = len(token_ids)
         for position, tokens in (*tail, (end, asked)):
@@ -254,15 +296,22 @@ class Layout:
             token_ids += tokens
         return DocumentPrompt(token_ids, Documents(tuple(starts), bounds, positions=_canonical(runs)))
 
-    def _read_arguments(self, place: PlacedModule, arguments: Mapping[str, str]) -> Iterator[tuple[int, list[int]]]:
-        """Yields the positions and token ids of a module's arguments."""
-        if arguments.keys() != {parameter.name for parameter in place.parameters}:
-            raise invalid("A module of `prompt_schema.modules` needs an argument for each of its parameters.", _MODULES)
+    def _read_arguments(self, place: PlacedModule, arguments: Mapping[str, str], path: str) -> Iterator[tuple[int, list[int]]]:
+        """Yields the positions and token ids of a module's arguments, which stand at `path` of the request."""
+        known = {parameter.name for parameter in place.parameters}
+        if arguments.keys() - known:
+            message = f"`{path}` has an argument for a parameter that its module does not have; it has {len(known)}."
+            raise invalid(f"{message} Leave the argument out.", path, "unknown_parameter")
+        if known - arguments.keys():
+            message = f"`{path}` needs an argument for each parameter of its module, which has {len(known)}."
+            raise invalid(message, path, "missing_required_parameter")
         for parameter in place.parameters:
             token_ids = self._tokenizer.encode(arguments[parameter.name], add_special_tokens=False)
             if len(token_ids) > parameter.max_tokens:
-                message = f"An argument has {len(token_ids)} tokens and its parameter at most {parameter.max_tokens}."
-                raise invalid(f"{message} Shorten it.", _MODULES, "too_long")
+                message = (
+                    f"`{path}` has an argument of {len(token_ids)} tokens for a parameter of {parameter.max_tokens} at most."
+                )
+                raise invalid(f"{message} Shorten it.", path, "too_long")
             if token_ids:
                 yield parameter.start, token_ids
 
@@ -287,6 +336,7 @@ def read_schema_prompt(
     check_placing(model)
     assert body.prompt_schema is not None
     question = read_question(body, "prompt_schema")
+    check_text(question, tokenizer, model, "prompt")
     layout = Layout(schema, tokenizer, model.document_block_size)
     prompt = layout.join(body.prompt_schema.modules, tokenizer.encode(question, add_special_tokens=False))
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)

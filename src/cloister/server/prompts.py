@@ -27,7 +27,7 @@ from cloister.server.prompt_schemas import find_schema, read_schema_prompt
 from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.responses.schemas import to_chat as response_to_chat
-from cloister.server.sampling import check_length, check_number_of_sequences, fit_length, sampling_params
+from cloister.server.sampling import check_length, check_number_of_sequences, check_text, fit_length, sampling_params
 from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody
 from cloister.text import Tokenizer
 from cloister.text.infill import Infill
@@ -37,6 +37,9 @@ from cloister.types.request import AdapterInfo, ModelInfo
 NO_TEXT: Final = (
     "This model is an encoder, which generates no text; ask it at /v1/embeddings, /v1/rerank or /classify, or serve another."
 )
+
+
+_POSITIONS: Final = "positions, with those that the schema's other modules and arguments leave free"
 
 
 def require_infill(tokenizer: Tokenizer, param: str | None = None) -> Infill:
@@ -58,11 +61,12 @@ def require_infill(tokenizer: Tokenizer, param: str | None = None) -> Infill:
     return infill
 
 
-def read_suffix(body: CompletionBody, tokenizer: Tokenizer) -> CompletionBody:
+def read_suffix(body: CompletionBody, tokenizer: Tokenizer, model: ModelInfo) -> CompletionBody:
     """Returns a body whose prompts include its `suffix`, with the model's fill-in-the-middle tokens.
 
     Raises:
         InvalidRequestError: the model, or another field, does not support a suffix.
+        ContextLengthError: a text is too long by itself.
     """
     if not body.suffix:
         return body
@@ -72,6 +76,8 @@ def read_suffix(body: CompletionBody, tokenizer: Tokenizer) -> CompletionBody:
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     if len(texts) < len(body.prompt):
         raise invalid("`prompt` must be text where `suffix` is set, not token ids.", "prompt", "invalid_type")
+    for text, name in (*((text, "prompt") for text in texts), (body.suffix, "suffix")):
+        check_text(text, tokenizer, model, name)
     return body.model_copy(
         update={
             "prompt": [infill.encode(text, body.suffix) for text in texts],
@@ -218,7 +224,7 @@ class PromptReader:
 
     def read_completion(self, raw: bytes, admission: Admission) -> GenerationJob:
         """Reads a body of /v1/completions; errors as in `read_chat`."""
-        body = read_suffix(parse_body(raw, CompletionBody), self.tokenizer)
+        body = read_suffix(parse_body(raw, CompletionBody), self.tokenizer, self.model)
         return self.complete(body, admission, prefix="cmpl")
 
     def complete(self, body: CompletionBody, admission: Admission, *, prefix: str, fits: bool = False) -> GenerationJob:
@@ -243,13 +249,14 @@ class PromptReader:
         check_number_of_sequences(max(sampling.n, body.best_of or 1), len(body.prompt), self.max_n)
         pieces = self._read_documents(body, admission)
         prompts = [self._tokenize(prompt) for prompt in body.prompt] if pieces is None else [pieces.token_ids]
-        lengths = [len(prompt) for prompt in prompts]
+        lengths, counted = [len(prompt) for prompt in prompts], "tokens"
         if pieces is not None:
+            counted = _POSITIONS if body.prompt_schema is not None else counted
             lengths = [pieces.documents.count_positions(len(pieces.token_ids))]
         if fits:
             sampling = fit_length(max(lengths), sampling, self.model)
         for length in lengths:
-            check_length(length, sampling, self.model, "prompt")
+            check_length(length, sampling, self.model, "prompt", counted)
         sampling = self.model.bound(sampling, max(lengths))
         echoes = tuple(map(self._echo, body.prompt, prompts)) if echo else ()
         return make_job(
@@ -322,6 +329,7 @@ class PromptReader:
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
+            check_text(prompt, self.tokenizer, self.model, "prompt")
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         if not all(0 <= token_id < self.vocab_size for token_id in prompt):
             size = self.vocab_size

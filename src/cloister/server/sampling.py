@@ -10,6 +10,7 @@ import msgspec
 
 from cloister.server.errors import invalid
 from cloister.server.schemas import GenerationBody
+from cloister.text import Tokenizer
 from cloister.text import grammar as grammars
 from cloister.types.errors import ContextLengthError
 from cloister.types.request import BeamSearch, Grammar, GrammarKind, ModelInfo, SamplingParams
@@ -157,8 +158,13 @@ def check_number_of_sequences(n: int, num_prompts: int, max_n: int) -> None:
         )
 
 
-def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo, param: str) -> None:
+def check_length(
+    num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo, param: str, counted: str = "tokens"
+) -> None:
     """Checks that a prompt is not empty and leaves space for the answer.
+
+    Args:
+        counted: what `num_prompt_tokens` counts, for the message.
 
     Raises:
         InvalidRequestError: the prompt has no token.
@@ -170,14 +176,31 @@ def check_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelI
     asked = max(sampling.max_tokens or 1, sampling.min_tokens)
     if asked <= room or (sampling.ends_with_prompt and num_prompt_tokens <= model.longest_prompt):
         return
-    window = f"The context window holds {model.max_model_len} tokens; the prompt has {num_prompt_tokens}"
-    if model.longest_prompt > model.max_model_len:
-        window += f" (up to {model.longest_prompt} where the answer has one token at most, without documents and images)"
+    window = _describe_window(f"{num_prompt_tokens} {counted}", model)
     if room < 1:
         raise ContextLengthError(f"{window}. Shorten it to at most {model.max_model_len - 1}.", param=param)
     raise ContextLengthError(
         f"{window} and the answer asks for {asked}. Ask for at most {room}, or shorten the prompt.", param="max_tokens"
     )
+
+
+def check_text(text: str, tokenizer: Tokenizer, model: ModelInfo, param: str) -> None:
+    """Refuses a text, before it is tokenized, that no prompt of the model has a place for.
+
+    Raises:
+        ContextLengthError: it is too long; the message has the figures.
+    """
+    least = tokenizer.least_tokens(text)
+    if least > model.longest_prompt:
+        window = _describe_window(f"at least {least} tokens", model)
+        raise ContextLengthError(f"{window}. Shorten it to at most {model.max_model_len - 1}.", param=param)
+
+
+def _describe_window(length: str, model: ModelInfo) -> str:
+    window = f"The context window holds {model.max_model_len} tokens; the prompt has {length}"
+    if model.longest_prompt > model.max_model_len:
+        window += f" (up to {model.longest_prompt} where the answer has one token at most, without documents and images)"
+    return window
 
 
 def fit_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo) -> SamplingParams:

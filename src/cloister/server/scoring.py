@@ -196,6 +196,7 @@ def _judged_job(
         if not (isinstance(first, str) and isinstance(second, str)):
             field = fields[isinstance(first, str)]
             raise invalid(f"`{field}` must be text with this model, which reads both texts together.", field, "invalid_type")
+        check_fits(reader, sum(map(reader.tokenizer.least_tokens, (first, second))), fields[1], counts="at least ")
         token_ids, second_start = reader.tokenizer.encode_pair(first, second)
         check_fits(reader, len(token_ids), fields[1])
         prompts.append(token_ids)

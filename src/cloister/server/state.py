@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 import anyio
-import anyio.to_thread
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,9 +19,11 @@ from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService
 from cloister.server.images import ImagesPending
 from cloister.server.jobs import GenerationJob
+from cloister.server.load_shedding import client_network
 from cloister.server.metrics import Exposition
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
+from cloister.server.reading_queue import NUM_BODY_BYTES, ReadingQueue, ReadingThreads
 from cloister.types.request import Request as EngineRequest
 from cloister.types.request import SequenceOutput
 
@@ -32,10 +33,9 @@ PREPARE_TIMEOUT_S: Final = 30.0
 T = TypeVar("T")
 
 
-def limit_text_threads(num_threads: int | None) -> anyio.CapacityLimiter:
-    """Returns the number of threads for parsing, templating and tokenizing: that of the kernels, but at least 2 and
-    at most 8."""
-    return anyio.CapacityLimiter(max(2, min(8, num_threads or 2)))
+def open_reading_threads(num_threads: int | None) -> ReadingThreads:
+    """Returns threads for parsing, templating and tokenizing: as many as the kernels have, but at least 2 and at most 8."""
+    return ReadingThreads(ReadingQueue(max(2, min(8, num_threads or 2))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,12 @@ class ServerState:
     """The parts of a server, put together by `create_app`.
 
     Attributes:
-        threads: for text work outside of the event loop.
+        threads: for text work outside of the event loop, shared fairly between tenants.
         files: users' files; None if nothing is stored.
         pdf: reads PDF files; None on a sealed node.
         call: the current HTTP request; None if it is not tracked.
+        tenant: who shares the threads with others; on a server without keys, the network of the client.
+        num_body_bytes: size of the request's body.
     """
 
     engine: RequestClient
@@ -54,10 +56,12 @@ class ServerState:
     metrics: Exposition
     calls: HttpCalls
     prepare_timeout_s: float = PREPARE_TIMEOUT_S
-    threads: anyio.CapacityLimiter = field(default_factory=lambda: limit_text_threads(None))
+    threads: ReadingThreads = field(default_factory=lambda: open_reading_threads(None))
     files: FileService | None = None
     pdf: PdfReader | None = None
     call: HttpCall | None = None
+    tenant: str = field(default="", repr=False)
+    num_body_bytes: int = 0
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[SequenceOutput, None]:
         """Like `RequestClient.generate`, charged to the call."""
@@ -74,17 +78,17 @@ class ServerState:
 
         Raises:
             OverloadedError: it took too long.
+            QueueFullError: too much of this tenant waits already.
         """
         call = partial(work, *args)
-        run = partial(anyio.to_thread.run_sync, call, abandon_on_cancel=True, limiter=self.threads)
         try:
             with anyio.fail_after(self.prepare_timeout_s):
                 try:
-                    return await run()
+                    return await self.threads.run(self.tenant, self.num_body_bytes, call)
                 except ImagesPending as pending:
-                    images = await pending.load()
+                    images = await pending.load(self.tenant)
                 with ImagesPending.loaded(images):
-                    return await run()
+                    return await self.threads.run(self.tenant, self.num_body_bytes, call)
         except TimeoutError:
             raise OverloadedError("The server is too busy to read the prompt; try again in a moment.") from None
 
@@ -93,8 +97,16 @@ def state_of(request: Request) -> ServerState:
     """Returns the state for a request; the engine's work is counted for its call."""
     state = request.app.state.server
     assert isinstance(state, ServerState)
-    call = call_of(request.scope)
-    return state if call is None else replace(state, call=call)
+    scope = request.scope
+    shared = scope.get("state", {})
+    admission = shared.get("admission")
+    has_key = isinstance(admission, Admission) and state.reader.gate.asks_for_keys
+    return replace(
+        state,
+        call=call_of(scope),
+        tenant=admission.tenant if has_key else client_network(scope),
+        num_body_bytes=shared.get(NUM_BODY_BYTES, 0),
+    )
 
 
 def admission_of(request: Request) -> Admission:

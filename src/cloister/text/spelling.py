@@ -40,6 +40,11 @@ class ByteLevelSpelling:
         self._bytes = {chr(byte): byte for byte in printable}
         self._bytes |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
+    @property
+    def alphabet(self) -> Mapping[str, int]:
+        """The characters that stand for bytes, and those bytes."""
+        return self._bytes
+
     def to_bytes(self, token: str) -> bytes:
         try:
             return bytes([self._bytes[char] for char in token])

@@ -137,9 +137,9 @@ class EngineConfig:
     )
     kv_tier_codec: str | None = setting(
         None,
-        "How tiers compress KV. lossless: about 1.5 times; auto: that, if loads are quicker so. With --numerics fast also fine,"
-        " medium and coarse (about 3.6, 4.8 and 6.5 times), which change answers a little where KV was evicted; auto-lossy: the"
-        " most exact one that loads about as fast as it gets. Unset, not at all.",
+        "How tiers compress KV. lossless: about 1.5 times; auto: that, if loads are quicker so, else not at all (raw). With"
+        " --numerics fast also fine, medium and coarse (about 3.6, 4.8 and 6.5 times), which change answers a little where KV"
+        " was evicted; auto-lossy: the most exact one, raw included, that loads about as fast as it gets. Unset, not at all.",
         choices=("auto", "lossless", "fine", "medium", "coarse", "auto-lossy"),
     )
     kv_tier_admission: str | None = setting(

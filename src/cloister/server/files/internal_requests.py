@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from starlette.types import ASGIApp, Message
 
 from cloister.policy.gate import Admission
+from cloister.server.reading_queue import NUM_BODY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> Ro
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         "client": None,
         "server": None,
-        "state": {"admission": admission},
+        "state": {"admission": admission, NUM_BODY_BYTES: len(body)},
     }
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []

@@ -20,6 +20,7 @@ from cloister.server.load_shedding import (
 )
 from cloister.server.middleware.cors import is_allowed
 from cloister.server.middleware.failures import send_error
+from cloister.server.reading_queue import NUM_BODY_BYTES
 from cloister.types.errors import CloisterError, RequestTooLargeError
 
 
@@ -98,7 +99,8 @@ class BodyMiddleware:
             raise self._too_large()
         try:
             body, num_bytes = await self._collect(receive, charge, keeps=is_wanted)
-            scope.setdefault("state", {})["num_unread_bytes"] = num_bytes - len(body)
+            state = scope.setdefault("state", {})
+            state["num_unread_bytes"], state[NUM_BODY_BYTES] = num_bytes - len(body), len(body)
             return body
         except TimeoutError:
             raise BodyTimeoutError(

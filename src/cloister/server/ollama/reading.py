@@ -24,6 +24,7 @@ from cloister.server.ollama.schemas import (
 )
 from cloister.server.parse import check_fields, parse_body
 from cloister.server.prompts import PromptReader, renamed
+from cloister.server.sampling import check_text
 from cloister.server.schemas import INT32, ChatBody, CompletionBody
 from cloister.text.infill import Infill
 from cloister.types.request import PoolingParams
@@ -95,6 +96,8 @@ def _continue(reader: PromptReader, body: OllamaGenerateBody, fields: dict[str, 
         if infill is None or body.system:
             why = "this model does not fill in the middle" if infill is None else "it goes without `system`"
             raise invalid(f"`suffix` is refused: {why}. Leave it out.", "suffix")
+        for text, name in ((body.prompt or "", "prompt"), (body.suffix, "suffix")):
+            check_text(text, reader.tokenizer, reader.model, name)
         fields |= {"prompt": infill.encode(body.prompt or "", body.suffix), "stop_token_ids": infill.stop_token_ids}
     else:
         fields["prompt"] = f"{body.system}\n\n{body.prompt}" if body.system else body.prompt

@@ -7,15 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.policy import Use
-from cloister.server.errors import invalid
 from cloister.server.parse import parse_body
 from cloister.server.prompt_schemas import (
     NO_SCHEMAS,
     DeletedPromptSchema,
-    Layout,
     PromptSchemaBody,
     check_placing,
     keep_schema,
+    lay_out_schema,
     remove_schema,
 )
 from cloister.server.state import admission_of, json_response, state_of
@@ -30,14 +29,11 @@ async def create_prompt_schema(request: Request) -> Response:
     state, owner = state_of(request), admission_of(request).owner
     reader = state.reader
     reader.gate.policy.check({"documents": Use(True, "the request")})
-    body = parse_body(await request.body(), PromptSchemaBody)
+    body = await state.off_the_loop(parse_body, await request.body(), PromptSchemaBody)
     if reader.responses is None or owner is None:
         raise NotFoundError(NO_SCHEMAS)
     check_placing(reader.model)
-    layout = await state.off_the_loop(Layout, body, reader.tokenizer, reader.model.document_block_size)
-    if layout.num_positions >= reader.model.max_model_len:
-        message = f"The schema has {layout.num_positions} positions and the context window holds {reader.model.max_model_len}."
-        raise invalid(f"{message} Shorten its modules.", "modules", "too_long")
+    layout = await state.off_the_loop(lay_out_schema, body, reader.tokenizer, reader.model)
     keep_schema(reader.responses, owner, body)
     return json_response(layout.describe(body.name))
 
