@@ -34,7 +34,7 @@ def size_of(planes: tuple[KVPlane, ...]) -> int:
 
 
 def draw(planes: tuple[KVPlane, ...], seed: int = 0) -> bytes:
-    """Numbers as keys have them: each channel about a mean of its own, a few far off; the first position is an attention sink."""
+    """Numbers as keys have them: each channel about a mean of its own, a few far off. The first position has small ones."""
     rng, content = np.random.default_rng(seed), bytearray(size_of(planes))
     for plane in planes:
         shape = plane.num_tokens, plane.num_channels

@@ -9,9 +9,10 @@ without any other. A position whose numbers are much smaller than those of its p
 The stream, little-endian. For each plane: its mode (1 exact, 2 rounded), the contexts of its first and second position, and
 the exponent that the first position is about (one byte), or the step (float32). Then the numbers of words, of bytes of low bits
 and of other bytes, the states of 16 rANS coders (channel c has coder c % 16), and these three sections. A rounded number is an
-integer times the step of its position in float32, rounded to nearest: the plane's, halved as often as the ones say that stand
-before the low bits of the position (with a zero behind them, if fewer than 7). An exact one has its exponent coded and its other bits as they are.
-`native/cpp/kv_codec.cpp` has the integer arithmetic in full, `tests/backends/kv_codec_oracle.py` the same in numpy.
+integer times the step of its position in float32, rounded to nearest: the plane's step, halved as often as there are ones
+before the low bits of the position (with a zero behind them, if fewer than 7). An exact number has its exponent coded and its
+other bits as they are. `native/cpp/kv_codec.cpp` has the integer arithmetic in full, `tests/backends/kv_codec_oracle.py` the
+same in numpy.
 """
 
 from __future__ import annotations
