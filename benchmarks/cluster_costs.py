@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.models import open_checkpoint
 from cloister.bench.drive import drive_client, make_requests
-from cloister.bench.report import fit_costs
+from cloister.bench.report import fit_relative_costs
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cluster import ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape
@@ -60,14 +60,14 @@ class StepTimes:
 
     @classmethod
     def fit(cls, steps: Sequence[tuple[Stepped, float]]) -> StepTimes:
-        """Fits steps and their times, in which either prompts or answers are computed. Errors are relative."""
+        """Fits steps and their times, in which either prompts or answers are computed, with relative errors."""
         rows = []
         for step, _ in steps:
             is_answers = step.num_tokens == step.num_samples
             keys = (0.0, step.num_attended) if is_answers else (step.num_attended, 0.0)
             rows.append((1.0, step.num_tokens, step.num_samples, *keys))
         elapsed_s = np.array([elapsed_s for _, elapsed_s in steps])
-        return cls(*fit_costs(np.array(rows, dtype=np.float64) / elapsed_s[:, None], np.ones(len(steps))))
+        return cls(*fit_relative_costs(np.array(rows, dtype=np.float64), elapsed_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cloister.bench.drive import Timed
 from cloister.bench.recorder import EventRecorder
-from cloister.bench.report import fit_costs
+from cloister.bench.report import fit_relative_costs
 from cloister.kv import BlockPool, KVObject, PrefixKeys
 from cloister.kv.objects import KVHeader
 from cloister.kv.tiers import KVTierIndex, KVTiers, TierBlock, TierLayout
@@ -73,13 +73,12 @@ class StepCosts:
     def fit(cls, steps: Sequence[Stepped]) -> StepCosts:
         """Fits the costs to measured steps, without negative costs.
 
-        Errors count relative to the step's time: else the few steps with whole prompts would outweigh all the others, and
-        a step that another program held up would outweigh both.
+        Errors count relative to the predicted time: else the few steps with whole prompts would outweigh all the others.
         """
         kept = [step for step in steps if step.num_tokens and step.elapsed_s > 0]
         table = np.array([(1.0, s.num_tokens, s.num_samples, s.num_attended) for s in kept], dtype=np.float64)
         elapsed_s = np.array([s.elapsed_s for s in kept])
-        return cls(*fit_costs(table / elapsed_s[:, None], np.ones(len(kept))))
+        return cls(*fit_relative_costs(table, elapsed_s))
 
     def __call__(self, step: Stepped) -> float:
         rows = self.token_s * step.num_tokens + self.sample_s * step.num_samples

@@ -44,3 +44,10 @@ def test_times_of_steps_are_found_again() -> None:
     assert [fitted.step_s, fitted.token_s, fitted.sample_s, fitted.key_s, fitted.read_s] == pytest.approx(
         [times.step_s, times.token_s, times.sample_s, times.key_s, times.read_s]
     )
+
+
+def test_times_that_vary_by_chance_are_predicted_by_their_mean() -> None:
+    steps = [(step(num, num, 0), 1e-3 * num * factor) for num in (1, 4, 16) for factor in (0.5, 1.0, 3.0)]
+    fitted = StepTimes.fit(steps)
+    for num in (1, 4, 16):
+        assert fitted.step_s + (fitted.token_s + fitted.sample_s) * num == pytest.approx(1.5e-3 * num)

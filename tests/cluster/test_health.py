@@ -49,6 +49,17 @@ class Fleet:
         return [replica.index for replica in self.speeds.choose(snapshots, self.now)]
 
 
+def test_steps_that_compute_nothing_make_no_replica_look_slow() -> None:
+    speeds = ReplicaSpeeds(2)
+    for now in range(200):
+        for index, sizes in enumerate((((40, 800), (1, 41)), ((1, 60), (1, 61), (1, 62)))):  # one has the prompts
+            for num_tokens, num_attended in sizes:
+                took_s = FIXED_S + TOKEN_S * num_tokens + KEY_S * num_attended
+                speeds.note(index, Stepped(now, took_s, num_tokens, 1, 1, 0, 1, 0, 8, num_attended=num_attended), now)
+            speeds.note(index, Stepped(now, 0.0003, 0, 0, 0, 0, 1, 0, 8), now)
+            assert speeds.slowness(index) < 1.2
+
+
 @pytest.mark.parametrize("num", [2, 3, 5])
 def test_a_slow_replica_is_left_out_and_comes_back_when_it_is_well(num: int) -> None:
     fleet = Fleet(num)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cloister.bench.recorder import RequestRecord
 
 PERCENTILES = (50, 90, 99)
+_NUM_REWEIGHTINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,20 @@ def fit_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64])
                 best[column] = float(value)
             best_error = error
     return best
+
+
+def fit_relative_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64]) -> list[float]:
+    """Fits `costs` as `fit_costs` does, with errors relative to what is predicted: large costs do not outweigh others.
+
+    Errors relative to the costs themselves would pull the fit to the smallest of costs that vary by chance. So it is repeated
+    with the weights of the fit before (iteratively reweighted least squares for a variance that grows with the mean's square).
+    """
+    predicted = costs
+    for _ in range(_NUM_REWEIGHTINGS):
+        weights = 1 / np.maximum(predicted, costs.min())
+        fitted = fit_costs(features * weights[:, None], costs * weights)
+        predicted = features @ np.array(fitted)
+    return fitted
 
 
 def _format_share(part: int, whole: int) -> str:

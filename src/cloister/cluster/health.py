@@ -129,7 +129,7 @@ class ReplicaSpeeds:
 
     def note(self, index: int, step: Stepped, now: float) -> SpeedChange | None:
         """Takes a step of a replica into account. Returns what has changed with it."""
-        if step.elapsed_s <= 0.0:
+        if step.elapsed_s <= 0.0 or not step.num_tokens:  # a step that only ends requests says nothing about others
             return None
         size, own = StepSize(step.num_tokens, step.num_attended), self._speeds[index]
         predicted = [speed.predict(size) for speed in self._speeds if speed is not own]

@@ -761,7 +761,7 @@ class ReplicaSet(RequestClient):
 
     def _observe(self, index: int, event: Event) -> None:
         if isinstance(event, Stepped):
-            if not event.drafting:
+            if event.num_tokens and not event.drafting:
                 elapsed_s = event.elapsed_s / self._speeds.correction(index)
                 self._cost.learn(StepSize(event.num_tokens, event.num_attended), elapsed_s)
             waiters, self._step_waiters[index] = self._step_waiters[index], []
