@@ -76,7 +76,7 @@ def compare(model: Any, ids: Any) -> Iterator[tuple[tuple[str, str], tuple[float
     import torch
     from transformers import DynamicCache
 
-    whole = DynamicCache()
+    whole: Any = DynamicCache()
     model(ids[:, :PREFIX], past_key_values=whole, logits_to_keep=1)
     layers = [(layer.keys.clone(), layer.values.clone()) for layer in whole.layers]
     full = model(ids[:, PREFIX:], past_key_values=whole, output_attentions=True)
