@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from cloister.backends.kv_planes import KVPlane
 IntArray = npt.NDArray[np.int64]
 
 NUM_LANES, LOWEST, ESCAPE_BITS, MIDDLE, ESCAPE = 16, 1 << 16, 20, NUM_SYMBOLS // 2 - 1, NUM_SYMBOLS - 1
-EXACT, ROUNDED = 1, 2
+EXACT, ROUNDED, MOST_HALVINGS = 1, 2, 7
 _STARTS = [[0, *accumulate(row)] for row in make_frequencies().tolist()]
 
 
@@ -53,7 +53,7 @@ def encode(planes: Sequence[KVPlane], content: bytes, steps: Sequence[float]) ->
     symbols: list[tuple[int, int, int]] = []  # lane, context, symbol
     for plane, step in zip(planes, steps, strict=True):
         bits = _read(plane, content)
-        integers, unit = _round(plane, bits, step)
+        integers, unit, halvings = _round(plane, bits, step)
         first = 0
         if unit is None:
             raw_bits = 8 * plane.number_bytes - 8
@@ -66,7 +66,9 @@ def encode(planes: Sequence[KVPlane], content: bytes, steps: Sequence[float]) ->
         end = bytes([first]) if unit is None else struct.pack("<f", unit)
         headers += bytes([EXACT if unit is None else ROUNDED, *contexts]) + end
         channels = Channels(plane.num_channels, first, contexts)
-        for row in integers:
+        for row, times in zip(integers, halvings, strict=True):
+            if unit is not None:
+                low.append(((1 << times) - 1, min(times + 1, MOST_HALVINGS)))
             for lane, (number, about, context) in enumerate(zip(row, channels.predicted, channels.context, strict=True)):
                 residual, shift = int(number - about), low_bits(int(context))
                 high = residual >> shift
@@ -96,15 +98,18 @@ def decode(planes: Sequence[KVPlane], stream: bytes, num_bytes: int) -> bytes:
     rest = iter(stream[at + 2 * num_words + num_low :])
     for plane, (mode, contexts, value) in zip(planes, headers, strict=True):
         channels = Channels(plane.num_channels, value if mode == EXACT else 0, contexts)
-        rows = []
+        rows, units = [], []
         for _ in range(plane.num_tokens):
+            if mode == ROUNDED:
+                times = sum(1 for _ in takewhile(bool, islice(low, MOST_HALVINGS)))
+                units.append(np.float32(value) / np.float32(2**times))
             symbols = [_take(states, lane % NUM_LANES, int(x), words) for lane, x in enumerate(channels.context)]
             residuals = [_residual(symbol, int(x), low) for symbol, x in zip(symbols, channels.context, strict=True)]
             rows.append(channels.predicted + np.array(residuals))
             channels.learn(rows[-1])
         integers = np.array(rows)
         if mode == ROUNDED:
-            bits = _bits_of(integers.astype(np.float32) * np.float32(value), plane.number_bytes)
+            bits = _bits_of(integers.astype(np.float32) * np.array(units)[:, None], plane.number_bytes)
         else:
             width = plane.number_bytes - 1
             raw = [int.from_bytes([next(rest) for _ in range(width)], "little") for _ in range(integers.size)]
@@ -135,22 +140,26 @@ def _span(plane: KVPlane) -> int:
     return (int(plane.places().max()) + 1) * plane.number_bytes
 
 
-def _round(plane: KVPlane, bits: IntArray, step: float) -> tuple[IntArray, float | None]:
-    """Returns integers and their unit; None for numbers that come back as they are."""
+def _round(plane: KVPlane, bits: IntArray, step: float) -> tuple[IntArray, float | None, list[int]]:
+    """Returns integers, their unit, and how often each position halves it; no unit for numbers that come back as they are."""
     shifted = bits << 16 if plane.number_bytes == 2 else bits
     numbers = shifted.astype(np.uint32).view(np.float32)
+    none = [0] * plane.num_tokens
     with np.errstate(invalid="ignore", over="ignore"):
         wide = numbers.astype(np.float64)
         sums, squares = (np.cumsum(part, 0)[-1] for part in (wide, wide * wide))
         total = np.cumsum(squares - sums * sums / plane.num_tokens)[-1]
         unit = np.float32(step) * np.float32(np.sqrt(max(0.0, total) / bits.size))
         if step <= 0 or not np.isfinite(unit):
-            return bits, None
+            return bits, None, none
         unit = max(unit, np.float32(1e-30))  # of zeros
-        scaled = numbers * (np.float32(1) / unit)
+        rows = np.cumsum(wide * wide, 1)[:, -1]
+        mean = np.cumsum(rows)[-1] / plane.num_tokens
+        halvings = [sum(bool(mean > row * 2 * 4**times) for times in range(MOST_HALVINGS)) for row in rows]
+        scaled = numbers * (np.float32(1) / (unit / np.exp2(np.array(halvings, np.float32))))[:, None]
         if not (abs(scaled) < 2**18 - 1).all():
-            return bits, None
-    return np.rint(scaled).astype(np.int64), float(unit)
+            return bits, None, none
+    return np.rint(scaled).astype(np.int64), float(unit), halvings
 
 
 def _bits_of(numbers: npt.NDArray[np.float32], number_bytes: int) -> IntArray:

@@ -34,13 +34,14 @@ def size_of(planes: tuple[KVPlane, ...]) -> int:
 
 
 def draw(planes: tuple[KVPlane, ...], seed: int = 0) -> bytes:
-    """Numbers as keys have them: each channel about a mean of its own, a few far off."""
+    """Numbers as keys have them: each channel about a mean of its own, a few far off. The first position has small ones."""
     rng, content = np.random.default_rng(seed), bytearray(size_of(planes))
     for plane in planes:
         shape = plane.num_tokens, plane.num_channels
         numbers = rng.standard_normal(plane.num_channels) * 5 + rng.standard_t(3, shape) * rng.uniform(
             0.1, 4, plane.num_channels
         )
+        numbers[0] /= 40
         bits = numbers.astype(np.float32).view(np.uint32) >> (16 if plane.number_bytes == 2 else 0)
         kind = "<u2" if plane.number_bytes == 2 else "<u4"
         span = (int(plane.places().max()) + 1) * plane.number_bytes
@@ -106,7 +107,7 @@ def test_zeros_take_next_to_nothing(layout: str) -> None:
     stream = encode(planes, content, 0.25)
     assert stream == oracle.encode(planes, content, [0.25] * len(planes))
     assert decode(planes, stream) == content
-    assert len(stream) < 7 * len(planes) + 12 + 64 + len(content) // 20
+    assert len(stream) < 7 * len(planes) + 12 + 64 + len(content) // 20 + 2
 
 
 @pytest.mark.parametrize("far", [262142.8, 262143.9, 262144.5])
@@ -132,6 +133,23 @@ def test_numbers_are_off_by_half_a_step_at_most() -> None:
         numbers, found = (np.frombuffer(each[span], np.float32)[plane.places()] for each in (content, block))
         step = 0.5 * float(np.sqrt(numbers.astype(np.float64).var(0).mean()))
         assert 0.4 * step < np.abs(found - numbers).max() <= 0.5001 * step
+
+
+@pytest.mark.parametrize(("size", "halvings"), [(2.0, 0), (1.0, 0), (0.8, 0), (0.4, 1), (1 / 16, 4), (1 / 1000, 7), (0.0, 7)])
+def test_a_position_with_small_numbers_is_rounded_by_finer_steps(size: float, halvings: int) -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal((32, 64)).astype(np.float32)
+    numbers[5] *= size
+    planes = (KVPlane(0, 4, 32, 1, 64, 1, 64, 0, 1, 0),)
+    stream = encode(planes, numbers.tobytes(), 0.5)
+    assert stream == oracle.encode(planes, numbers.tobytes(), [0.5])
+    block = decode(planes, stream)
+    assert block is not None
+    off = np.abs(np.frombuffer(block, np.float32).reshape(32, 64) - numbers).max(1)
+    step = 0.5 * float(np.sqrt(numbers.astype(np.float64).var(0).mean()))
+    assert off.max() <= 0.5001 * step
+    assert off[5] <= 0.5001 * step / 2**halvings
+    assert size < 0.01 or off[5] > 0.4 * step / 2**halvings
 
 
 def test_a_stream_is_smaller_and_the_more_so_with_loss() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+import resource
 import threading
 
 import numpy as np
+import pytest
 
 from cloister.engine.buffer_pool import BufferPool
 
@@ -55,3 +58,12 @@ def test_no_two_threads_have_the_same_memory() -> None:
     for thread in threads:
         thread.join(60.0)
     assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_POPULATE"), reason="this system clears pages when they are touched")
+def test_new_memory_is_cleared_at_once_and_not_page_by_page() -> None:
+    buffer = np.frombuffer(BufferPool(0).take(2**22), np.uint8)
+    num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    assert not buffer.any()
+    buffer[:] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - num_faults < 2**22 / mmap.PAGESIZE / 10

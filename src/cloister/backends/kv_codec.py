@@ -3,13 +3,16 @@
 Numbers of a channel become integers: the exponent of each, or, with loss, its multiple of a step. An integer is coded as its
 difference from a running mean of the channel, with a static model that a running size of these differences chooses, by rANS
 (Duda 2013). So nothing is profiled for a model, nothing but a step and two contexts is sent for a plane, and a block is decoded
-without any other.
+without any other. A position whose numbers are much smaller than those of its plane has finer steps: such are attention sinks
+(Xiao et al. 2024), whose values would be lost in the step of the others and which every later token reads.
 
 The stream, little-endian. For each plane: its mode (1 exact, 2 rounded), the contexts of its first and second position, and
 the exponent that the first position is about (one byte), or the step (float32). Then the numbers of words, of bytes of low bits
 and of other bytes, the states of 16 rANS coders (channel c has coder c % 16), and these three sections. A rounded number is an
-integer times the step in float32, rounded to nearest; an exact one has its exponent coded and its other bits as they are.
-`native/cpp/kv_codec.cpp` has the integer arithmetic in full, `tests/backends/kv_codec_oracle.py` the same in numpy.
+integer times the step of its position in float32, rounded to nearest: the plane's step, halved as often as there are ones
+before the low bits of the position (with a zero behind them, if fewer than 7). An exact number has its exponent coded and its
+other bits as they are. `native/cpp/kv_codec.cpp` has the integer arithmetic in full, `tests/backends/kv_codec_oracle.py` the
+same in numpy.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ constexpr uint32_t slots = 1u << scale_bits, lowest_state = 1u << 16;
 constexpr int narrow_contexts = 15;             // from this context on, low bits of a residual are written as they are
 constexpr int escape_bits = 20;
 constexpr int32_t most_integer = 1 << 18;       // so that a residual fits into its bits
+constexpr int most_halvings = 7;                // of the step of a position
 constexpr int fraction_bits = 4;                // of the running means
 constexpr size_t section_bytes = 12 + 4 * num_lanes;
 
@@ -123,6 +124,14 @@ private:
     bool is_over_ = false;
 };
 
+// So many ones, and a zero where there could be more.
+void put_halvings(BitWriter& low, int times) { low.put((1u << times) - 1, std::min(times + 1, most_halvings)); }
+INLINE int take_halvings(BitReader& low) {
+    int times = 0;
+    while (times < most_halvings && low.take(1)) times++;
+    return times;
+}
+
 // Calls `move(place in the plane, number in the order of positions)` for each number.
 template <class F> INLINE void each_number(const KVPlane& plane, F&& move) {
     for (int t = 0; t < plane.num_tokens; t++) {
@@ -159,6 +168,9 @@ float number_of(uint32_t bits, int number_bytes) {
     return value;
 }
 
+// The step of a position that halves it so often.
+INLINE float halved(float step, int times) { return step / float(1 << times); }
+
 // The multiple of a step, rounded as the numbers of the plane are (to the nearest, ties to even).
 INLINE uint32_t bits_of(int32_t integer, float step, int number_bytes) {
     float value = float(integer) * step;
@@ -174,10 +186,10 @@ uint8_t context_of(double size) {
     return uint8_t(std::min(int(bits >> 22) - 2 * 127, num_contexts - 1));
 }
 
-// Chooses the integers of a plane; returns false where they would not fit.
-bool round_to(const KVPlane& plane, const uint32_t* bits, float relative_step, float* step, int32_t* integers) {
-    size_t width = size_t(plane.num_channels), count = plane.num_numbers();
-    double squares = 0;
+// Chooses the step of a plane, how often each position halves it, and the integers; returns false where they would not fit.
+bool round_to(const KVPlane& plane, const uint32_t* bits, float relative_step, float* step, int* halvings, int32_t* integers) {
+    size_t width = size_t(plane.num_channels), num_tokens = size_t(plane.num_tokens), count = plane.num_numbers();
+    double spread = 0, squares = 0;
     for (size_t c = 0; c < width; c++) {
         double sum = 0, square = 0;
         for (size_t i = c; i < count; i += width) {
@@ -185,16 +197,29 @@ bool round_to(const KVPlane& plane, const uint32_t* bits, float relative_step, f
             sum += x;
             square += x * x;
         }
-        squares += square - sum * sum / plane.num_tokens;
+        spread += square - sum * sum / plane.num_tokens;
     }
-    *step = relative_step * float(std::sqrt(std::max(0.0, squares) / double(count)));
+    *step = relative_step * float(std::sqrt(std::max(0.0, spread) / double(count)));
     if (!std::isfinite(*step)) return false;
     *step = std::max(*step, 1e-30f);  // of zeros
-    float inverse = 1.0f / *step;
-    for (size_t i = 0; i < count; i++) {
-        float x = number_of(bits[i], plane.number_bytes) * inverse;
-        if (!(std::fabs(x) < float(most_integer - 1))) return false;  // it may be rounded up
-        integers[i] = int32_t(std::nearbyint(x));
+    std::vector<double> rows(num_tokens);
+    for (size_t t = 0; t < num_tokens; t++) {
+        for (size_t c = 0; c < width; c++) {
+            double x = double(number_of(bits[t * width + c], plane.number_bytes));
+            rows[t] += x * x;
+        }
+        squares += rows[t];
+    }
+    // Attention sinks: positions with small numbers and much attention, whose values the step of the others would drown.
+    for (size_t t = 0; t < num_tokens; t++) {
+        double bound = 2 * rows[t];
+        for (halvings[t] = 0; halvings[t] < most_halvings && squares / plane.num_tokens > bound; bound *= 4) halvings[t]++;
+        float inverse = 1.0f / halved(*step, halvings[t]);
+        for (size_t i = t * width; i < (t + 1) * width; i++) {
+            float x = number_of(bits[i], plane.number_bytes) * inverse;
+            if (!(std::fabs(x) < float(most_integer - 1))) return false;  // it may be rounded up
+            integers[i] = int32_t(std::nearbyint(x));
+        }
     }
     return true;
 }
@@ -292,6 +317,7 @@ KVCodec::KVCodec(const uint16_t* frequencies, std::vector<KVPlane> planes, size_
         sum += plane.num_numbers() * size_t(plane.number_bytes);
         num_numbers_ += plane.num_numbers();
         most_channels_ = std::max(most_channels_, size_t(plane.num_channels));
+        most_tokens_ = std::max(most_tokens_, size_t(plane.num_tokens));
         most_numbers_ = std::max(most_numbers_, plane.num_numbers());
     }
     if (sum != content_bytes) throw std::invalid_argument("the planes are not all of the contents");
@@ -303,6 +329,7 @@ size_t KVCodec::encode(const uint8_t* content, const float* steps, uint8_t* out,
     std::vector<uint16_t> symbols;  // context * num_symbols + symbol
     std::vector<uint32_t> bits(most_numbers_);
     std::vector<int32_t> integers(most_numbers_);
+    std::vector<int> halvings(most_tokens_);
     std::vector<int> lanes;         // channels of each row that has symbols
     symbols.reserve(num_numbers_);
     BitWriter low;
@@ -313,7 +340,7 @@ size_t KVCodec::encode(const uint8_t* content, const float* steps, uint8_t* out,
         size_t count = plane.num_numbers();
         gather(plane, content, bits.data());
         float step = 0;
-        bool is_rounded = steps[number] > 0 && round_to(plane, bits.data(), steps[number], &step, integers.data());
+        bool is_rounded = steps[number] > 0 && round_to(plane, bits.data(), steps[number], &step, halvings.data(), integers.data());
         int32_t first = 0;
         if (!is_rounded) {
             for (size_t i = 0; i < count; i++) integers[i] = int32_t(bits[i] >> (raw_bits - 1) & 255);
@@ -330,6 +357,7 @@ size_t KVCodec::encode(const uint8_t* content, const float* steps, uint8_t* out,
         channels.begin(width, first, contexts);
         for (int t = 0; t < plane.num_tokens; t++) {
             const int32_t* row = integers.data() + size_t(t) * size_t(width);
+            if (is_rounded) put_halvings(low, halvings[size_t(t)]);
             for (int c = 0; c < width; c++) {
                 int32_t residual = row[c] - channels.predicted[size_t(c)];
                 int context = channels.context[size_t(c)], shift = low_bits(context), high = residual >> shift;
