@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 from cloister.server.load_shedding import BODY_CEILING_BYTES
@@ -204,12 +205,12 @@ class ReadingThreads:
     """Threads that read prompts, outside of the event loop and in the order of a queue. Used from one event loop.
 
     Args:
-        queue: has a slot for each thread; these start when they are needed.
+        queue: has a slot for each thread. A thread starts with each reading and ends with it: a sealed node forks a process
+            that has read a prompt, and may have no other thread.
     """
 
     def __init__(self, queue: ReadingQueue) -> None:
         self._queue = queue
-        self._pool = ThreadPoolExecutor(queue.num_slots, "cloister-read")
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Waits for the tenant's turn, and runs a reading of so many bytes in a thread, with the context of the caller.
@@ -221,11 +222,33 @@ class ReadingThreads:
             QueueFullError: too much of this tenant waits already.
         """
         turn, loop = await self._queue.enter(tenant, num_bytes), asyncio.get_running_loop()
-        future = self._pool.submit(contextvars.copy_context().run, work)
-        future.add_done_callback(lambda _: _end_on(loop, turn))
-        return await asyncio.wrap_future(future)
+        future: asyncio.Future[T] = loop.create_future()
+        read = partial(_read, contextvars.copy_context(), work, loop, future, turn)
+        try:
+            threading.Thread(target=read, name="cloister-read", daemon=True).start()
+        except BaseException:
+            turn.end()
+            raise
+        return await future
 
 
-def _end_on(loop: asyncio.AbstractEventLoop, turn: ReadingTurn) -> None:
+def _read(
+    context: contextvars.Context,
+    work: Callable[[], T],
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[T],
+    turn: ReadingTurn,
+) -> None:
+    """Reads, in a thread of its own; the result, or the error, arrives on the event loop."""
+    try:
+        tell = partial(future.set_result, context.run(work))
+    except BaseException as error:
+        tell = partial(future.set_exception, error)
+
+    def finish() -> None:
+        turn.end()
+        if not future.done():  # else its caller has left
+            tell()
+
     with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-        loop.call_soon_threadsafe(turn.end)
+        loop.call_soon_threadsafe(finish)
