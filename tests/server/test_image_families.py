@@ -166,7 +166,7 @@ def test_the_prompt_of_gemma_is_that_of_transformers(gemma: Path) -> None:
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": parts}]})
     with pytest.raises(ImagesPending) as pending:
         conversation.open(body)
-    with ImagesPending.loaded(asyncio.run(pending.value.load())):
+    with ImagesPending.loaded(asyncio.run(pending.value.load("ann"))):
         opened = conversation.open(body)
     whole = f"\n\n<start_of_image>{'<image_soft_token>' * NUM_TOKENS}<end_of_image>\n\n"
     asked = "a <|placeholder|>?"

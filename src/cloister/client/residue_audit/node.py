@@ -189,6 +189,7 @@ class RunningProgram:
                     return RunningProgram(process, found[1], drain)
         finally:
             timer.cancel()
+        process.stdout.close()
         process.wait()
         raise EngineError(f"`cloister {arguments[0]}` did not start; what it printed says why")
 
