@@ -539,7 +539,7 @@ def begin_load(engine: Engine) -> TierRead:
 
 @pytest.mark.parametrize(
     ("num_arrived", "elapsed_s", "is_overtaken"),
-    [(0, 100.0, False), (1, 0.9, False), (1, 1.1, True), (8, 7.9, False), (8, 8.1, True)],
+    [(0, 100.0, False), (1, 0.9, False), (1, 1.1, True), (8, 7.9, False), (8, 8.1, True), (9, 100.0, False)],
 )
 def test_a_load_is_overtaken_when_computing_what_is_left_takes_less_time(num_arrived, elapsed_s, is_overtaken):
     engine = Engine()

@@ -160,13 +160,16 @@ class KVRestores:
     def is_overtaken(self, read: TierRead, num_arrived: int, measured: Sequence[tuple[int, float]]) -> bool:
         """Whether computing what has not arrived would now take less time than waiting for it.
 
-        Only where all layers see all positions: else a prefix hit cannot end at any entry.
+        Only where all layers see all positions: else a prefix hit cannot end at any entry. False for a read of which all has
+        arrived and which has yet to end.
 
         Args:
             num_arrived: its leading entries that have arrived.
             measured: (bytes, seconds) of each tier so far.
         """
-        if self.tiers.num_groups > 1 or not self._cache.is_tree or read.request_id == TRIAL or not num_arrived:
+        if self.tiers.num_groups > 1 or not self._cache.is_tree or read.request_id == TRIAL:
+            return False
+        if num_arrived in (0, len(read.entries)):
             return False
         left_s = 0.0
         for index, num_bytes, (arrived, elapsed_s) in zip(self.tiers.indexes, read.tier_bytes, measured, strict=True):
