@@ -33,7 +33,7 @@ FREE_SHARE: Final = 0.5
 
 
 ONLY_REPLICAS: Final = (
-    "replicas of one machine share a tier; set replicas to 2 or more without on, or give kv_tier host:SIZE in place of shared"
+    "replicas of one machine share a shared or a peer tier; set replicas to 2 or more without on, or give kv_tier host:SIZE"
 )
 
 
@@ -118,12 +118,12 @@ def parse_tiers(setting: str) -> list[TierSetting]:
     """Returns the tiers of `kv_tier`, those in memory first.
 
     Raises:
-        ConfigError: the setting says something else, or names two tiers of a kind.
+        ConfigError: the setting says something else, or names two tiers in memory or two disks.
     """
     names = "|".join(map(re.escape, KV_TIERS.names()))
     tiers = [TierSetting.parse(part) for part in re.split(rf"\+(?=(?:{names}):)", setting)]
     if len({tier.storage.is_memory for tier in tiers}) < len(tiers):
-        raise ConfigError(f"{_EXAMPLES}; each kind once", param="kv_tier")
+        raise ConfigError(f"{_EXAMPLES}; at most one in memory and one disk", param="kv_tier")
     return sorted(tiers, key=lambda tier: not tier.storage.is_memory)
 
 
@@ -133,7 +133,7 @@ def _parse_size(text: str) -> int:
     except (KeyError, ValueError, OverflowError):
         num_bytes = 0
     if num_bytes <= 0:
-        raise ConfigError(f"{_EXAMPLES}; a size is a number with K, M, G or T", param="kv_tier")
+        raise ConfigError(f"{_EXAMPLES}; a size is a number above 0 with K, M, G or T", param="kv_tier")
     return num_bytes
 
 

@@ -474,7 +474,7 @@ _FEATURES: Final = (
         team=_SHARED_TIER,
         private=_COPIES_STAY,
         paranoid=refuse("KV never leaves the device"),
-        instead="set `kv_tier` to host:SIZE, where each replica has its own, or leave it out",
+        instead="leave `kv_tier` out, or set it to host:SIZE, where each replica has its own, if the profile allows that",
     ),
     _feature(
         "kv-tier-peer",
@@ -488,7 +488,7 @@ _FEATURES: Final = (
         team=refuse("tenants of one replica could tell by what is computed again that another replica is busy"),
         private=_COPIES_STAY,
         paranoid=refuse("KV never leaves the device"),
-        instead="set `kv_tier` to shared:SIZE, where each replica keeps its own part, or to host:SIZE",
+        instead="leave `kv_tier` out, or set it to shared:SIZE or host:SIZE if the profile allows that",
     ),
     _feature(
         "slow-replicas",
