@@ -144,13 +144,18 @@ def updates_of(scenario: Scenario) -> list[OperatorAction]:
 
 
 def most_starts(scenario: Scenario) -> int | None:
-    """Returns how many engines may be started, if none ends while it is idle, or seems to be lost."""
+    """Returns how many engines may be started, if none ends while it is idle, or seems to be lost.
+
+    A request that kills and is moved kills the engine that computes it ahead as well.
+    """
     kinds = Counter(fault.kind for fault in scenario.faults)
     if scenario.idle_timeout_s is not None or updates_of(scenario) or kinds.keys() - {"crash", "fail_step", "refuse_start"}:
         return None
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)
+    num_moves = sum(action.kind in ("migrate", "flip", "drain") for action in scenario.operations)
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))
-    return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + MOST_DEATHS * num_killers
+    num_deaths = (MOST_DEATHS + num_moves) * num_killers
+    return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + num_deaths
 
 
 def check_events(run: RunRecord) -> list[str]:
