@@ -146,15 +146,19 @@ def updates_of(scenario: Scenario) -> list[OperatorAction]:
 def most_starts(scenario: Scenario) -> int | None:
     """Returns how many engines may be started, if none ends while it is idle, or seems to be lost.
 
-    A request that kills and is moved kills the engine that computes it ahead as well.
+    A request that kills may kill one engine more for each time that it is moved, as two compute it then: the one where it goes
+    computes it ahead, and the one where it was does so until it hears of the move.
     """
     kinds = Counter(fault.kind for fault in scenario.faults)
     if scenario.idle_timeout_s is not None or updates_of(scenario) or kinds.keys() - {"crash", "fail_step", "refuse_start"}:
         return None
-    num_killers = sum(job.kills_after is not None for job in scenario.jobs)
-    num_moves = sum(action.kind in ("migrate", "flip", "drain") for action in scenario.operations)
+    killers = [number for number, job in enumerate(scenario.jobs) if job.kills_after is not None]
+    num_emptied = sum(action.kind in ("flip", "drain") for action in scenario.operations)  # all that is there moves
+    num_moves = num_emptied * len(killers) + sum(
+        action.kind == "migrate" and action.job in killers for action in scenario.operations
+    )
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))
-    num_deaths = (MOST_DEATHS + num_moves) * num_killers
+    num_deaths = MOST_DEATHS * len(killers) + num_moves
     return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + num_deaths
 
 
