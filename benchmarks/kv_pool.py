@@ -15,7 +15,7 @@ import random
 import statistics
 from dataclasses import replace
 
-from benchmarks.kv_tiers import ANSWER_TOKENS, TURN_TOKENS, TimedEngine, describe
+from benchmarks.kv_tiers import ANSWER_TOKENS, TURN_TOKENS, TimedEngine, describe, running
 from benchmarks.models import MODELS, find_model
 from cloister.engine.kv_pool import KVPool
 from cloister.engine.transports import ProcessTransport
@@ -38,12 +38,6 @@ class Kind:
         ]
         self.stayed_s: list[float] = []
         self.moved_s: list[float] = []
-
-    async def open(self) -> list[asyncio.Task[None]]:
-        """Starts the engines; returns what reads from them."""
-        for engine in self.engines:
-            await engine.transport.open(engine.config)
-        return [asyncio.create_task(engine.transport.run(engine.deliver)) for engine in self.engines]
 
     def report(self, name: str) -> None:
         """Prints the times, and what was found and stored."""
@@ -107,20 +101,15 @@ async def measure(options: argparse.Namespace) -> None:
         "host": Kind(replace(config, kv_tier=f"host:{part_mb:.2f}M")),
         "shared": Kind(replace(config, kv_tier=f"shared:{part_mb:.2f}M"), pool),
     }
-    tasks = [task for kind in kinds.values() for task in await kind.open()]
-    num_tokens = await converse(kinds, options, vocab_size)
-    print(
-        f"{options.model} {options.quant}: turns 2 to {options.turns} of {options.conversations} conversations, up to "
-        f"{num_tokens} tokens, all the same answers; {needed_mb:.0f} MiB of KV, {device_mb:.0f} MiB on each device, tiers of "
-        f"{part_mb:.0f} MiB each"
-    )
-    for name, kind in kinds.items():
-        kind.report(name)
-    for task in tasks:
-        task.cancel()
-    for kind in kinds.values():
-        for engine in kind.engines:
-            await engine.transport.close()
+    async with running([engine for kind in kinds.values() for engine in kind.engines]):
+        num_tokens = await converse(kinds, options, vocab_size)
+        print(
+            f"{options.model} {options.quant}: turns 2 to {options.turns} of {options.conversations} conversations, up to "
+            f"{num_tokens} tokens, all the same answers; {needed_mb:.0f} MiB of KV, {device_mb:.0f} MiB on each device, "
+            f"tiers of {part_mb:.0f} MiB each"
+        )
+        for name, kind in kinds.items():
+            kind.report(name)
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from benchmarks.models import MODELS, find_model
@@ -105,6 +107,18 @@ async def measure_turns(engines: dict[str, TimedEngine], options: argparse.Names
         print(f"  {kind:5} first token P50 {p50_ms:7.1f} ms, P90 {p90_ms:7.1f} ms; {cached} tokens cached; {describe(engine)}")
 
 
+@asynccontextmanager
+async def running(engines: Sequence[TimedEngine]) -> AsyncIterator[None]:
+    """Starts engines, takes what they say, and ends them."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            stack.push_async_callback(engine.transport.close)
+            await engine.transport.open(engine.config)
+        for engine in engines:
+            stack.callback(asyncio.create_task(engine.transport.run(engine.deliver)).cancel)
+        yield
+
+
 def describe(engine: TimedEngine) -> str:
     """Returns what an engine stored and loaded."""
     text = f"{engine.stored_bytes / 2**20:.0f} MiB stored"
@@ -161,19 +175,13 @@ async def measure(options: argparse.Namespace) -> None:
         engines = {}
         for kind in (*settings, "all"):
             kv_mb = needed_mb / 10 if kind != "all" else 1.2 * needed_mb
-            config = replace(base, kv_memory_mb=kv_mb, kv_tier=settings.get(kind))
-            engines[kind] = TimedEngine(config)
-            await engines[kind].transport.open(config)
-        tasks = [asyncio.create_task(engine.transport.run(engine.deliver)) for engine in engines.values()]
-        print(f"{options.model} {options.quant}: {token_bytes / 1024:.1f} KiB of KV a token,"
-              f" {needed_mb:.0f} MiB in all, {needed_mb / 10:.0f} MiB on the device")  # fmt: skip
-        await measure_turns(engines, options, vocab_size)
-        del engines["all"]
-        await waste(engines, options.once, options.tokens, vocab_size)
-        for task in tasks:
-            task.cancel()
-        for engine in engines.values():
-            await engine.transport.close()
+            engines[kind] = TimedEngine(replace(base, kv_memory_mb=kv_mb, kv_tier=settings.get(kind)))
+        async with running([*engines.values()]):
+            print(f"{options.model} {options.quant}: {token_bytes / 1024:.1f} KiB of KV a token,"
+                  f" {needed_mb:.0f} MiB in all, {needed_mb / 10:.0f} MiB on the device")  # fmt: skip
+            await measure_turns(engines, options, vocab_size)
+            del engines["all"]
+            await waste(engines, options.once, options.tokens, vocab_size)
 
 
 def main() -> None:

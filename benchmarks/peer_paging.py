@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.kv_tiers import TimedEngine, describe
+from benchmarks.kv_tiers import TimedEngine, describe, running
 from benchmarks.models import MODELS, find_model
 from benchmarks.policies import BLOCK_SIZE, MAX_STEP_TOKENS, Figures
 from benchmarks.replay import CountingRunner, StepCosts, VirtualTier, make_scheduler, replay
@@ -78,12 +78,6 @@ class Kind:
             fields = Path(f"/proc/{engine.transport.pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
-
-    async def open(self) -> list[asyncio.Task[None]]:
-        """Starts the engines; returns what reads from them."""
-        for engine in self.engines:
-            await engine.transport.open(engine.config)
-        return [asyncio.create_task(engine.transport.run(engine.deliver)) for engine in self.engines]
 
     async def answer(self, name: str, prompts: list[list[int]], num_output: int, within_s: float) -> list[tuple[int, ...]]:
         """Answers a burst; returns the tokens."""
@@ -173,34 +167,29 @@ async def measure(options: argparse.Namespace) -> None:
         "cfs, host": Kind(replace(cfs, kv_tier=f"host:{size}")),
         "cfs, peer": Kind(replace(cfs, kv_tier=f"peer:{size}"), KVPool(int(options.part_mb * 2**20), NUM_REPLICAS)),
     }
-    tasks = [task for kind in kinds.values() for task in await kind.open()]
-    ready = kinds["fcfs"].engines[0].transport.ready
-    assert ready is not None
-    draw, names = random.Random(1), list(kinds)
-    for burst in range(options.bursts + 1):
-        num, length = (options.requests, options.tokens) if burst else (4, 64)  # first a few, so that costs are known
-        prompts = [[draw.randrange(10, ready.model.vocab_size) for _ in range(length)] for _ in range(num)]
-        shift = burst % len(names)
-        answers = [
-            await kinds[name].answer(f"burst {burst}", prompts, options.answer, options.within)
-            for name in names[shift:] + names[:shift]
-        ]
-        assert all(answer == answers[0] for answer in answers), "a tier or a policy changed an answer"
-        if not burst:
-            for kind in kinds.values():
-                kind.first_s, kind.whole_s, kind.burst_s, kind.busy_s = [], [], [], []
-    print(
-        f"{options.model}: {options.bursts} bursts of {options.requests} prompts of {options.tokens} tokens, {options.answer}"
-        f" tokens each, within {options.within} s; {options.kv_mb} MiB of KV on the device, {options.num_seqs} sequences at"
-        f" once, parts of {size}; all the same answers"
-    )
-    for name, kind in kinds.items():
-        kind.report(name)
-    for task in tasks:
-        task.cancel()
-    for kind in kinds.values():
-        for engine in kind.engines:
-            await engine.transport.close()
+    async with running([engine for kind in kinds.values() for engine in kind.engines]):
+        ready = kinds["fcfs"].engines[0].transport.ready
+        assert ready is not None
+        draw, names = random.Random(1), list(kinds)
+        for burst in range(options.bursts + 1):
+            num, length = (options.requests, options.tokens) if burst else (4, 64)  # first a few, so that costs are known
+            prompts = [[draw.randrange(10, ready.model.vocab_size) for _ in range(length)] for _ in range(num)]
+            shift = burst % len(names)
+            answers = [
+                await kinds[name].answer(f"burst {burst}", prompts, options.answer, options.within)
+                for name in names[shift:] + names[:shift]
+            ]
+            assert all(answer == answers[0] for answer in answers), "a tier or a policy changed an answer"
+            if not burst:
+                for kind in kinds.values():
+                    kind.first_s, kind.whole_s, kind.burst_s, kind.busy_s = [], [], [], []
+        print(
+            f"{options.model}: {options.bursts} bursts of {options.requests} prompts of {options.tokens} tokens,"
+            f" {options.answer} tokens each, within {options.within} s; {options.kv_mb} MiB of KV on the device,"
+            f" {options.num_seqs} sequences at once, parts of {size}; all the same answers"
+        )
+        for name, kind in kinds.items():
+            kind.report(name)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ ends with this one, as a program does; `tests/engine/test_process.py` starts pro
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import random
@@ -45,7 +46,8 @@ class ForkedEngine:
     def kill(self) -> None:
         """Kills it if it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the template has reaped it, and is about to say so
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def spawn_forked(far: socket.socket) -> ProcessHandle:

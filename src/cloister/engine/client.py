@@ -801,6 +801,8 @@ class EngineClient(RequestClient):
                     self._requests.release(self.rescue)  # others may accept what came while this one was idle
                 is_wanted = False
                 continue
+            if not is_wanted:
+                _logger.warning("%s runs again", self.name)
             calls, self._held_calls = self._held_calls, []
             for call in calls:
                 self._send(call)
