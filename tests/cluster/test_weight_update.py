@@ -51,8 +51,8 @@ def make_router(model: ModelInfo) -> Router:
     return ROUTERS.get("least_load")(RouterContext(PrefixKeys(model.fingerprint, BLOCK_SIZE), random.Random(0)))
 
 
-def make_core(path: Path, weights: int = 0, *, max_num_seqs: int = 16) -> EngineCore:
-    return make_replica(path, wrap=lambda r: SteppedRunner(r, step_s=0.002), weights=weights, max_num_seqs=max_num_seqs).core
+def make_core(path: Path, weights: int = 0, *, max_num_seqs: int = 16, step_s: float = 0.002) -> EngineCore:
+    return make_replica(path, wrap=lambda r: SteppedRunner(r, step_s=step_s), weights=weights, max_num_seqs=max_num_seqs).core
 
 
 def in_thread(path: Path, core: EngineCore) -> EngineClient:
@@ -242,6 +242,28 @@ def test_what_has_begun_moves_to_its_own_weights_only_and_what_has_not_to_any(mo
             assert begun.is_right
             assert fresh.is_right
             assert (begun.stats.fingerprint, fresh.stats.fingerprint) == ("", "weights 1")
+
+    asyncio.run(main())
+
+
+def test_a_move_that_waits_for_a_step_does_not_go_on_with_the_other_weights_that_its_target_gets(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path) as replicas:
+            slow = in_thread(model_path, make_core(model_path, step_s=0.1))
+            other = in_thread(model_path, make_core(model_path, NEW))
+            await asyncio.gather(slow.start(), other.start())
+            await replicas.put_client(0, slow).drain(0.0)
+            await replicas.drain_replica(1)
+            begun = begin(replicas, "begun", 12)
+            await until(lambda: begun.token_ids)
+            replicas.return_replica(1)
+            moving = asyncio.create_task(replicas.migrate(begun.request.request_id, 1))
+            await until(lambda: replicas._step_waiters[0])
+            old = replicas.put_client(1, other)
+            assert not await moving
+            await until(lambda: begun.ends)
+            assert begun.is_right
+            await old.drain(0.0)
 
     asyncio.run(main())
 

@@ -92,9 +92,14 @@ class ShadowMoves:
                 self.stop(request_id)
 
     def begin(self, request_id: str, source: int, target: int, on_end: Callable[[ShadowEnd], None]) -> bool:
-        """Has the target compute a request beside the source, from where that is now. Returns False if it cannot."""
+        """Has the target compute a request beside the source, from where that is now.
+
+        Returns False if it cannot, or would go on with other weights: it may have got some while the move waited for a step.
+        """
         found = self._replicas[source].find(request_id)
         if found is None or request_id in self._moves or not self._is_accepting(target):
+            return False
+        if self._replicas[source].fingerprint != self._replicas[target].fingerprint:
             return False
         shadow = self._replicas[target].add_shadow(found)
         if shadow is None:
