@@ -25,6 +25,7 @@ from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.engine.shadow import Shadow, ShadowState
 from cloister.engine.supervision import IdleTimer, Watchdog
 from cloister.kv import PrefixKeys
+from cloister.scheduler import POLICIES
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState
 from cloister.types.errors import ConfigError
@@ -48,6 +49,10 @@ def no_log() -> Iterator[None]:
 def test_every_seed_keeps_every_promise(seeds: range) -> None:
     found = {seed: fuzz.run_seed(seed).violations for seed in seeds}
     assert {seed: violations for seed, violations in found.items() if violations} == {}
+
+
+def test_engines_of_the_search_compute_in_every_order() -> None:
+    assert {fuzz.scenario_of(seed).scheduler for seed in range(200)} == set(POLICIES.names())
 
 
 def test_a_seed_runs_twice_the_same() -> None:

@@ -56,6 +56,7 @@ class EngineShape:
             for each key that a token of a prompt attends to, and for each key that an answer's next token reads.
         start_s: from the start of its process until it is ready.
         weights: 0, or others: an engine of them says something else.
+        policy: in which order its scheduler computes requests.
     """
 
     num_blocks: int = 64
@@ -72,6 +73,7 @@ class EngineShape:
     read_s: float = 0.0
     start_s: float = 0.5
     weights: int = 0
+    policy: str = "fcfs"
 
     @property
     def fingerprint(self) -> str:
@@ -175,6 +177,7 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         SchedulerConfig(
             max_model_len=shape.max_model_len,
             max_num_seqs=shape.max_num_seqs,
+            policy=shape.policy,
             budget=BudgetConfig(shape.max_batched_tokens, floor_s=shape.stall_floor_s),
             eos_token_ids=(EOS,),
         ),

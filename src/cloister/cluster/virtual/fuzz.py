@@ -19,6 +19,7 @@ from cloister.cluster.routers import ROUTERS
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.cluster.virtual.scenario import Job, Scenario, draw_scenario
 from cloister.cluster.virtual.simulation import RunOutcome, run_scenario
+from cloister.scheduler import POLICIES
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
 
@@ -58,7 +59,7 @@ def run_seed(seed: int) -> RunOutcome:
 
 def scenario_of(seed: int) -> Scenario:
     """Returns the scenario of a seed."""
-    return draw_scenario(seed, tuple(ROUTERS.names()))
+    return draw_scenario(seed, tuple(ROUTERS.names()), tuple(POLICIES.names()))
 
 
 def replay(scenario: Scenario) -> RunOutcome:
@@ -132,6 +133,8 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         if operation.trouble != "none":
             plain = replace(operation, trouble="none")
             yield replace(scenario, operations=(*scenario.operations[:number], plain, *scenario.operations[number + 1 :]))
+    if scenario.scheduler != "fcfs":
+        yield replace(scenario, scheduler="fcfs")
     if scenario.roles:
         yield replace(scenario, roles=())
     if scenario.rebalance:

@@ -24,6 +24,8 @@ FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
 
 IDLE_SHARE: Final = 0.2
 """Share of the scenarios in which engines are idle now and then."""
+SCHEDULER_SHARE: Final = 0.5
+"""Share of the scenarios whose engines may compute requests in another order than that of arrival."""
 MOVED_SHARE: Final = 0.3
 """Share of the clusters of several replicas in which one long request moves again and again."""
 MOVES_SPAN_S: Final = 0.8
@@ -117,6 +119,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         seed: of all that is drawn while it runs, such as which datagram is lost.
+        scheduler: in which order engines compute requests.
         roles: of each replica; empty if all are mixed.
         rebalance: load is levelled all the time.
         moves_kv: share of requests that are told to load KV from another replica, or to leave theirs for it.
@@ -132,6 +135,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int
     num_replicas: int = 2
     router: str = "least_load"
+    scheduler: str = "fcfs"
     roles: tuple[Role, ...] = ()
     rebalance: bool = False
     num_blocks: int = 64
@@ -150,10 +154,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     operations: tuple[OperatorAction, ...] = ()
 
 
-def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scenario:
+def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedulers: tuple[str, ...] = ("fcfs",)) -> Scenario:
     """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
     error = random.Random(f"lengths {seed}").choice(LENGTH_ERRORS)
     drawn = msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
+    draw = random.Random(f"scheduler {seed}")
+    if draw.random() < SCHEDULER_SHARE:
+        drawn = msgspec.structs.replace(drawn, scheduler=draw.choice(schedulers))
     draw = random.Random(f"moves {seed}")
     if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE:
         drawn = _move_one(drawn, draw)

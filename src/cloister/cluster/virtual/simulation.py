@@ -86,7 +86,7 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
 def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
     """Compares each answer with that of one engine alone, of whatever weights that the scenario has."""
     weights = sorted({0, *(update.weights or 0 for update in updates_of(simulation.scenario))})
-    shapes = [replace(simulation.shape, weights=each) for each in weights]
+    shapes = [replace(simulation.shape, weights=each, policy="fcfs") for each in weights]
     if are_right(simulation.answers, shapes[0], tokenizer) or (
         len(shapes) > 1 and all(any(are_right([a], shape, tokenizer) for shape in shapes) for a in simulation.answers)
     ):
@@ -140,7 +140,10 @@ class _Simulation:
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.shape = EngineShape(
-            num_blocks=scenario.num_blocks, max_num_seqs=scenario.max_num_seqs, max_waiting=scenario.max_waiting
+            num_blocks=scenario.num_blocks,
+            max_num_seqs=scenario.max_num_seqs,
+            max_waiting=scenario.max_waiting,
+            policy=scenario.scheduler,
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
