@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.backends.kv_planes import KVPlane
 from cloister.engine.kv_tier_codec import LENGTH_BYTES, MANY_SAMPLES, NUM_SAMPLES, TierCodec
@@ -140,7 +139,8 @@ def test_a_stream_that_was_damaged_before_it_was_sealed_is_a_miss(worker: TierWo
     damaged = bytearray(stored)
     damaged[at] ^= 0x80
     assert write(worker, block_of(1), draw(1))
-    block, cipher, file = block_of(1), worker._keys[b"root"], worker.files[0]
+    block, cipher, file = block_of(1), worker._keys.cipher(worker._key_of[b"root"]), worker.files[0]
+    assert cipher is not None
     for content, is_good in ((bytes(stored), True), (bytes(damaged), False)):
         file.write(block, cipher.encrypt(_nonce(block), content, worker._describe(block)))
         assert (read(worker, block) is not None) == is_good
@@ -208,5 +208,5 @@ def test_without_numbers_there_is_nothing_to_compress() -> None:
 
 def test_a_cipher_of_another_scope_opens_nothing(worker: TierWorker) -> None:
     assert write(worker, block_of(1), draw(1))
-    worker._keys[b"root"] = AESGCM(AESGCM.generate_key(256))
+    worker._key_of[b"root"] = worker._keys.draw()
     assert read(worker, block_of(1)) is None

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
 from cloister.engine import kv_tier_files, kv_tier_reads, kv_tier_worker
@@ -242,12 +241,30 @@ def test_a_scope_that_ended_takes_its_key_along(make: Callable[..., Engine], tmp
     engine.answer("first", scope=session)
     engine.crowd_out()
     root = engine.engine.scheduler._requests._keys.root(session)  # type: ignore[union-attr]
-    assert root in engine.tier.worker._keys
+    assert engine.tier.worker.find_secret(root) is not None
     engine.engine.clock._offset_s += 2e6
     engine.step()
-    assert root not in engine.tier.worker._keys
+    assert engine.tier.worker.find_secret(root) is None
     engine.answer("again", scope=session)
     assert engine.num_cached("again") == 0
+
+
+def test_a_conversation_for_whose_key_no_memory_may_be_locked_is_not_stored_and_goes_on(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+
+    def draw_none() -> int:
+        raise OSError(12, os.strerror(12))
+
+    monkeypatch.setattr(engine.tier.worker._keys, "draw", draw_none)
+    expected = engine.answer("first")
+    engine.crowd_out()
+    engine.crowd_out(30)
+    assert engine.answer("first") == expected
+    assert engine.num_cached("first") == 0
+    assert not engine.blocks_of()
+    assert caplog.text.count("raise the limit (`ulimit -l`)") == 1
 
 
 def test_a_full_disk_stops_the_tier_once_and_no_request(
@@ -308,7 +325,7 @@ def test_another_key_opens_nothing(make: Callable[..., Engine], setting: str) ->
     expected = engine.answer("first")
     engine.crowd_out()
     (block, *_) = engine.blocks_of()
-    engine.tier.worker._keys[block.root] = AESGCM(AESGCM.generate_key(256))
+    engine.tier.worker._key_of[block.root] = engine.tier.worker._keys.draw()
     assert engine.answer("again") == expected
     assert engine.num_cached("again") == 0
     assert block not in engine.blocks_of()
@@ -595,10 +612,10 @@ def test_a_key_stays_while_either_tier_has_a_block_of_its_scope(make: Callable[.
     upper, lower = engine.tier.tiers.indexes
     assert root not in upper.kept
     assert root in lower.kept
-    assert root in engine.tier.worker._keys
+    assert engine.tier.worker.find_secret(root) is not None
     engine.engine.clock._offset_s += 2e6
     engine.step()
-    assert root not in engine.tier.worker._keys
+    assert engine.tier.worker.find_secret(root) is None
 
 
 KILLED = """

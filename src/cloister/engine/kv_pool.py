@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import threading
 import weakref
 from itertools import count
@@ -17,8 +16,9 @@ from typing import Final
 
 import msgspec
 
+from cloister.engine.locked_keys import lock_keys
+
 PAGE_BYTES: Final = mmap.ALLOCATIONGRANULARITY
-KEY_BYTES: Final = 32
 
 
 class PoolSeat(msgspec.Struct, frozen=True):
@@ -51,6 +51,7 @@ class KVPool:
 
     Raises:
         OSError: there is no such memory.
+        ConfigError: none may be locked for its secret.
 
     Attributes:
         fd: the memory. It cannot change its length, so that nobody who maps it dies.
@@ -63,7 +64,8 @@ class KVPool:
         os.ftruncate(self.fd, self.part_bytes * num_parts)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map = mmap.mmap(self.fd, self.part_bytes * num_parts)
-        self._secret = secrets.token_bytes(KEY_BYTES)  # new at each start, and never written
+        self._keys = lock_keys()
+        self._secret = self._keys.draw()  # new at each start, and never written
         self._lock = threading.Lock()  # parts are wiped in threads
         self._free = list(range(num_parts))
         self._writers = count(1)
@@ -73,7 +75,9 @@ class KVPool:
         with self._lock:
             if not self._free:
                 return None
-            return PoolSeat(self._secret, self._free.pop(0), self.num_parts, self.part_bytes, next(self._writers))
+            secret = self._keys.copy(self._secret)
+            assert secret is not None  # it is kept for as long as the front runs
+            return PoolSeat(secret, self._free.pop(0), self.num_parts, self.part_bytes, next(self._writers))
 
     def free_seat(self, seat: PoolSeat) -> None:
         """Wipes the part of an engine that has ended: its pages go back to the system, and read as zeros. Takes a tenth of a

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.engine.kv_pool import PAGE_BYTES, PoolSeat
 from cloister.engine.kv_tier_files import TierFile
+from cloister.engine.locked_keys import lock_keys
 from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.lent_tier import LendingTierIndex, count_kept
 from cloister.kv.shared_tier import SharedTierIndex
@@ -173,8 +174,9 @@ class PoolMember:
         layout = TierLayout.plan(
             seat.part_bytes, form.sizes, groups, num_shares, fixed_bytes=fixed_bytes, record_bytes=RECORD_BYTES
         )
-        self._seat, self._format = seat, form.digest
-        self._cipher = AESGCM(seat.secret)
+        self._seat, self._format = msgspec.structs.replace(seat, secret=b""), form.digest
+        self._keys = lock_keys()
+        self._secret = self._keys.put(seat.secret)
         self._own = _Part(seat.part * seat.part_bytes, layout, seat.writer)
         self._others: dict[int, _Part] = {}
         self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
@@ -235,8 +237,13 @@ class PoolMember:
         self._own_words[_HEAD] = head + 1
 
     def _seal(self, number: int, where: object, content: bytes) -> bytes:
-        sealed = self._cipher.encrypt(_nonce(number), content, _encode(("cloister/kv-pool/1", where)))
+        sealed = self._cipher().encrypt(_nonce(number), content, _encode(("cloister/kv-pool/1", where)))
         return number.to_bytes(_WORD, "little") + len(sealed).to_bytes(_LENGTH_BYTES, "little") + sealed
+
+    def _cipher(self) -> AESGCM:
+        cipher = self._keys.cipher(self._secret)
+        assert cipher is not None  # it is kept for as long as the engine runs
+        return cipher
 
     def _unseal(self, sealed: bytes, where: object) -> tuple[int, bytes] | None:
         """Returns the number and content of what another engine sealed for this place; None if it did not.
@@ -249,7 +256,7 @@ class PoolMember:
         if not number or end > len(sealed):
             return None
         try:
-            content = self._cipher.decrypt(
+            content = self._cipher().decrypt(
                 _nonce(number), sealed[_WORD + _LENGTH_BYTES : end], _encode(("cloister/kv-pool/1", where))
             )
         except (InvalidTag, ValueError):

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cloister.engine.buffer_pool import BufferPool
 from cloister.engine.kv_tier_codec import TierCodec
 from cloister.engine.kv_tier_files import PROBE_BLOCKS, TierFile
+from cloister.engine.locked_keys import lock_keys
 from cloister.kv import KVFormat
 from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.kv.tiers import MAX_TRIAL_BYTES, TAG_BYTES, TierBlock, TierLayout
@@ -140,8 +141,9 @@ class TierWorker:
         self._stored_form = b""  # what is authenticated of the codec
         self._is_chosen = False
         self._slot_bytes = self.files[0].layout.slot_bytes  # the same in all of them
-        self._keys: dict[bytes, AESGCM] = {}  # by root
-        self._secrets: dict[bytes, bytes] = {}  # the same, as bytes
+        self._keys = lock_keys()
+        self._key_of: dict[bytes, int] = {}  # by root
+        self._has_warned = False
         self._find_cipher = find_cipher
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
@@ -204,11 +206,14 @@ class TierWorker:
 
     def write(self, block: TierBlock, content: bytes) -> None:
         """Seals and writes a block, after those before; `take_written` says when."""
-        cipher = self._keys.get(block.root)
-        if cipher is None:
-            secret = self._secrets[block.root] = AESGCM.generate_key(256)
-            cipher = self._keys[block.root] = AESGCM(secret)
-        self._enqueue(block.tier, partial(self._seal, block, cipher, content))
+        key = self._key_of.get(block.root)
+        if key is None:
+            try:
+                key = self._key_of[block.root] = self._keys.draw()
+            except OSError as error:
+                self._refuse(block, error)
+                return
+        self._enqueue(block.tier, partial(self._seal, block, key, content))
 
     def move(self, block: TierBlock, moved: TierBlock) -> None:
         """Copies a block to another tier, after what was to be written before; `take_written` says when."""
@@ -216,7 +221,8 @@ class TierWorker:
 
     def read(self, read: TierRead) -> None:
         """Reads entries in their order; `take_read` brings them, and in the end `is_complete`; nothing after `cancel`."""
-        job = _Read(read, self._keys.get(read.root))
+        key = self._key_of.get(read.root)
+        job = _Read(read, None if key is None else self._keys.cipher(key))
         with self._lock:
             self._reads[read.request_id] = job
         self._readers[read.slowest].submit(self._run, job)
@@ -235,13 +241,15 @@ class TierWorker:
             return (slowest, job.read.tier_bytes[slowest], job.read.timeout_s + late_s) if late_s > 0 else None
 
     def find_secret(self, root: bytes) -> bytes | None:
-        """Returns the key of a chain's blocks; None if it was forgotten."""
-        return self._secrets.get(root)
+        """Returns the key of a chain's blocks, to be announced under another one; None if it was forgotten."""
+        key = self._key_of.get(root)
+        return None if key is None else self._keys.copy(key)
 
     def forget(self, root: bytes) -> None:
         """Forgets a key: nothing that it sealed can be opened any more."""
-        self._keys.pop(root, None)
-        self._secrets.pop(root, None)
+        key = self._key_of.pop(root, None)
+        if key is not None:
+            self._keys.forget(key)
 
     def is_stuck(self, tier: int) -> bool:
         """Whether a read that was cancelled, and needs this tier most, still runs."""
@@ -279,8 +287,8 @@ class TierWorker:
         for file, unwritten in zip(self.files, self._unwritten, strict=True):
             file.is_full = True
             unwritten.clear()
+        self._key_of.clear()
         self._keys.clear()
-        self._secrets.clear()
         self._buffers.close()
         for threads in (*self._writers, *self._readers, self._openers):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -303,11 +311,23 @@ class TierWorker:
                 return
             job()
 
-    def _seal(self, block: TierBlock, cipher: AESGCM, content: bytes) -> None:
+    def _refuse(self, block: TierBlock, error: OSError) -> None:
+        """Stores no block of a chain for whose key no memory may be locked."""
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "the KV tiers store nothing of further conversations: their keys lie in memory that is not swapped, and no "
+                "more may be locked (%s); raise the limit (`ulimit -l`)",
+                error.strerror,
+            )
+        self._note_written(block, 0.0, is_written=False)
+
+    def _seal(self, block: TierBlock, key: int, content: bytes) -> None:
         started_s = time.thread_time()
         stored = content if self._codec is None else self._codec.encode(block.group, content)
         is_written = False
-        if stored is not None:
+        cipher = self._keys.cipher(key)  # None: it was forgotten meanwhile
+        if stored is not None and cipher is not None:
             sealed = self._sealing[: self.files[block.tier].count_sealed(block)]
             cipher.encrypt_into(_nonce(block), stored, self._describe(block), sealed)
             is_written = self._write(block, sealed)
@@ -357,6 +377,7 @@ class TierWorker:
         except Exception as error:  # a thread must not end in silence: the request would wait for its deadline
             _logger.warning("the KV tier could not be read: %s", describe(error))
         finally:
+            job.cipher = None
             with self._lock:
                 job.is_complete = is_complete
                 self._given_up.discard(job)

@@ -92,7 +92,7 @@ _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and 
 _AMONG_ENGINES = mitigate(
     "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
 )
-_SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
+_SEALED_TIER = mitigate("AES-256-GCM under a key per scope, only in the engine's locked memory; a share for each tenant")
 _SHARED_TIER = mitigate(
     "AES-256-GCM under a key per engine and scope, sealed under a secret that only the front's engines have; wiped with its "
     "scope and with its engine; a share for each tenant"
