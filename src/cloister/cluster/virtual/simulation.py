@@ -16,7 +16,7 @@ import msgspec
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
-from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, most_starts, updates_of
+from cloister.cluster.virtual.checks import RECOVERY_S, JobAnswer, check_answer, check_events, most_starts, updates_of
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
@@ -38,8 +38,9 @@ from cloister.types.scope import Scope, ScopeKind
 
 LONGEST_S: Final = 400.0
 """Virtual time within which all requests must have ended."""
-REST_S: Final = 70.0
-"""Virtual time within which the cluster comes to rest after the last request."""
+REST_S: Final = RECOVERY_S + 25.0
+"""Virtual time within which the cluster comes to rest after the last request: a hang is noticed within `RECOVERY_S`, and KV
+of a request that the new engine then computes is kept for others for 20 s."""
 QUIET_S: Final = 6.0
 """A cluster without anything left for so long is at rest: it would have lost links and made up for lost frames by then."""
 LOOK_EVERY_S: Final = 1.0
