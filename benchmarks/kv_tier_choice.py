@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from benchmarks.kv_tiers import ANSWER_TOKENS, TURN_TOKENS, TimedEngine, converse, describe
 from benchmarks.models import MODELS, find_model
-from cloister.engine import EngineCore, kv_tier_reads
+from cloister.engine import EngineCore, kv_tier_files, kv_tier_reads
 from cloister.engine.transports import ProcessTransport
 from cloister.kv.tiers import KVTiers
 from cloister.launch import build_engine
@@ -49,6 +49,7 @@ def build_loading(config: EngineConfig) -> EngineCore:
 
 
 def _slow_down(bytes_s: float) -> None:
+    kv_tier_files.DISK_ENGINES = ("pread", "direct")  # type: ignore[attr-defined]  # those that call what is slowed down
     preadv, lock = os.preadv, threading.Lock()
 
     def read_slowly(fd: int, buffers: Any, place: int) -> int:

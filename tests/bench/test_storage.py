@@ -45,7 +45,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(caught.value.code or 0), captured.out, captured.err
 
 
-@pytest.mark.parametrize(("where", "engines"), [("disk", {"pread", "direct", "mmap"}), ("host", {"pread", "mmap"})])
+@pytest.mark.parametrize(("where", "engines"), [("disk", {"pread", "direct", "io_uring", "mmap"}), ("host", {"pread", "mmap"})])
 def test_every_call_block_and_depth_is_measured_and_one_is_recommended(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str, engines: set[str]
 ) -> None:

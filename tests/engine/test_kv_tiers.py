@@ -147,6 +147,12 @@ def make(tokenizer: Tokenizer) -> Iterator[Callable[..., Engine]]:
             engine.tier.close()
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks are read by calls in whose way a test can stand."""
+    monkeypatch.setattr(kv_tier_files, "DISK_ENGINES", ("pread", "direct"))
+
+
 @pytest.fixture(params=["disk", "host"])
 def setting(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"disk:{tmp_path},10M" if request.param == "disk" else "host:10M"
@@ -288,6 +294,7 @@ def test_a_full_disk_stops_the_tier_once_and_no_request(
     assert engine.num_cached("again") == NUM_HIT, "what was written before is lost"
 
 
+@pytest.mark.usefixtures("calls")
 def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_answers(
     make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +354,7 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_written(make: Callable[...,
     assert engine.num_cached("again") == NUM_HIT
 
 
+@pytest.mark.usefixtures("calls")
 def test_neighbours_are_read_at_once(make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(f"disk:{tmp_path},1M")
     engine.answer("first")
@@ -363,6 +371,19 @@ def test_neighbours_are_read_at_once(make: Callable[..., Engine], tmp_path: Path
     assert engine.num_cached("again") == NUM_HIT
     assert len(sizes) < NUM_HIT // 8
     assert sum(sizes) == NUM_HIT // 8 * engine.index.layout.slot_bytes[0]
+
+
+@pytest.mark.parametrize("engine_name", kv_tier_reads.DISK_ENGINES)
+def test_every_way_to_read_a_disk_brings_the_same(make: Callable[..., Engine], tmp_path: Path, engine_name: str) -> None:
+    engine = make(f"disk:{tmp_path},1M")
+    try:
+        engine.file._use(kv_tier_reads.ReadPattern(engine_name, 2**20, 2))
+    except OSError as error:
+        pytest.skip(f"{engine_name} cannot be used here: {error}")
+    expected = engine.answer("first")
+    engine.crowd_out()
+    assert engine.answer("again") == expected
+    assert engine.num_cached("again") == NUM_HIT
 
 
 def test_a_tier_measures_how_to_read_it_when_it_starts(tmp_path: Path) -> None:
@@ -395,6 +416,7 @@ def test_a_tier_that_has_become_faster_is_noticed_while_requests_are_computed(
     assert engine.num_cached("fast") == NUM_HIT
 
 
+@pytest.mark.usefixtures("calls")
 def test_a_slow_disk_delays_no_start_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, num_read = os.preadv, list[int]()
 
@@ -413,6 +435,7 @@ def test_a_slow_disk_delays_no_start_for_long(tmp_path: Path, monkeypatch: pytes
     assert worker.files[0].pattern.block_bytes == 2**18, "what a slow disk brings would come late"
 
 
+@pytest.mark.usefixtures("calls")
 def test_a_load_that_turns_out_slow_is_cut_short_and_what_arrived_is_used(
     make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,9 @@ def io(
 ) -> None:
     """Measure how fast a directory can be read: bandwidth and latency by call, block size and depth, and what suits a KV tier.
 
-    Reads are in random order and in threads: through the page cache (pread), past it (direct, O_DIRECT), and of a map (mmap).
-    The page cache is empty but where the table says otherwise. A tier measures the same in short when it starts.
+    Reads are in random order and in threads: through the page cache (pread), past it (direct, O_DIRECT; io_uring, in 8 parts
+    each), and of a map (mmap). The page cache is empty but where the table says otherwise. A tier measures the same in short
+    when it starts.
     """
     from cloister.bench.storage import count_cells, measure_storage
 
@@ -54,7 +55,7 @@ def _print(where: str, report: StorageReport) -> None:
     out.print("Times are of one read, at the least depth.", highlight=False)
     out.print(f"Writes of 1 MiB: {report.write_bytes_s / 1e9:.2f} GB/s until they are on the disk", highlight=False)
     if report.left_out:
-        out.print(f"Not on this file system: {', '.join(report.left_out)}", highlight=False)
+        out.print(f"Not on this system: {', '.join(report.left_out)}", highlight=False)
     if not report.is_complete:
         out.print("There was no time for everything; give a longer --timeout-s, or a smaller --size-mb", highlight=False)
     if report.recommended is not None:
