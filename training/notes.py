@@ -41,12 +41,12 @@ class Kind:
     questions: Sequence[tuple[str, str]]
 
 
-_COLOURS = "red blue green yellow black white purple brown grey pink golden violet".split()
-_METALS = "iron copper zinc bronze tin lead nickel steel brass cobalt chrome".split()
+_COLOURS = ["red", "blue", "green", "yellow", "black", "white", "purple", "brown", "grey", "pink", "golden", "violet"]
+_METALS = ["iron", "copper", "zinc", "bronze", "tin", "lead", "nickel", "steel", "brass", "cobalt", "chrome"]
 KINDS = (
     Kind(
         ["Here are notes about ships. Give the code that is asked for.\n\n", "Notes of the port office.\n\n"],
-        "Aurora Neptune Hermes Odin Siren Condor Pelican Triton Vesta Juno Comet Orion Atlas Boreas Calypso Delphin".split(),
+        ["Aurora", "Neptune", "Hermes", "Odin", "Siren", "Condor", "Pelican", "Triton", "Vesta", "Juno", "Comet", "Orion", "Atlas", "Boreas", "Calypso", "Delphin"],
         (),
         ["The code of the {name} is {value}.", "Its code is {value}.", "Use the code {value} for the {name}."],
         ["Ship {name}: ", "The {name}. ", "Note about the ship {name}: "],
@@ -56,7 +56,7 @@ KINDS = (
     ),
     Kind(
         ["Read about the boxes and answer.\n\n", "These boxes stand in the cellar.\n\n"],
-        "one two three four five six seven eight nine ten eleven twelve".split(),
+        ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
         _COLOURS,
         ["The colour of box {name} is {value}.", "Box {name} was painted {value}.", "Its colour is {value}."],
         ["Box {name}. ", "About box {name}: ", "- box {name}: "],
@@ -66,7 +66,7 @@ KINDS = (
     ),
     Kind(
         ["Rooms of the hotel, and their keys.\n\n", "Use these notes of the hotel to answer.\n\n"],
-        "Paris Vienna Lisbon Cairo Quebec Sydney Dublin Kyoto Lima Geneva Bergen Porto Delhi Havana".split(),
+        ["Paris", "Vienna", "Lisbon", "Cairo", "Quebec", "Sydney", "Dublin", "Kyoto", "Lima", "Geneva", "Bergen", "Porto", "Delhi", "Havana"],
         (),
         ["The key of room {name} is {value}.", "Guests of room {name} get the key {value}.", "Its number is {value}."],
         ["Room {name}: ", "The room {name}. ", "Notes about room {name}: "],
@@ -76,7 +76,7 @@ KINDS = (
     ),
     Kind(
         ["Workers and what they carry.\n\n", "Answer with the metal that the worker carries.\n\n"],
-        "Smith Baker Cooper Mason Fisher Carter Turner Potter Weaver Miller Taylor Hunter Porter Shepherd".split(),
+        ["Smith", "Baker", "Cooper", "Mason", "Fisher", "Carter", "Turner", "Potter", "Weaver", "Miller", "Taylor", "Hunter", "Porter", "Shepherd"],
         _METALS,
         ["{name} carries {value}.", "The metal of {name} is {value}.", "Today {name} works with {value}."],
         ["{name}: ", "Worker {name}. ", "What we know of {name}: "],
@@ -86,7 +86,7 @@ KINDS = (
     ),
     Kind(
         ["Readings of the weather posts.\n\n", "Notes with a measured value for each hill. Answer with it.\n\n"],
-        "Maple Cedar Willow Birch Aspen Hazel Juniper Laurel Poplar Linden Alder Rowan".split(),
+        ["Maple", "Cedar", "Willow", "Birch", "Aspen", "Hazel", "Juniper", "Laurel", "Poplar", "Linden", "Alder", "Rowan"],
         (),
         ["The value of {name} hill is {value}.", "On {name} hill {value} was measured.", "The last value was {value}."],
         ["{name} hill: ", "Post on {name} hill. ", "From {name} hill: "],
