@@ -246,7 +246,7 @@ def _read_links(path: Path, spec: DecoderSpec) -> FloatArray | None:
             f"the link tokens have the shape {list(entry.shape)}; the model asks for [K, {spec.hidden_size}] with K from 1 to "
             f"{MAX_LINKS}; train them for this model"
         )
-    links = np.ascontiguousarray(entry.read(), np.float32)
+    links = np.array(entry.read(), np.float32)
     if not np.isfinite(links).all():
         raise ModelError("the link tokens have values that are not finite numbers; train them again")
     return links
