@@ -1,10 +1,10 @@
 """Link tokens for documents that are encoded separately (KVLink, Yang et al. 2025, arXiv:2502.16002).
 
-`python -m training.links --model cloister-5m --out DIRECTORY` writes an adapter: `link_tokens.safetensors` with the embeddings of
-the link tokens and, with `--rank`, a LoRA in PEFT's format. The weights of the model stay as they are. What is learned is to answer
-about notes (`notes.py`) where each note sees the prefix and itself, the links behind a note all notes up to it, and the question
-everything, as `types.documents.Documents` says. Half of the prompts give notes the positions that they have directly behind the
-prefix, the other half those of one text, as modules of a schema have.
+`python -m training.links --model cloister-5m --out DIRECTORY` writes an adapter: `link_tokens.safetensors` with what link
+tokens read and, with `--rank`, a LoRA in PEFT's format. The weights of the model stay as they are. What is learned is to answer about
+notes (`notes.py`) where each note sees the prefix and itself, the links behind a note all notes up to it, and the question
+everything, as `types.documents.Documents` says. Half of the prompts give notes the positions that they have directly behind
+the prefix, the other half those of one text, as modules of a schema have.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from cloister.models import locate
+from cloister.models.adapters import LINKS_FILE
 from cloister.server.documents import join_documents
 from cloister.text import Tokenizer
 from cloister.types.documents import Documents
@@ -32,7 +33,6 @@ from training.notes import Lesson, draw_lesson
 BLOCK_SIZE = 16
 """Documents are filled up to it, as a server does that has the default setting."""
 MAX_NOTES = 8
-LINKS_FILE = "link_tokens.safetensors"
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def train(
 
 def begin_links(model: nn.Module, tokenizer: Tokenizer, num_links: int) -> nn.Parameter:
     """Returns embeddings to begin with, [num_links, hidden]: a newline's, each a little different."""
-    table: Tensor = model.get_input_embeddings().weight  # type: ignore[operator, union-attr, assignment]
+    table: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
     newline = table[tokenizer.encode("\n", add_special_tokens=False)[-1]].detach()
     return nn.Parameter(newline + torch.randn(num_links, table.shape[1]) * table.std() * 0.3)
 
