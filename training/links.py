@@ -1,10 +1,10 @@
 """Link tokens for documents that are encoded separately (KVLink, Yang et al. 2025, arXiv:2502.16002).
 
 `python -m training.links --model cloister-5m --out DIRECTORY` writes an adapter: `link_tokens.safetensors` with what link
-tokens read and, with `--rank`, a LoRA in PEFT's format. The weights of the model stay as they are. What is learned is to answer about
-notes (`notes.py`) where each note sees the prefix and itself, the links behind a note all notes up to it, and the question
-everything, as `types.documents.Documents` says. Half of the prompts give notes the positions that they have directly behind
-the prefix, the other half those of one text, as modules of a schema have.
+tokens read and, with `--rank`, a LoRA in PEFT's format. The weights of the model stay as they are. What is learned is to
+answer about notes (`notes.py`) where each note sees the prefix and itself, the links behind a note all notes up to it, and
+the question everything, as `types.documents.Documents` says. Half of the prompts give notes the positions that they have
+directly behind the prefix, the other half those of one text, as modules of a schema have.
 """
 
 import argparse
@@ -41,31 +41,22 @@ class Prompt:
 
     Attributes:
         token_ids: of prefix, documents, links (as newlines), question and answer.
-        documents: where the documents stand; links follow them.
-        num_links: behind each document.
+        documents: where documents and links stand.
         num_answer: tokens of the answer, at the end.
         is_placed: documents have the positions of one text.
     """
 
     token_ids: list[int]
     documents: Documents
-    num_links: int
     num_answer: int
     is_placed: bool
-
-    @property
-    def links_end(self) -> int:
-        """One past the last link."""
-        return self.documents.end + self.num_links * len(self.documents.starts)
 
 
 def make_prompt(lesson: Lesson, tokenizer: Tokenizer, num_links: int, *, is_placed: bool) -> Prompt:
     """Returns a lesson's prompt, as the server puts one together."""
-    joined = join_documents(lesson.prefix, lesson.notes, lesson.question, tokenizer, BLOCK_SIZE)
-    end, answer = joined.documents.end, tokenizer.encode(lesson.answer, add_special_tokens=False)
-    links = tokenizer.encode("\n", add_special_tokens=False)[-1:] * (num_links * len(lesson.notes))
-    token_ids = [*joined.token_ids[:end], *links, *joined.token_ids[end:], *answer]
-    return Prompt(token_ids, joined.documents, num_links, len(answer), is_placed)
+    joined = join_documents(lesson.prefix, lesson.notes, lesson.question, tokenizer, BLOCK_SIZE, num_links)
+    answer = tokenizer.encode(lesson.answer, add_special_tokens=False)
+    return Prompt([*joined.token_ids, *answer], joined.documents, len(answer), is_placed)
 
 
 def place(prompt: Prompt) -> tuple[Tensor, Tensor]:
@@ -75,7 +66,8 @@ def place(prompt: Prompt) -> tuple[Tensor, Tensor]:
     ends = (*documents.starts[1:], documents.end)
     for number, (start, end) in enumerate(zip(documents.starts, ends, strict=True)):
         sees[start:end, documents.starts[0] : start] = False
-        links = slice(documents.end + number * prompt.num_links, documents.end + (number + 1) * prompt.num_links)
+        first = documents.end + number * documents.num_links
+        links = slice(first, first + documents.num_links)
         sees[links, end : documents.end] = False
         if not prompt.is_placed:
             positions[start:end] -= start - documents.starts[0]
@@ -89,8 +81,8 @@ def run(model: nn.Module, links: Tensor, prompt: Prompt) -> Tensor:
     positions, sees = place(prompt)
     embeddings = model.get_input_embeddings()(tokens)  # type: ignore[operator]
     rows = links.repeat(len(prompt.documents.starts), 1).to(embeddings.dtype)
-    end, after = prompt.documents.end, prompt.links_end
-    embeddings = torch.cat((embeddings[:end], rows, embeddings[after:]))
+    documents = prompt.documents
+    embeddings = torch.cat((embeddings[: documents.end], rows, embeddings[documents.links_end :]))
     mask = torch.zeros(sees.shape).masked_fill(~sees, -math.inf)
     asked = torch.arange(len(tokens) - prompt.num_answer - 1, len(tokens) - 1)
     given: dict[str, Any] = {"attention_mask": mask[None, None], "position_ids": positions[None], "use_cache": False}
