@@ -260,7 +260,8 @@ def try_links(bench: Bench, options: argparse.Namespace, name: str) -> None:
         longest = 8192 if name != "cloister-5m" else None
         engine = open_engine(options, model=name, prefix_cache=True, max_model_len=longest, lora=lora)
         adapters = {adapter.name: adapter for adapter in engine.adapters.loaded}
-        judge_links(bench, options, name, engine, tokenizer, adapters)
+        if options.num_questions:
+            judge_links(bench, options, name, engine, tokenizer, adapters)
         time_links(bench, options, name, engine, tokenizer, adapters["newlines"])
 
 
