@@ -5,6 +5,9 @@ each, and asks for one of them. It is computed as one text, as one text with the
 note encoded separately; without notes nobody can know the number.
 
 With --tune, APE's temperature and scale are chosen on these notes, and tried on others: about people, with a word each.
+
+With --adapter, KVLink's link tokens are tried on both: those of an adapter, such as `training/links.py` writes, and newlines in
+their place, which nobody trained.
 """
 
 from __future__ import annotations
@@ -13,25 +16,33 @@ import argparse
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from benchmarks.harness import Bench, make_parser, make_progress, open_engine
+from cloister.backends.tensors import dequantized
 from cloister.engine import EngineCore
-from cloister.models import locate
+from cloister.models import load, locate
+from cloister.models.adapters import LINKS_FILE
+from cloister.models.safetensors import write_tensors
 from cloister.server.documents import join_documents
 from cloister.server.prompt_schemas import Layout, ModuleInput, PromptSchemaBody
 from cloister.server.schemas import ModuleChoice
 from cloister.text import Tokenizer
 from cloister.types.documents import Documents
 from cloister.types.events import Submit
-from cloister.types.request import Request, SamplingParams
+from cloister.types.request import AdapterInfo, Request, SamplingParams
 
+NUM_NEWLINES = 5
+"""Link tokens of a document where newlines stand in their place."""
 KINDS = ("one text", "one text, filled up", "separately", "modules of a schema", "no notes")
 NUM_NOTES = (2, 4, 8)
 SENTENCES = (4, 16, 32)
@@ -79,17 +90,21 @@ def main() -> int:
     parser.add_argument("--models", default="cloister-5m,smollm2-135m", help="names or directories, with commas")
     parser.add_argument("--num-questions", type=int, default=24, help="for each number of notes")
     parser.add_argument("--tune", action="store_true", help="choose temperature and scale, and nothing else")
+    parser.add_argument("--adapter", type=Path, help="try the link tokens of this directory, for one model, and nothing else")
     parser.add_argument("--temperatures", default="1,0.8,0.6,0.4", help="to choose from, with commas")
     parser.add_argument("--scales", default="1.2,1.1,1,0.9", help="to choose from, with commas")
     parser.add_argument("--num-rounds", type=int, default=3, help="prompts of each length that are timed")
     options = parser.parse_args()
     bench = Bench(
-        "prompt_modules",
+        "prompt_modules" if options.adapter is None else "link_tokens",
         f"Documents encoded separately, {options.models}",
         "a hit in another order answers sooner the longer the documents are; fewer answers are right than with full prefill, "
         "since the models were not trained for it",
     )
     for name in options.models.split(","):
+        if options.adapter is not None:
+            try_links(bench, options, name)
+            continue
         engine = open_engine(options, model=name, prefix_cache=True, max_model_len=8192 if name != "cloister-5m" else None)
         tokenizer = Tokenizer(locate(name))
         if options.tune:
@@ -134,21 +149,28 @@ def make_request(
     max_tokens: int = 8,
     weights: tuple[float, float] = (1.0, 1.0),
     num_chosen: int | None = None,
+    adapter: AdapterInfo | None = None,
+    has_links: bool = True,
 ) -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    digest = None if adapter is None else adapter.digest
+    num_links = adapter.num_links if adapter is not None and has_links else 0
     if kind in ("one text", "no notes"):
         notes = question.notes if kind == "one text" else []
         tokens = tokenizer.encode("".join([question.prefix, *notes, question.text]), add_special_tokens=True)
-        return Request(request_id=kind, token_ids=tokens, sampling=sampling)
+        return Request(request_id=kind, token_ids=tokens, sampling=sampling, adapter=digest)
     if kind == "modules of a schema":
         modules = [ModuleInput(name=f"note-{number}", text=note) for number, note in enumerate(question.notes)]
         layout = Layout(PromptSchemaBody(name="notes", prefix=question.prefix, modules=[*modules]), tokenizer, block_size)
         asked = tokenizer.encode(question.text, add_special_tokens=False)
-        placed = layout.join([ModuleChoice(name=module.name) for module in modules[:num_chosen]], asked)
-        return Request(request_id=kind, token_ids=placed.token_ids, sampling=sampling, documents=placed.documents)
-    prompt = join_documents(question.prefix, question.notes, question.text, tokenizer, block_size)
-    documents = Documents(prompt.documents.starts, prompt.documents.end, *weights) if kind == "separately" else None
-    return Request(request_id=kind, token_ids=prompt.token_ids, sampling=sampling, documents=documents)
+        placed = layout.join([ModuleChoice(name=module.name) for module in modules[:num_chosen]], asked, num_links)
+        return Request(
+            request_id=kind, token_ids=placed.token_ids, sampling=sampling, documents=placed.documents, adapter=digest
+        )
+    prompt = join_documents(question.prefix, question.notes, question.text, tokenizer, block_size, num_links)
+    weighed = Documents(prompt.documents.starts, prompt.documents.end, *weights, num_links=num_links)
+    documents = weighed if kind == "separately" else None
+    return Request(request_id=kind, token_ids=prompt.token_ids, sampling=sampling, documents=documents, adapter=digest)
 
 
 def ask(engine: EngineCore, request: Request, name: str) -> tuple[str, float, int]:
@@ -215,15 +237,82 @@ def tune_weights(bench: Bench, options: argparse.Namespace, name: str, engine: E
 
 
 def judge(
-    engine: EngineCore, tokenizer: Tokenizer, questions: Sequence[Question], kind: str, weights: tuple[float, float]
-) -> list[bool]:
+    engine: EngineCore, tokenizer: Tokenizer, questions: Sequence[Question], kind: str,
+    weights: tuple[float, float] = (1.0, 1.0), adapter: AdapterInfo | None = None, has_links: bool = True,
+) -> list[bool]:  # fmt: skip
     """Returns which questions are answered right."""
-    right = []
+    right, size = [], engine.model.document_block_size
     for number, question in enumerate(questions):
-        request = make_request(kind, question, tokenizer, engine.model.document_block_size, weights=weights)
-        answer = ask(engine, request, f"{kind} {weights} {number}")[0]
+        request = make_request(kind, question, tokenizer, size, weights=weights, adapter=adapter, has_links=has_links)
+        answer = ask(engine, request, f"{kind} {weights} {adapter is None or adapter.name} {has_links} {number}")[0]
         right.append(answer.strip().startswith(question.number))
     return right
+
+
+def try_links(bench: Bench, options: argparse.Namespace, name: str) -> None:
+    """Compares link tokens of an adapter, newlines in their place, and no links."""
+    model, tokenizer = load(locate(name)), Tokenizer(locate(name))
+    table = dequantized(model.weights.read("embed.weight"))
+    newline = table[tokenizer.encode("\n", add_special_tokens=False)[-1]].astype(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tensors(Path(folder) / LINKS_FILE, {"link_tokens": np.tile(newline, (NUM_NEWLINES, 1))})
+        lora = f"trained={options.adapter},newlines={folder}"
+        longest = 8192 if name != "cloister-5m" else None
+        engine = open_engine(options, model=name, prefix_cache=True, max_model_len=longest, lora=lora)
+        adapters = {adapter.name: adapter for adapter in engine.adapters.loaded}
+        if options.num_questions:
+            judge_links(bench, options, name, engine, tokenizer, adapters)
+        time_links(bench, options, name, engine, tokenizer, adapters["newlines"])
+
+
+def judge_links(
+    bench: Bench, options: argparse.Namespace, name: str, engine: EngineCore, tokenizer: Tokenizer,
+    adapters: Mapping[str, AdapterInfo],
+) -> None:  # fmt: skip
+    rng, size = random.Random(options.seed + 3), options.num_questions
+    ways: list[tuple[str, str, bool]] = [
+        ("one text", "", False), ("separately", "", False), (KINDS[3], "", False), ("separately", "newlines", True),
+        (KINDS[3], "newlines", True), ("one text", "trained", False), ("separately", "trained", False),
+        ("separately", "trained", True), (KINDS[3], "trained", False), (KINDS[3], "trained", True),
+        ("no notes", "trained", False),
+    ]  # fmt: skip
+    rows: list[list[Any]] = []
+    with make_progress() as progress:
+        for text, drawn in (("places", draw), ("people", draw_person)):
+            questions = [drawn(rng, num_notes, 3) for num_notes in NUM_NOTES for _ in range(size)]
+            for kind, adapter, has_links in progress.track(ways, description=f"{name}, {text}"):
+                right = judge(engine, tokenizer, questions, kind, adapter=adapters.get(adapter), has_links=has_links)
+                of_size = [sum(right[place : place + size]) / size for place in range(0, len(right), size)]
+                rows.append([text, kind, adapter, "yes" if has_links else "", *of_size])
+    headers = ("text", "computed as", "adapter", "links", *(f"{num_notes} notes" for num_notes in NUM_NOTES))
+    bench.print_rows(f"{name}: share of right answers ({size} questions each)", headers, rows)
+    bench.check(f"{name}: right without notes", max(max(row[4:]) for row in rows if row[1] == "no notes"), high=0.2)
+
+
+def time_links(
+    bench: Bench, options: argparse.Namespace, name: str, engine: EngineCore, tokenizer: Tokenizer, adapter: AdapterInfo
+) -> None:
+    """Times the first token behind eight cached documents, with links and without, beside one text; all with an adapter that
+    changes no product."""
+    rng, rows, size = random.Random(options.seed + 4), [], engine.model.document_block_size
+    for num_sentences in SENTENCES:
+        times: dict[tuple[str, bool], list[float]] = {
+            ("one text", False): [],
+            ("separately", False): [],
+            ("separately", True): [],
+        }
+        for number in range(options.num_rounds):
+            question = draw(rng, 8, num_sentences)
+            ask(engine, make_request("separately", question, tokenizer, size, 1, adapter=adapter), f"{num_sentences} {number}")
+            for kind, has_links in times:
+                asked = shuffle(rng, question)
+                request = make_request(kind, asked, tokenizer, size, 1, adapter=adapter, has_links=has_links)
+                times[kind, has_links].append(ask(engine, request, f"{num_sentences} {number} {kind} {has_links}")[1])
+        medians = [1e3 * statistics.median(each) for each in times.values()]
+        rows.append([len(request.token_ids), *medians, medians[0] / medians[2]])
+    headers = ("prompt tokens", "one text", "separately, cached", "the same with links", "one text against that")
+    bench.print_rows(f"{name}: time to first token, ms (median of {options.num_rounds})", headers, rows)
+    bench.check(f"{name}: one text against cached documents with links, longest prompt", rows[-1][-1], low=2.0)
 
 
 def time_hits(bench: Bench, options: argparse.Namespace, name: str, engine: EngineCore, tokenizer: Tokenizer) -> None:

@@ -32,6 +32,8 @@ def arrangements(num_blocks: int) -> Iterator[tuple[list[int], Documents | None]
             cuts = [SIZE * place for place, cut in enumerate(is_cut, 1) if cut]
             for weights in WEIGHTS if len(cuts) > 1 else ():
                 yield tokens, Documents(tuple(cuts[:-1]), cuts[-1], *weights)
+            if len(cuts) > 1:
+                yield tokens, Documents(tuple(cuts[:-1]), cuts[-1], num_links=2)
             for positions in place(cuts) if len(cuts) > 1 else ():
                 yield tokens, Documents(tuple(cuts[:-1]), cuts[-1], positions=positions)
 
@@ -55,7 +57,7 @@ def find_contexts(tokens: list[int], documents: Documents | None, scope: Scope, 
         if documents is not None and position >= documents.end:
             bounds = pairwise((0, *documents.starts, documents.end))
             parts = tuple(tuple(tokens[first:last]) for first, last in bounds)
-            weights = (documents.temperature, documents.scale, documents.positions)
+            weights = (documents.temperature, documents.scale, documents.positions, documents.num_links)
             found.append(("after documents", scope, adapter, parts, weights, tuple(tokens[documents.end : end])))
             continue
         if documents is not None and documents.positions and position >= documents.starts[0]:

@@ -102,6 +102,42 @@ def test_a_rank_without_room_is_refused_with_the_setting_to_raise(model: Path, t
         read_adapter(write_adapter(tmp_path, model, rank=16), load(model).spec, max_rank=8)
 
 
+def write_links(path: Path, **tensors: np.ndarray) -> Path:
+    path.mkdir(exist_ok=True)
+    write_tensors(path / "link_tokens.safetensors", tensors)
+    return path
+
+
+def test_link_tokens_come_alone_or_beside_updates_and_change_the_digest(model: Path, tmp_path: Path) -> None:
+    spec = load(model).spec
+    rows = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
+    alone = read_adapter(write_links(tmp_path / "alone", link_tokens=rows), spec, max_rank=8)
+    beside = read_adapter(write_links(write_adapter(tmp_path / "beside", model), link_tokens=rows), spec, max_rank=8)
+    without = read_adapter(write_adapter(tmp_path / "without", model), spec, max_rank=8)
+    others = read_adapter(write_links(tmp_path / "others", link_tokens=rows + 1), spec, max_rank=8)
+    for adapter in (alone, beside):
+        assert adapter.links is not None
+        assert np.array_equal(adapter.links, rows)
+    assert without.links is None
+    assert not alone.weights.updates
+    assert len({adapter.digest for adapter in (alone, beside, without, others)}) == 4
+    assert beside.weights.updates.keys() == without.weights.updates.keys()
+
+
+@pytest.mark.parametrize(("tensors", "message"), [
+    ({"link_tokens": np.zeros((3, 65), np.float32)}, "train them for this model"),
+    ({"link_tokens": np.zeros((65, 64), np.float32)}, "K from 1 to 64"),
+    ({"link_tokens": np.zeros(64, np.float32)}, "shape"), ({"link_tokens": np.full((3, 64), np.inf, np.float32)}, "finite"),
+    ({"link_tokens": np.zeros((3, 64), np.int32)}, "I32"), ({"links": np.zeros((3, 64), np.float32)}, "one tensor"),
+    ({"link_tokens": np.zeros((3, 64), np.float32), "more": np.zeros(1, np.float32)}, "one tensor"),
+])  # fmt: skip
+def test_link_tokens_that_do_not_fit_are_refused(
+    model: Path, tmp_path: Path, tensors: dict[str, np.ndarray], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_adapter(write_links(tmp_path / "links", **tensors), load(model).spec, max_rank=8)
+
+
 def test_missing_files_are_told(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         read_adapter(tmp_path, load(model).spec, max_rank=8)

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+from cloister.types.request import AdapterInfo
 from tests.server.running_server import INFO, MODEL, RunningServer, ScriptedEngine, says, serving_script
 from tests.server.test_bad_input import SECRET, check_error
 
@@ -120,6 +121,39 @@ def test_documents_of_a_chat_stand_before_what_the_user_says(server: RunningServ
     assert [*prefix, *rest[1:]] == plain
     assert request.documents.temperature == 0.8
     assert reply.json()["usage"]["prompt_tokens_details"]["document_tokens"] == len(first) + len(second)
+
+
+LINKED = AdapterInfo(name="linked", digest="digest of links", path="", rank=0, num_links=3)
+
+
+def test_documents_of_an_adapter_with_link_tokens_get_some_each(server: RunningServer, engine: ScriptedEngine) -> None:
+    engine.adapters.loaded["linked"] = LINKED
+    assert post(server, documents=TWO).status_code == 200
+    plain = engine.taken[-1]
+    reply = post(server, model="linked", documents=TWO, documents_scale=0.9)
+    assert reply.status_code == 200, reply.text
+    request = engine.taken[-1]
+    assert plain.documents is not None
+    assert request.documents == msgspec.structs.replace(plain.documents, num_links=3, scale=0.9)
+    assert bytes(request.token_ids) == bytes(plain.token_ids).replace(b"why?", b"\n" * 6 + b"why?")
+    assert request.adapter == LINKED.digest
+    details = reply.json()["usage"]
+    assert (details["prompt_tokens"], details["prompt_tokens_details"]["document_tokens"]) == (8 + 24 + 6 + 4, 24)
+    assert post(server, model="linked").status_code == 200
+    assert engine.taken[-1].documents is None
+    del engine.adapters.loaded["linked"]
+
+
+def test_documents_of_a_chat_get_link_tokens_too(server: RunningServer, engine: ScriptedEngine) -> None:
+    engine.adapters.loaded["linked"] = LINKED
+    assert chat(server, documents=TWO).status_code == 200
+    plain = engine.taken[-1]
+    assert plain.documents is not None
+    assert chat(server, model="linked", documents=TWO).status_code == 200
+    request, end = engine.taken[-1], plain.documents.end
+    assert request.documents == msgspec.structs.replace(plain.documents, num_links=3)
+    assert request.token_ids == [*plain.token_ids[:end], *[ord("\n")] * 6, *plain.token_ids[end:]]
+    del engine.adapters.loaded["linked"]
 
 
 def test_a_chat_without_documents_may_say_so(server: RunningServer, engine: ScriptedEngine) -> None:

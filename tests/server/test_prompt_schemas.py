@@ -12,6 +12,7 @@ import pytest
 
 from cloister.policy import Credentials, Gate, Policy
 from cloister.server.responses.keeping import ResponseStore
+from cloister.types.request import AdapterInfo
 from tests.server.running_server import INFO, MODEL, RunningServer, ScriptedEngine, says, serving_script
 from tests.server.test_bad_input import SECRET, check_error
 
@@ -75,6 +76,24 @@ def test_chosen_modules_keep_their_positions_and_arguments_stand_in_their_places
     assert turns[24:32] == list(range(30, 38)), "where all modules of the union begin"
     assert turns[32:35] == [13, 14, 15], "in the place of the parameter"
     assert turns[35:] == list(range(54, 58)), "behind the union's longest module"
+
+
+def test_link_tokens_stand_behind_the_modules_and_have_the_positions_behind_the_last(
+    server: RunningServer, engine: ScriptedEngine
+) -> None:
+    engine.adapters.loaded["linked"] = AdapterInfo(name="linked", digest="digest", path="", rank=0, num_links=3)
+    assert ask(server, "oslo", plan("two")).status_code == 200
+    plain = engine.taken[-1]
+    assert ask(server, "oslo", plan("two"), model="linked").status_code == 200
+    request = engine.taken[-1]
+    assert plain.documents is not None
+    assert request.documents is not None
+    end, asked = plain.documents.end, len(b"why?")
+    assert (request.documents.starts, request.documents.end, request.documents.num_links) == (plain.documents.starts, end, 3)
+    assert request.token_ids == [*plain.token_ids[:end], *[ord("\n")] * 6, *plain.token_ids[end:]]
+    before, turns = plain.documents.turns(0, len(plain.token_ids)), request.documents.turns(0, len(request.token_ids))
+    assert turns == [*before[:end], *range(54, 60), *before[end:-asked], *range(60, 64)]
+    del engine.adapters.loaded["linked"]
 
 
 def test_a_module_has_the_same_positions_whatever_is_chosen_beside_it(server: RunningServer, engine: ScriptedEngine) -> None:

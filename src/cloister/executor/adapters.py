@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from cloister.backends.adapters import adapter_bytes, adapter_step_bytes
-from cloister.backends.base import Program
+from cloister.backends.base import FloatArray, Program
 from cloister.backends.spec import DecoderSpec
-from cloister.models.adapters import Adapter, read_rank
+from cloister.models.adapters import Adapter, read_age, read_rank
 from cloister.types.config import EngineConfig, parse_adapters
 from cloister.types.errors import ConfigError
 from cloister.types.request import AdapterInfo
@@ -68,11 +68,17 @@ class AdapterSlots:
     def __init__(self, program: Program, read: Callable[[Path], Adapter], num_slots: int) -> None:
         self._program, self._read, self._num_slots = program, read, num_slots
         self._slots: dict[str, int] = {}
+        self._links: dict[str, FloatArray] = {}
 
     @property
     def slots(self) -> Mapping[str, int]:
         """Digest -> slot; changes as adapters are loaded and unloaded."""
         return self._slots
+
+    @property
+    def links(self) -> Mapping[str, FloatArray]:
+        """Digest -> what link tokens read, [num_links, hidden], of adapters that have some; changes too."""
+        return self._links
 
     def load(self, name: str, path: str) -> AdapterInfo:
         """Reads an adapter and loads it into a slot; identical weights are loaded only once.
@@ -87,12 +93,21 @@ class AdapterSlots:
             slot = self._free_slot()
             self._program.load_adapter(slot, adapter.weights)
             self._slots[adapter.digest] = slot
-        created_s = int((directory / "adapter_config.json").stat().st_mtime)
-        return AdapterInfo(name=name, digest=adapter.digest, path=path, rank=adapter.weights.rank, created_s=created_s)
+            if adapter.links is not None:
+                self._links[adapter.digest] = adapter.links
+        return AdapterInfo(
+            name=name,
+            digest=adapter.digest,
+            path=path,
+            rank=adapter.weights.rank,
+            created_s=read_age(directory),
+            num_links=0 if adapter.links is None else len(adapter.links),
+        )
 
     def unload(self, digest: str) -> None:
         """Empties the slot of an adapter."""
         self._program.unload_adapter(self._slots.pop(digest))
+        self._links.pop(digest, None)
 
     def _free_slot(self) -> int:
         taken = set(self._slots.values())

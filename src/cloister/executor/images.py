@@ -9,6 +9,7 @@ import numpy as np
 
 from cloister.backends.base import FloatArray, IntArray
 from cloister.backends.vision import WRONG_POSITIONS, AnyVisionSpec
+from cloister.executor.links import SequenceLinks
 from cloister.types.errors import EngineError
 from cloister.types.images import ImageTile
 
@@ -79,18 +80,26 @@ class GridPositions:
         return turns
 
 
-def gather(parts: Sequence[tuple[SequenceImages, int, int, int]]) -> tuple[FloatArray, IntArray] | None:
+def gather(parts: Sequence[tuple[SequenceImages | SequenceLinks, int, int, int]]) -> tuple[FloatArray, IntArray] | None:
     """Returns embeddings and the tokens that they stand at (`ForwardBatch.embeddings`, `embedding_rows`); None where none do.
 
     Args:
-        parts: images of a sequence, the positions [start, end) that the step computes, and where its tokens begin.
+        parts: images or links of a sequence, the positions [start, end) that the step computes, and where its tokens begin.
     """
     pieces, places = [], []
-    for images, start, end, first_token in parts:
-        for position, rows in images.rows(start, end):
+    for held, start, end, first_token in parts:
+        for position, rows in held.rows(start, end):
             pieces.append(rows)
             places.append(np.arange(len(rows), dtype=np.int32) + (first_token + position - start))
-    return (np.concatenate(pieces), np.concatenate(places)) if pieces else None
+    if not pieces:
+        return None
+    width = max(rows.shape[1] for rows in pieces)  # links add nothing behind later layers, as rows of some images do
+    found = np.zeros((sum(map(len, pieces)), width), np.float32)
+    end = 0
+    for rows in pieces:
+        found[end : end + len(rows), : rows.shape[1]] = rows
+        end += len(rows)
+    return found, np.concatenate(places)
 
 
 def find_last_seen(parts: Sequence[tuple[SequenceImages, int, int, int]], positions: IntArray) -> IntArray | None:

@@ -15,6 +15,7 @@ from cloister.backends.ranges import KVRanges
 from cloister.executor.arrays import as_ints, block_tables
 from cloister.executor.drafters import NOTHING, Draft
 from cloister.executor.images import find_last_seen, gather
+from cloister.executor.links import cut_at_links
 from cloister.executor.state import SequenceState
 from cloister.types.documents import Documents
 from cloister.types.errors import EngineError
@@ -120,7 +121,7 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     # Growable C arrays: for the few numbers of a decode step a numpy call costs more than a loop.
     token_ids, positions, context_lens, logit_rows = array("i"), array("i"), array("i"), array("i")
     query_starts = array("i", (0,))
-    has_adapter = has_tree = has_images = has_grids = has_documents = has_weights = False
+    has_adapter = has_tree = has_images = has_links = has_grids = has_documents = has_weights = False
     block_size, num_groups = tables.block_size, tables.num_groups
     block_positions = block_size if num_groups == 1 else block_size / num_groups  # positions for each number in a block table
     for part in parts:
@@ -139,8 +140,14 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
             has_weights = has_weights or part.state.documents is not None
             continue
         _check(part, block_positions)
-        shift = 0 if part.state.documents is None else part.state.documents.shift(start)
+        shift = 0
+        if part.state.documents is not None:
+            if len(part.state.documents.cut_links(start, end)) > 1:
+                return forward_batch(cut_at_links(parts), tables)
+            first_hidden, end_hidden = part.state.documents.find_hidden(start)
+            shift = end_hidden - first_hidden
         has_documents = has_documents or shift > 0
+        has_links = has_links or part.state.links is not None
         has_weights = has_weights or part.state.documents is not None
         token_ids += known[start:end]
         positions.extend(range(start - shift, end - shift))
@@ -165,8 +172,8 @@ def forward_batch(parts: Sequence[ScheduledSequence], tables: TableLayout) -> Fo
     embeddings = embedding_rows = last_seen = None
     ranges, weights = _document_weights(parts) if has_weights else (None, None)
     has_turns = has_grids or (has_weights and any(_turned_documents(part) is not None for part in parts))
-    if has_images:
-        embeddings, embedding_rows, last_seen = _images(parts, query_starts, as_ints(positions))
+    if has_images or has_links:
+        embeddings, embedding_rows, last_seen = _embeddings(parts, query_starts, as_ints(positions))
     width = -(-max(context_lens) // block_size) * num_groups
     if layer_rows is not None:
         found_tables = layer_rows.cells
@@ -203,18 +210,17 @@ def _range_tables(parts: Sequence[ScheduledSequence], ranges: KVRanges, width: i
     for row, part in zip(found, parts, strict=True):
         documents = part.state.documents
         if documents is not None:  # as `_seen_blocks`
-            row[documents.starts[0] // block_size :] += documents.shift(part.plan.start) // block_size
+            first, end = documents.find_hidden(part.plan.start)
+            row[first // block_size :] += (end - first) // block_size
     return found
 
 
 def _seen_blocks(part: ScheduledSequence, block_size: int) -> array[int]:
-    """Returns the block table of a part: a document sees the prefix and itself, as if there were nothing in between."""
+    """Returns the block table of a part: a document sees the prefix and itself, as if there were nothing in between, and links
+    do not see later documents."""
     blocks, documents = part.state.blocks, part.state.documents
-    shift = 0 if documents is None else documents.shift(part.plan.start)
-    if documents is None or not shift:
-        return blocks
-    first = documents.starts[0] // block_size
-    return blocks[:first] + blocks[first + shift // block_size :]
+    first, end = (0, 0) if documents is None else documents.find_hidden(part.plan.start)
+    return blocks if first == end else blocks[: first // block_size] + blocks[end // block_size :]
 
 
 def _document_weights(parts: Sequence[ScheduledSequence]) -> tuple[IntArray, FloatArray] | tuple[None, None]:
@@ -223,20 +229,23 @@ def _document_weights(parts: Sequence[ScheduledSequence]) -> tuple[IntArray, Flo
     for number, part in enumerate(parts):
         documents = part.state.documents
         if documents is not None and documents.has_weights and part.plan.start >= documents.end:
-            ranges[number], weights[number] = (documents.starts[0], documents.end), (documents.temperature, documents.scale)
+            first, end = documents.find_hidden(part.plan.start)
+            seen = documents.starts[0], documents.end - (end - first)
+            ranges[number], weights[number] = seen, (documents.temperature, documents.scale)
     return (ranges, weights) if ranges.any() else (None, None)
 
 
-def _images(
+def _embeddings(
     parts: Sequence[ScheduledSequence], query_starts: Sequence[int], positions: IntArray
 ) -> tuple[FloatArray | None, IntArray | None, IntArray | None]:
-    """Returns what stands at the positions of images, where these are, and the last position that each token sees."""
-    own = [
-        (part.state.images, part.plan.start, part.end, first)
-        for part, first in zip(parts, query_starts, strict=False)
-        if part.state.images is not None
-    ]
-    return *(gather(own) or (None, None)), find_last_seen(own, positions)
+    """Returns what stands at the positions of images and links, where these are, and the last position that each token sees."""
+    images, links = [], []
+    for part, first in zip(parts, query_starts, strict=False):
+        if part.state.images is not None:
+            images.append((part.state.images, part.plan.start, part.end, first))
+        if part.state.links is not None:
+            links.append((part.state.links, part.plan.start, part.end, first))
+    return *(gather([*images, *links]) or (None, None)), find_last_seen(images, positions)
 
 
 def _rope_positions(parts: Sequence[ScheduledSequence], query_starts: Sequence[int], positions: IntArray) -> IntArray:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from cloister.backends.base import Capability, KVGroup, Program, SamplingMetadata
+from cloister.backends.base import Capability, FloatArray, KVGroup, Program, SamplingMetadata
 from cloister.backends.vision import AnyVisionSpec
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, Drafter
@@ -38,6 +38,7 @@ class ModelRunner:
     Attributes:
         encoding: encodes the images of sequences, and says when they are done.
         adapters: digest -> slot of the program's adapters; may change between steps.
+        links: digest -> what their link tokens read (`executor.links`), of those that have some; may change too.
         grammars: compiles the grammars of sequences; None fails sequences with a grammar.
         drafters: drafters by their names in plans; None if no plan drafts.
     """
@@ -51,6 +52,7 @@ class ModelRunner:
         block_size: int,
         clock: Clock | None = None,
         adapters: Mapping[str, int] = {},
+        links: Mapping[str, FloatArray] = {},
         grammars: Grammars | None = None,
         drafters: Mapping[str, Drafter] | None = None,
         groups: Sequence[KVGroup] = (),
@@ -71,6 +73,7 @@ class ModelRunner:
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             adapters=adapters,
+            links=links,
             grammars=grammars,
             num_groups=self._num_groups,
             vision=vision if Capability.IMAGES in program.capabilities else None,

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cloister.backends.base import SAMPLING_METADATA, IntArray, SamplingMetadata
+from cloister.backends.base import SAMPLING_METADATA, FloatArray, IntArray, SamplingMetadata
 from cloister.backends.ranges import KVRanges
 from cloister.backends.vision import AnyVisionSpec
 from cloister.executor.arrays import overwrite
 from cloister.executor.grammar import Grammars, GrammarState
 from cloister.executor.images import GridPositions, SequenceImages, find_objection
+from cloister.executor.links import SequenceLinks
 from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
 from cloister.executor.pooling import Pool
 from cloister.types.documents import Documents
@@ -43,6 +44,7 @@ class SequenceState:
         images: images of its prompt; None once all their positions are computed.
         grids: what its tokens turn by, where that is not their position; None where it is.
         documents: parts of its prompt that are encoded separately.
+        links: their link tokens; None for none.
         unmapped_from: the first entry of its block table that its address range lacks, or has another block for
             (`BatchState.map_blocks`); None if the range is as the table.
     """
@@ -67,6 +69,7 @@ class SequenceState:
     images: SequenceImages | None = None
     grids: GridPositions | None = None
     documents: Documents | None = None
+    links: SequenceLinks | None = None
     unmapped_from: int | None = 0
 
     @property
@@ -114,6 +117,7 @@ class BatchState:
 
     Args:
         adapters: digest -> slot of the program's adapters.
+        links: digest -> what the link tokens of an adapter read, [num_links, hidden], of those that have some.
         num_groups: number of layer groups, each with one block per entry of a block table.
         vision: the tower that encodes images; None if there is none.
         ranges: maps blocks to address ranges of sequences; None if the program has none.
@@ -131,6 +135,7 @@ class BatchState:
         vocab_size: int,
         max_model_len: int,
         adapters: Mapping[str, int] = {},
+        links: Mapping[str, FloatArray] = {},
         grammars: Grammars | None = None,
         num_groups: int = 1,
         vision: AnyVisionSpec | None = None,
@@ -143,6 +148,7 @@ class BatchState:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._adapters = adapters
+        self._links = links
         self._sequences: dict[int, SequenceState] = {}
         self.num_pooled = 0
         self.num_guided = 0
@@ -198,6 +204,8 @@ class BatchState:
         )  # fmt: skip
         if state.failure is None:
             state.tokens.extend(new.token_ids)
+            if new.documents is not None and new.documents.num_links and new.adapter is not None:
+                state.links = SequenceLinks(new.documents, self._links[new.adapter])
             if new.images:
                 state.images, state.grids = SequenceImages(list(new.images)), GridPositions.of(new.images)
                 self.num_with_images += 1
@@ -305,6 +313,9 @@ class BatchState:
         """Returns why a sequence cannot run, or None."""
         if new.adapter is not None and new.adapter not in self._adapters:
             return "the adapter is not loaded any more; ask for another model"
+        num_links = 0 if new.documents is None else new.documents.num_links
+        if num_links and num_links != len(self._links.get(new.adapter or "", ())):
+            return "the adapter has not so many link tokens; ask for another model, or encode no documents separately"
         ids = new.token_ids
         if not 0 < len(ids) <= self._max_model_len:
             return f"a sequence needs 1 to {self._max_model_len} tokens; shorten the prompt"

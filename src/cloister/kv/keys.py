@@ -97,10 +97,12 @@ class PrefixKeys:
             return None
         # The root is in it because the prefix and all documents may be public; the bounds are, because documents that begin
         # alike have the same keys as those behind a prefix that is longer by this beginning, yet are seen elsewhere. Documents
-        # have the same KV however they are weighed; what follows has not.
-        digest = hashlib.sha256(b"cloister/documents/3\0" + root)
+        # have the same KV however they are weighed, and whatever links follow them; what follows has not. The root is another
+        # one for each adapter, and so for the embeddings of links.
+        digest = hashlib.sha256(b"cloister/documents/4\0" + root)
         digest.update(array("q", [*documents.starts, documents.end]).tobytes())
-        digest.update(struct.pack("<ddq", documents.temperature, documents.scale, len(documents.positions)))
+        numbers = documents.temperature, documents.scale, documents.num_links, len(documents.positions)
+        digest.update(struct.pack("<ddqq", *numbers))
         for run in documents.positions:
             digest.update(array("q", run).tobytes())
         for end in (*documents.starts[1:], documents.end):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -50,7 +50,7 @@ from cloister.types.request import ModelInfo
 if TYPE_CHECKING:
     from cloister.engine import AdapterRegister, EngineCore
     from cloister.engine.memory_scrubber import MemoryScrubber
-    from cloister.executor.adapters import AdapterRoom
+    from cloister.executor.adapters import AdapterRoom, AdapterSlots
     from cloister.launch.drafters import DraftersAtHand
     from cloister.text import Tokenizer
 
@@ -135,7 +135,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         _logger.info("KV at addresses in a row: %s", program.ranges.describe())
     loading.begin("starting the engine")
     drafters.allocate(program, KVLayout(budget.groups[0].num_blocks, config.block_size))
-    slots, adapters = _open_adapters(config, model.spec, program, room)
+    host, adapters = _open_adapters(config, model.spec, program, room)
     watch.lap("build")
     fingerprint = _fingerprint(model, backend, config)
     info = msgspec.structs.replace(
@@ -163,7 +163,8 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         vocab_size=vocab_size,
         max_model_len=longest,
         block_size=config.block_size,
-        adapters=slots,
+        adapters={} if host is None else host.slots,
+        links={} if host is None else host.links,
         grammars=grammars,
         drafters=drafters.drafters,
         groups=budget.groups,
@@ -273,20 +274,20 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
 
 def _open_adapters(
     config: EngineConfig, spec: DecoderSpec, program: Program, room: AdapterRoom | None
-) -> tuple[Mapping[str, int], AdapterRegister]:
-    """Loads the adapters from the settings; returns their slots by digest, and the registry by name."""
+) -> tuple[AdapterSlots | None, AdapterRegister]:
+    """Loads the adapters from the settings; returns them by digest, and the registry by name."""
     from cloister.engine import AdapterRegister
     from cloister.executor.adapters import AdapterSlots
 
     if room is None:
-        return {}, AdapterRegister()
+        return None, AdapterRegister()
     if Capability.ADAPTERS not in program.capabilities:
         raise ConfigError(
             "this back end has no adapters; leave `lora` and `runtime_adapters` out, or compute on a CPU", param="lora"
         )
     host = AdapterSlots(program, partial(read_adapter, spec=spec, max_rank=room.max_rank), room.num_slots)
     loaded = [host.load(name, path) for name, path in room.given]
-    return host.slots, AdapterRegister(host if config.runtime_adapters else None, loaded)
+    return host, AdapterRegister(host if config.runtime_adapters else None, loaded)
 
 
 def _release_prefixes(config: EngineConfig, path: Path, tokenizer: Tokenizer) -> list[list[int]]:

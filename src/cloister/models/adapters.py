@@ -22,6 +22,7 @@ from cloister.models.families import FAMILIES
 from cloister.models.family import Family
 from cloister.models.safetensors import FLOATS, TensorEntry, read_header
 from cloister.models.sources import TensorSlice, find_place, num_heads_of
+from cloister.types.documents import MAX_LINKS
 from cloister.types.errors import ModelError
 
 # PEFT's adapter_config.json, read field by field; an unread field is an error.
@@ -167,6 +168,9 @@ def _target(family: Family, spec: DecoderSpec, name: str, shapes: Mapping[str, t
 
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
+LINKS_FILE: Final = "link_tokens.safetensors"
+"""What link tokens read, beside the updates or alone: one tensor, `link_tokens`, [num_links, hidden] (KVLink, Yang et al. 2025,
+arXiv:2502.16002, section 3.2)."""
 _NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
 
@@ -175,11 +179,13 @@ class Adapter:
     """An adapter, read into memory.
 
     Attributes:
-        digest: SHA-256 of the updates (hex): what prefix keys and requests know it by, whatever name it has.
+        digest: SHA-256 of updates and links (hex): what prefix keys and requests know it by, whatever name it has.
+        links: [num_links, hidden] float32: what the link tokens of documents read, as the first layer reads it; None for none.
     """
 
     weights: AdapterWeights
     digest: str
+    links: FloatArray | None = None
 
 
 def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
@@ -192,6 +198,9 @@ def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
     Raises:
         ModelError: something is missing, damaged or not supported, or does not fit the model; the message names it.
     """
+    links = _read_links(path, spec)
+    if links is not None and not (path / SETTINGS_FILE).exists():
+        return Adapter(AdapterWeights({}), _digest({}, links), links)
     settings = read_settings(path)
     if settings.rank > max_rank:
         raise ModelError(
@@ -205,12 +214,42 @@ def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
             updates[target.product] = _update(module, target, entries, settings)
     if not updates:
         raise ModelError(f"{WEIGHTS_FILE} has no low-rank update; save the adapter again")
-    return Adapter(AdapterWeights(updates), _digest(updates))
+    return Adapter(AdapterWeights(updates), _digest(updates, links), links)
 
 
 def read_rank(path: Path) -> int:
-    """Returns an adapter's rank (`read_settings` says what is raised)."""
-    return read_settings(path).rank
+    """Returns an adapter's rank, 0 if it has link tokens only (`read_settings` says what is raised)."""
+    return 0 if _has_only_links(path) else read_settings(path).rank
+
+
+def read_age(path: Path) -> int:
+    """Returns when an adapter was written, in seconds since 1970."""
+    return int((path / (LINKS_FILE if _has_only_links(path) else SETTINGS_FILE)).stat().st_mtime)
+
+
+def _has_only_links(path: Path) -> bool:
+    return (path / LINKS_FILE).is_file() and not (path / SETTINGS_FILE).exists()
+
+
+def _read_links(path: Path, spec: DecoderSpec) -> FloatArray | None:
+    if not (path / LINKS_FILE).is_file():
+        return None
+    entries = read_header(path / LINKS_FILE)
+    if entries.keys() != {"link_tokens"}:
+        raise ModelError(f"{LINKS_FILE} must have one tensor, 'link_tokens'; write it again")
+    entry = entries["link_tokens"]
+    if entry.dtype not in FLOATS:
+        raise ModelError(f"the link tokens have the type {entry.dtype}; supported are: {', '.join(FLOATS)}")
+    num_links = entry.shape[0] if len(entry.shape) == 2 else 0
+    if not 0 < num_links <= MAX_LINKS or entry.shape[1] != spec.hidden_size:
+        raise ModelError(
+            f"the link tokens have the shape {list(entry.shape)}; the model asks for [K, {spec.hidden_size}] with K from 1 to "
+            f"{MAX_LINKS}; train them for this model"
+        )
+    links = np.array(entry.read(), np.float32)
+    if not np.isfinite(links).all():
+        raise ModelError("the link tokens have values that are not finite numbers; train them again")
+    return links
 
 
 def _entries(path: Path) -> Mapping[tuple[str, str], TensorEntry]:
@@ -253,9 +292,11 @@ def _update(
     return a, np.ascontiguousarray(target.rows_of(b)) * np.float32(settings.scale)
 
 
-def _digest(updates: Mapping[str, tuple[FloatArray, FloatArray]]) -> str:
+def _digest(updates: Mapping[str, tuple[FloatArray, FloatArray]], links: FloatArray | None) -> str:
     digest = hashlib.sha256(b"cloister/adapter/1\0")
     for product, pair in sorted(updates.items()):
         for matrix in pair:
             digest.update(f"{product} {matrix.shape}\0".encode() + matrix.tobytes())
+    if links is not None:
+        digest.update(f"links {links.shape}\0".encode() + links.tobytes())
     return digest.hexdigest()

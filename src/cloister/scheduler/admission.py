@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from cloister.types.documents import MAX_LINKS
 from cloister.types.request import Request, SamplingParams
 
 MAX_LENGTH_PENALTY: Final = 10.0
@@ -145,7 +146,9 @@ def _find_wrong_documents(request: Request, limits: EngineLimits) -> str | None:
     is_sorted = all(before < after for before, after in pairwise(bounds))
     if not documents.starts or not is_sorted or any(bound % limits.block_size for bound in bounds):
         return f"documents need bounds that ascend from above 0 in multiples of {limits.block_size}"
-    if documents.end >= len(request.token_ids):
+    if not 0 <= documents.num_links <= MAX_LINKS or (documents.num_links and request.adapter is None):
+        return f"documents have up to {MAX_LINKS} link tokens each, and only with an adapter; ask for one that has them"
+    if documents.links_end >= len(request.token_ids):
         return "nothing follows the documents; send at least one token behind them"
     return None
 

@@ -192,12 +192,15 @@ class ChatFormat:
         """Whether a conversation may have images."""
         return self.images is not None and self.images.is_allowed
 
-    def open(self, body: ChatBody, grammar: Grammar | None = None, model: ModelInfo | None = None) -> Opening:
+    def open(
+        self, body: ChatBody, grammar: Grammar | None = None, model: ModelInfo | None = None, num_links: int = 0
+    ) -> Opening:
         """Renders a conversation and tokenizes it.
 
         Args:
             grammar: grammar that the client requests for the answer.
             model: what is to read it, and may encode documents separately; None to count tokens only.
+            num_links: link tokens that its adapter has for each document.
 
         Raises:
             InvalidRequestError: the model does not support it; the message says why.
@@ -216,7 +219,7 @@ class ChatFormat:
         render = partial(_render, self.template, variables)
         pieces = None
         if body.documents and model is not None:
-            pieces, prompt = read_chat_documents(body, messages, self.template, render, self.tokenizer, model)
+            pieces, prompt = read_chat_documents(body, messages, self.template, render, self.tokenizer, model, num_links)
         else:
             prompt = render(messages)
         if grammar is not None and not tools.callable and isinstance(self.marks, ChannelMarks):
@@ -230,7 +233,7 @@ class ChatFormat:
             check_text(prompt, self.tokenizer, model, "messages")
         token_ids = self.tokenizer.encode(prompt)
         if pieces is not None:
-            token_ids = pieces.token_ids[: pieces.documents.end] + token_ids
+            token_ids = pieces.token_ids[: pieces.documents.links_end] + token_ids
         tiles: tuple[ImageTile, ...] = ()
         if self.images is not None and images:
             token_ids, tiles = self.images.place(token_ids, images)

@@ -22,15 +22,19 @@ class DocumentPrompt:
     """A prompt with documents.
 
     Attributes:
-        token_ids: prefix, documents, and the prompt behind them. Prefix and documents fill whole blocks, with newlines behind.
+        token_ids: prefix, documents, newlines where link tokens stand, and the prompt behind them. Prefix and documents fill
+            whole blocks, with newlines behind.
     """
 
     token_ids: list[int]
     documents: Documents
 
 
-def read_documents(body: CompletionBody, tokenizer: Tokenizer, model: ModelInfo) -> DocumentPrompt:
+def read_documents(body: CompletionBody, tokenizer: Tokenizer, model: ModelInfo, num_links: int) -> DocumentPrompt:
     """Returns the prompt of a body with `documents`.
+
+    Args:
+        num_links: link tokens that the request's adapter has for each document.
 
     Raises:
         InvalidRequestError: the model, or another field, does not support documents.
@@ -41,7 +45,7 @@ def read_documents(body: CompletionBody, tokenizer: Tokenizer, model: ModelInfo)
     prefix = body.documents_prefix or ""
     for text, name in ((question, "prompt"), (prefix, "documents_prefix"), *((text, "documents") for text in texts)):
         check_text(text, tokenizer, model, name)
-    prompt = join_documents(prefix, texts, question, tokenizer, model.document_block_size)
+    prompt = join_documents(prefix, texts, question, tokenizer, model.document_block_size, num_links)
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)
 
 
@@ -77,13 +81,15 @@ def weigh_documents(prompt: DocumentPrompt, temperature: float | None, scale: fl
     return replace(prompt, documents=documents)
 
 
-def join_documents(prefix: str, texts: Sequence[str], question: str, tokenizer: Tokenizer, block_size: int) -> DocumentPrompt:
+def join_documents(
+    prefix: str, texts: Sequence[str], question: str, tokenizer: Tokenizer, block_size: int, num_links: int = 0
+) -> DocumentPrompt:
     """Returns a prompt with each text as a document; errors as in `read_documents`."""
     asked = tokenizer.encode(question, add_special_tokens=False)
     if not asked:
         raise invalid("`prompt` is empty; send at least one token.", "prompt", "empty_prompt")
     pieces = [tokenizer.encode(text, add_special_tokens=not place) for place, text in enumerate((prefix, *texts))]
-    return join_pieces(pieces, asked, tokenizer, block_size)
+    return join_pieces(pieces, asked, tokenizer, block_size, num_links)
 
 
 def read_question(body: CompletionBody, param: str) -> str:
@@ -106,12 +112,13 @@ def read_question(body: CompletionBody, param: str) -> str:
 
 def read_chat_documents(
     body: ChatBody, messages: Sequence[Mapping[str, Any]], template: ChatTemplate, render: Render, tokenizer: Tokenizer,
-    model: ModelInfo,
+    model: ModelInfo, num_links: int,
 ) -> tuple[DocumentPrompt, str]:  # fmt: skip
     """Returns the prompt of a conversation with `documents`, and the text behind them.
 
     Args:
         messages, render: as in `render_in_pieces`.
+        num_links: as in `read_documents`.
 
     Raises:
         InvalidRequestError: the model, its chat template, or another field does not support documents.
@@ -124,12 +131,12 @@ def read_chat_documents(
     for text in texts:
         check_text(text, tokenizer, model, "messages")
     pieces = [tokenizer.encode(text) for text in texts]
-    prompt = join_pieces(pieces[:-1], pieces[-1], tokenizer, model.document_block_size)
+    prompt = join_pieces(pieces[:-1], pieces[-1], tokenizer, model.document_block_size, num_links)
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model), texts[-1]
 
 
 def find_newline(tokenizer: Tokenizer) -> list[int]:
-    """Returns the token that fills blocks up.
+    """Returns the token that fills blocks up, and holds the places of link tokens.
 
     Raises:
         InvalidRequestError: there is none.
@@ -140,8 +147,10 @@ def find_newline(tokenizer: Tokenizer) -> list[int]:
     return newline
 
 
-def join_pieces(pieces: Sequence[list[int]], asked: list[int], tokenizer: Tokenizer, block_size: int) -> DocumentPrompt:
-    """Returns a prompt of a prefix, documents, and what follows them."""
+def join_pieces(
+    pieces: Sequence[list[int]], asked: list[int], tokenizer: Tokenizer, block_size: int, num_links: int = 0
+) -> DocumentPrompt:
+    """Returns a prompt of a prefix, documents, and what follows them: link tokens, then `asked`."""
     newline = find_newline(tokenizer)
     token_ids: list[int] = []
     bounds: list[int] = []
@@ -149,4 +158,5 @@ def join_pieces(pieces: Sequence[list[int]], asked: list[int], tokenizer: Tokeni
         token_ids += piece
         token_ids += newline * (-len(piece) % block_size if piece else block_size)
         bounds.append(len(token_ids))
-    return DocumentPrompt(token_ids + asked, Documents(tuple(bounds[:-1]), bounds[-1]))
+    documents = Documents(tuple(bounds[:-1]), bounds[-1], num_links=num_links)
+    return DocumentPrompt(token_ids + newline * (documents.links_end - documents.end) + asked, documents)

@@ -263,8 +263,11 @@ class Layout:
         """Returns where everything stands."""
         return PromptSchema(name, [module.place for place in self.modules for module in place.values()])
 
-    def join(self, chosen: Sequence[ModuleChoice], asked: Sequence[int]) -> DocumentPrompt:
+    def join(self, chosen: Sequence[ModuleChoice], asked: Sequence[int], num_links: int = 0) -> DocumentPrompt:
         """Returns the prompt of chosen modules, in the order of the schema, with their arguments, and of what follows.
+
+        Args:
+            num_links: link tokens for each module; they have the positions behind the last one.
 
         Raises:
             InvalidRequestError: there is no such module, two exclude each other, or an argument does not fit.
@@ -291,10 +294,13 @@ class Layout:
                 tail += self._read_arguments(module.place, *arguments[name])
                 end = module.place.end
         bounds = len(token_ids)
-        for position, tokens in (*tail, (end, asked)):
+        links = self._newline * (num_links * len(starts))
+        if links:
+            tail.insert(0, (end, links))
+        for position, tokens in (*tail, (end + len(links), asked)):
             runs.append((len(token_ids), position))
             token_ids += tokens
-        return DocumentPrompt(token_ids, Documents(tuple(starts), bounds, positions=_canonical(runs)))
+        return DocumentPrompt(token_ids, Documents(tuple(starts), bounds, positions=_canonical(runs), num_links=num_links))
 
     def _read_arguments(self, place: PlacedModule, arguments: Mapping[str, str], path: str) -> Iterator[tuple[int, list[int]]]:
         """Yields the positions and token ids of a module's arguments, which stand at `path` of the request."""
@@ -326,9 +332,12 @@ def _canonical(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def read_schema_prompt(
-    body: CompletionBody, schema: PromptSchemaBody, tokenizer: Tokenizer, model: ModelInfo
+    body: CompletionBody, schema: PromptSchemaBody, tokenizer: Tokenizer, model: ModelInfo, num_links: int
 ) -> DocumentPrompt:
     """Returns the prompt of a body with `prompt_schema`.
+
+    Args:
+        num_links: link tokens that the request's adapter has for each module.
 
     Raises:
         InvalidRequestError: the model, or another field, does not support it.
@@ -338,7 +347,7 @@ def read_schema_prompt(
     question = read_question(body, "prompt_schema")
     check_text(question, tokenizer, model, "prompt")
     layout = Layout(schema, tokenizer, model.document_block_size)
-    prompt = layout.join(body.prompt_schema.modules, tokenizer.encode(question, add_special_tokens=False))
+    prompt = layout.join(body.prompt_schema.modules, tokenizer.encode(question, add_special_tokens=False), num_links)
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)
 
 

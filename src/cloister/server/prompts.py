@@ -184,7 +184,7 @@ class PromptReader:
         if body.best_of is not None and not body.use_beam_search and body.best_of != sampling.n:
             raise invalid("`best_of` of a chat is for beam search; set `use_beam_search` too, or leave it out.", "best_of")
         check_number_of_sequences(max(sampling.n, body.best_of or 1), 1, self.max_n)
-        opening = self.chat_format.open(body, sampling.grammar, self.model)
+        opening = self.chat_format.open(body, sampling.grammar, self.model, self._count_links(body.model))
         if fits:
             sampling = fit_length(len(opening.token_ids), sampling, self.model)
         check_length(len(opening.token_ids), sampling, self.model, "messages")
@@ -309,6 +309,11 @@ class PromptReader:
             self.check_model(name)
         return None if adapter is None else adapter.digest
 
+    def _count_links(self, name: str | None) -> int:
+        """Returns how many link tokens the adapter that a request names has for each document; 0 for the model itself."""
+        adapter = self.adapters.get(name) if name is not None else None
+        return 0 if adapter is None else adapter.num_links
+
     def check_model(self, name: str | None) -> None:
         """Raises NotFoundError for a name that is not served; a request without a name gets the served model."""
         if name is not None and name != self.model_name and name not in self.other_names:
@@ -316,14 +321,14 @@ class PromptReader:
 
     def _read_documents(self, body: CompletionBody, admission: Admission) -> DocumentPrompt | None:
         if body.documents is not None:
-            return read_documents(body, self.tokenizer, self.model)
+            return read_documents(body, self.tokenizer, self.model, self._count_links(body.model))
         if body.documents_prefix is not None:
             raise invalid(
                 "`documents_prefix` needs `documents`; put the text into `prompt`, or send documents.", "documents_prefix"
             )
         if body.prompt_schema is not None:
             schema = find_schema(self.responses, admission.owner, body.prompt_schema.name)
-            return read_schema_prompt(body, schema, self.tokenizer, self.model)
+            return read_schema_prompt(body, schema, self.tokenizer, self.model, self._count_links(body.model))
         check_weights(body)
         return None
 

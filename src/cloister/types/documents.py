@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import pairwise
+from typing import Final
 
 import msgspec
+
+MAX_LINKS: Final = 64
+"""Link tokens of one document."""
 
 
 class Documents(msgspec.Struct, frozen=True):
@@ -23,6 +28,10 @@ class Documents(msgspec.Struct, frozen=True):
             of a schema are (Prompt Cache, sections 3.3 and 3.4): a token behind turns by as much more, up to the next run. The
             first run is (0, 0), the second begins behind the prefix. Empty: documents turn as directly behind the prefix, all
             else as it stands.
+        num_links: link tokens of each document (KVLink, Yang et al. 2025, arXiv:2502.16002, section 3.2). Those of all
+            documents stand behind the last one, in the order of the documents. The links of a document see the prefix, the
+            documents up to it, and the links up to themselves, as if the documents behind it did not stand in between; they
+            turn by that position too, unless there are `positions`. What they read is the request's adapter's.
     """
 
     starts: tuple[int, ...]
@@ -30,6 +39,12 @@ class Documents(msgspec.Struct, frozen=True):
     temperature: float = 1.0
     scale: float = 1.0
     positions: tuple[tuple[int, int], ...] = ()
+    num_links: int = 0
+
+    @property
+    def links_end(self) -> int:
+        """One past the last link token's position."""
+        return self.end + self.num_links * len(self.starts)
 
     @property
     def has_weights(self) -> bool:
@@ -59,11 +74,29 @@ class Documents(msgspec.Struct, frozen=True):
         """Returns how many positions a prompt of so many tokens has, those between modules too."""
         return max(num_tokens, *(turn + 1 for turn in self.turns(0, num_tokens))) if self.positions else num_tokens
 
+    def find_hidden(self, position: int) -> tuple[int, int]:
+        """Returns the positions [first, end) before `position` that the token there does not see; equal ones for none.
+
+        Both are multiples of the block size. The token is computed as if they did not stand there.
+        """
+        if self.starts[0] <= position < self.end:
+            return self.starts[0], self.starts[bisect_right(self.starts, position) - 1]
+        if self.end <= position < self.links_end:
+            return self._document_end((position - self.end) // self.num_links), self.end
+        return 0, 0
+
     def shift(self, position: int) -> int:
-        """Returns by how much the token at `position` is computed nearer to the prefix than it stands."""
-        if not self.starts[0] <= position < self.end:
-            return 0
-        return self.starts[bisect_right(self.starts, position) - 1] - self.starts[0]
+        """Returns by how much a document's token at `position` is computed nearer to the prefix than it stands; 0 elsewhere."""
+        first, end = self.find_hidden(position) if position < self.end else (0, 0)
+        return end - first
+
+    def cut_links(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Returns positions [start, end) cut where the links of another document begin, and behind the last link."""
+        bounds = range(self.end + self.num_links, self.links_end + 1, self.num_links) if self.num_links else ()
+        return list(pairwise((start, *(bound for bound in bounds if start < bound < end), end)))
+
+    def _document_end(self, number: int) -> int:
+        return self.starts[number + 1] if number + 1 < len(self.starts) else self.end
 
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged): lengths tell which documents were sent."""

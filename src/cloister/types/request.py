@@ -352,6 +352,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
         name: its name for clients.
         digest: SHA-256 of its weights (hex); identifies it in requests, plans and prefix keys.
         path: its directory.
+        num_links: link tokens that it has for each document that is encoded separately (`Documents.num_links`).
     """
 
     name: str
@@ -359,3 +360,4 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     rank: int
     created_s: int = 0
+    num_links: int = 0
