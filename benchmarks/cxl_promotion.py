@@ -132,10 +132,10 @@ class Workload:
     """Requests of a trace as pages.
 
     Args:
-        kind: `dense`: a step reads every word; blocks lie in the order of their first use, which is best for regions. `shuffled`:
-            blocks lie anywhere, as in a pool whose blocks were used and freed for a while. `sparse`: as `dense`, but attention
-            reads in each page a part of the words, the same ones at every step: at most a quarter in 4 of 5 pages (M5 found that
-            in 86% of Redis' pages).
+        kind: `dense`: a step reads every word; blocks lie in the order of their first use, which is best for regions.
+            `shuffled`: blocks lie anywhere, as in a pool whose blocks were used and freed for a while. `sparse`: as `dense`,
+            but attention reads in each page a part of the words, the same ones at every step: at most a quarter in 4 of 5
+            pages (M5 found that in 86% of Redis' pages).
     """
 
     def __init__(self, rows: Sequence[tuple[Sequence[int], int]], kind: str, seed: int = 0) -> None:

@@ -32,14 +32,17 @@ def test_a_read_without_load_takes_the_latency_of_its_memory() -> None:
     read = 64.0 * 64 * 1000
     near_s, near_ns = time_reads(Machine.make(1, 2.5), (read, 0.0), (0.0, 0.0))
     far_s, far_ns = time_reads(Machine.make(1, 2.5), (0.0, read), (0.0, 0.0))
-    assert near_ns == pytest.approx(100, rel=0.01) and far_ns == pytest.approx(250, rel=0.01)
-    assert near_s == pytest.approx(64 * 1000 / 16 * 100e-9, rel=0.01) and far_s / near_s == pytest.approx(2.5, rel=0.01)
+    assert near_ns == pytest.approx(100, rel=0.01)
+    assert far_ns == pytest.approx(250, rel=0.01)
+    assert near_s == pytest.approx(64 * 1000 / 16 * 100e-9, rel=0.01)
+    assert far_s / near_s == pytest.approx(2.5, rel=0.01)
 
 
 def test_reads_are_no_faster_than_bandwidth_and_moving_takes_some_of_it() -> None:
     machine = Machine.make(1000, 2.5)
     seconds, mean_ns = time_reads(machine, (0.0, 1e9), (0.0, 0.0))
-    assert seconds >= 1e9 / machine.tiers[1].bytes_per_s and mean_ns > 500
+    assert seconds >= 1e9 / machine.tiers[1].bytes_per_s
+    assert mean_ns > 500
     assert time_reads(machine, (0.0, 1e9), (0.0, 5e8))[0] > 1.4 * seconds
 
 
@@ -90,8 +93,11 @@ def test_regions_cover_all_pages_stay_within_their_number_and_find_what_is_read(
     for _ in range(200):
         damon.observe(read_all(hot), np.zeros(len(hot), np.bool_), 1, 0.05)
         numbers.add(damon.num_regions)
-        assert damon.sizes().sum() == 4000 and (damon.sizes() > 0).all()
-    assert 10 <= min(numbers) and max(numbers) <= 1000 and len(numbers) > 1
+        assert damon.sizes().sum() == 4000
+        assert (damon.sizes() > 0).all()
+    assert min(numbers) >= 10
+    assert max(numbers) <= 1000
+    assert len(numbers) > 1
     assert set(damon.pick(np.zeros(4000, np.bool_), 400).tolist()) <= set(hot.tolist())
 
 
@@ -102,7 +108,8 @@ def test_looking_rarely_misses_reads_that_come_rarely() -> None:
         damon = Damon(100, sample_s=sample_s)
         damon.observe(read_all(np.arange(100)), np.zeros(100, np.bool_), 20, 0.25)
         hits[sample_s] = damon.num_hits.mean() / 20
-    assert hits[0.005] < 0.1 and hits[0.25] == 1
+    assert hits[0.005] < 0.1
+    assert hits[0.25] == 1
 
 
 def test_a_page_moves_only_to_a_place_that_was_not_read_lately() -> None:
@@ -116,11 +123,13 @@ def test_a_page_moves_only_to_a_place_that_was_not_read_lately() -> None:
 def test_nothing_moves_without_a_policy_and_no_more_than_is_allowed_with_one() -> None:
     work = Workload(ROWS, "dense")
     still = simulate(work, make_promoter("none", work), LATENCY_BOUND, work.num_pages)
-    assert still.num_moved == 0 and still.share == 0
+    assert still.num_moved == 0
+    assert still.share == 0
     for name in ("damon", "damon tuned", "m5", "m5 dense", "tables"):
         moving = simulate(work, make_promoter(name, work), LATENCY_BOUND, work.num_pages, 20.0)
         assert 0 < moving.num_moved <= moving.total_s * 20e6 / PAGE_BYTES, name
-        assert moving.share > 0 and moving.mean_ns < still.mean_ns, name
+        assert moving.share > 0, name
+        assert moving.mean_ns < still.mean_ns, name
 
 
 def test_nobody_is_better_than_the_best_pages() -> None:
@@ -129,7 +138,8 @@ def test_nobody_is_better_than_the_best_pages() -> None:
     best = simulate(work, make_promoter("none", work), LATENCY_BOUND, num_near, is_oracle=True)
     for name in ("damon", "m5", "tables"):
         found = simulate(work, make_promoter(name, work), LATENCY_BOUND, num_near)
-        assert found.share <= best.share and found.picked <= found.best, name
+        assert found.share <= best.share, name
+        assert found.picked <= found.best, name
 
 
 def test_a_shuffled_pool_reads_the_same_at_other_places() -> None:
