@@ -176,7 +176,7 @@ async def update_weights(request: Request) -> Response:
     """Begins to replace the engines of all replicas by engines of other weights, while their requests go on."""
     state = _check_operator(request)
     state.reader.gate.policy.check({"rolling-update": Use(True, "a request")})
-    body = parse_body(await request.body(), UpdateBody)
+    body = await state.off_the_loop(parse_body, await request.body(), UpdateBody)
     await state.off_the_loop(check_weights, state.reader, body.model)
     state.engine.update_replicas(body.model)
     return json_response(_report_update(state.engine.update_progress))
