@@ -444,7 +444,7 @@ class Scheduler:
     def note_encoded(self, image: EncodedImage, now: float) -> None:
         """Notes that an image is encoded, so that plans may reach it; or ends its request if that failed."""
         if image.error:
-            self._fail_sequence(image.seq_id, image.error, now)
+            self._fail_sequence(image.seq_id, FinishReason.ERROR, image.error, now)
         else:
             self._encodings.note(image.seq_id, image.offset)
 
