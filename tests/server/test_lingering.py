@@ -143,6 +143,12 @@ def test_a_client_that_stops_is_waited_for_so_long_only() -> None:
     assert linger(LingeringMiddleware(Refusing(), linger_s=0.05), [b"x"] * 3) == (3, [True, False])
 
 
+def test_a_client_that_pauses_is_waited_for_much_shorter() -> None:
+    began_s = time.monotonic()
+    assert linger(LingeringMiddleware(Refusing(), linger_s=3600), [b"x"] * 3) == (3, [True, False])
+    assert time.monotonic() - began_s < 60
+
+
 def test_so_much_is_read_only() -> None:
     assert linger(LingeringMiddleware(Refusing(), linger_bytes=4), [b"xx"] * 10) == (2, [True, False])
 

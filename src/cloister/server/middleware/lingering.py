@@ -11,8 +11,14 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cloister.server.load_shedding import BodyPace
+
 LINGER_S: Final = 10.0
 """How long a client may go on to send what nobody reads."""
+LINGER_GRACE_S: Final = 1.0
+"""How long it may pause; what it sends earns more."""
+LINGER_BYTES_PER_S: Final = 64 * 2**10
+"""Who sends more slowly would not be done in time."""
 LINGER_BYTES: Final = 256 * 2**20
 """How much of it is read."""
 MAX_LINGERING: Final = 128
@@ -61,14 +67,18 @@ class LingeringMiddleware:
         await self._app(scope, receive_noting, send_noting)
 
     async def _discard(self, receive: Receive) -> None:
-        num_bytes, has_more = 0, True
+        num_bytes, has_more, now_s = 0, True, asyncio.get_running_loop().time
+        pace = BodyPace(now_s(), self._linger_s, grace_s=LINGER_GRACE_S, bytes_per_s=LINGER_BYTES_PER_S)
         self._num_lingering += 1
         try:
-            async with asyncio.timeout(self._linger_s):
-                while has_more and num_bytes < self._linger_bytes:
+            while has_more and num_bytes < self._linger_bytes:
+                began_s = now_s()
+                async with asyncio.timeout_at(pace.deadline(began_s)):
                     message = await receive()
-                    num_bytes += len(message.get("body", b""))
-                    has_more = message.get("more_body", False)
+                piece = message.get("body", b"")
+                pace.count(now_s() - began_s, len(piece))
+                num_bytes += len(piece)
+                has_more = message.get("more_body", False)
         except TimeoutError:
             return
         finally:
