@@ -149,8 +149,9 @@ def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
 
 @router.post("/v1/replicas/{index:int}/drain")
 async def drain(request: Request, index: int) -> Response:
-    """Moves the requests of a replica to others while they run, and gives it no new ones."""
+    """Moves the requests of a replica to others while they run, and gives it no new ones; not of the last one that is well."""
     state = _check_command(request)
+    state.engine.check_drain(index)
     return json_response(DrainedReplica(index, await state.engine.drain_replica(index)))
 
 
