@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,12 @@ def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
     with local_ray(1) as ray:
         monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
-        with pytest.raises(RuntimeError, match=f"the Ray cluster at {ray.address} refuses the token of this process"):
-            ServeProcess("--on", "ray", "--ray-address", ray.address, "--num-threads", "1")
+        monkeypatch.setenv("RAY_ADDRESS", ray.address)  # `auto` would find a Ray of somebody else as well
+        for address in (ray.address, "auto"):
+            began_s = time.monotonic()
+            with pytest.raises(RuntimeError, match=f"the Ray cluster at {ray.address} refuses the token of this process"):
+                ServeProcess("--on", "ray", "--ray-address", address, "--num-threads", "1")
+            print(f"{address}: refused after {time.monotonic() - began_s:.1f} s")
 
 
 def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -208,3 +210,35 @@ def test_a_model_of_states_alone_takes_no_memory_for_positions() -> None:
     assert with_states(4096, PURE, ALL_STATES, kv_memory_mb=40).groups[0].num_blocks == 4
     with pytest.raises(MemoryBudgetError, match="--kv-memory-mb 32 or more"):
         with_states(4096, PURE, ALL_STATES, kv_memory_mb=20)
+
+
+@pytest.mark.parametrize("groups", [(), SIX_OF_EIGHT], ids=["plain", "windows"])
+@pytest.mark.parametrize("kv_memory_mb", [None, 0.01, 0.3, 0.9, 1, 3, 10, 50, 500])
+def test_every_advice_works_when_it_is_followed(groups, kv_memory_mb: float | None) -> None:
+    """Of small models too, whose cache takes less than a MiB."""
+    num_advices = 0
+    for layer_bytes, left_mib, max_model_len in itertools.product((700, 9_000, 170_000), (0.7, 3, 40), (64, 1000, 8192)):
+        need = replace(NEED, kv_layer_bytes=(layer_bytes,) * 8, kv_block_bytes=8 * layer_bytes)
+        settings = {"max_model_len": max_model_len, "kv_memory_mb": kv_memory_mb}
+        budget_it = partial(
+            budget_memory,
+            need,
+            available_bytes=int((454 + left_mib) * MIB),
+            block_size=16,
+            max_num_seqs=4,
+            groups=groups,
+            max_batched_tokens=64,
+        )
+        try:
+            budget_it(**settings)
+        except MemoryBudgetError as refusal:
+            message = refusal.message
+        else:
+            continue
+        if found := re.search(r"--kv-memory-mb ([\d.]+) or", message):
+            num_advices += 1
+            budget_it(**{**settings, "kv_memory_mb": float(found[1])})
+        for left_out, length in re.findall(r"(leave --kv-memory-mb out and )?set --max-model-len (\d+)", message):
+            num_advices += 1
+            budget_it(max_model_len=int(length), kv_memory_mb=None if left_out else kv_memory_mb)
+    assert num_advices

@@ -57,8 +57,13 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
 
 
-def answer(compiler, requests, program=HistoryProgram, *, num_blocks=400, block_size=4, max_tokens=512, depth=1, grammars=None):
-    """Runs requests to their end; returns ((request id, index) -> (text, reason), preemptions)."""
+def answer(compiler, requests, program=HistoryProgram, *, num_blocks=400, block_size=4, max_tokens=512, depth=1, grammars=None, reasons=None):
+    """Runs requests to their end; returns ((request id, index) -> (text, reason), preemptions).
+
+    Args:
+        reasons: gets the kind of each request's end.
+    """
+    reasons = {} if reasons is None else reasons
     pool = BlockPool(num_blocks, block_size)
     config = SchedulerConfig(
         max_model_len=256, max_num_seqs=16, budget=BudgetConfig(max_tokens=max_tokens), eos_token_ids=(EOS,)
@@ -90,6 +95,7 @@ def answer(compiler, requests, program=HistoryProgram, *, num_blocks=400, block_
             if isinstance(event, Ended):
                 ids = tokens.get(event.seq_id, [])[: event.num_output_tokens]
                 text = bytes(token for token in ids if token != EOS).decode("latin-1")
+                reasons[event.request_id] = event.reason
                 found[event.request_id, event.index] = (text, event.error or event.reason)
             num_preempted += isinstance(event, Preempted)
         pool.check()
@@ -240,9 +246,11 @@ class Bursting(Breaking):
 def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, fault, words):
     grammars = Grammars(ScriptedCompiler(compiler))
     requests = [make("greedy", temperature=0), make("bad", Grammar(GrammarKind.REGEX, fault)), make("drawn")]
-    found, _ = answer(compiler, requests, program, grammars=grammars)
+    reasons = {}
+    found, _ = answer(compiler, requests, program, grammars=grammars, reasons=reasons)
     assert found["greedy", 0] == alone["greedy", 0]
     assert found["drawn", 0] == alone["drawn", 0]
+    assert reasons["bad"] is FinishReason.UNSUPPORTED
     assert words in found["bad", 0][1]
     assert "client" not in found["bad", 0][1]
 

@@ -386,7 +386,8 @@ def test_a_failed_step_ends_its_requests_and_loses_no_block():
     assert bench.pool.num_used == 0
 
 
-def test_a_sequence_whose_logits_failed_ends_alone():
+@pytest.mark.parametrize("is_unsupported", [False, True])
+def test_a_sequence_whose_logits_failed_ends_alone(is_unsupported):
     bench = Bench()
     bench.add("a", 8)
     bench.add("b", [1, 2, 3])
@@ -394,9 +395,14 @@ def test_a_sequence_whose_logits_failed_ends_alone():
     result = bench.runner.run(plan)
     result.samples = [s for s in result.samples if s.seq_id != 0]
     result.failures = {0: "the model gave no number"}
+    if is_unsupported:
+        result.unsupported = {0}
     bench.events += bench.scheduler.commit(result, {}, 0.0)
     bench.run()
-    assert {e.request_id: e.reason for e in bench.ended()} == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
+    assert {e.request_id: e.reason for e in bench.ended()} == {
+        "a": FinishReason.UNSUPPORTED if is_unsupported else FinishReason.ERROR,
+        "b": FinishReason.LENGTH,
+    }
 
 
 def test_scoring_without_output_ends_after_the_prompt():

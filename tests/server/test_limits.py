@@ -189,6 +189,7 @@ def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_others(mode
         (FinishReason.ABORT, 503, "engine_error"),
         (FinishReason.TIMEOUT, 504, "deadline_exceeded"),
         (FinishReason.REJECTED, 400, "context_length_exceeded"),
+        (FinishReason.UNSUPPORTED, 400, "unsupported_grammar"),
     ],
 )
 def test_a_sequence_without_an_answer_is_an_error(model_path, end, status, code):

@@ -103,6 +103,25 @@ def test_a_drained_replica_says_so_until_it_is_returned(two: RunningServer) -> N
     assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
 
 
+@pytest.mark.parametrize("state", ["stalled", "lost", "starting", "suspicious"])
+def test_the_last_replica_that_is_well_is_not_drained(two: RunningServer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ReplicaSet._state
+    monkeypatch.setattr(ReplicaSet, "_state", lambda self, index, is_so: state if index == 0 else own(self, index, is_so))
+    error = check_error(httpx.post(f"{two.url}{PATH}/1/drain"), 400)
+    assert f"replica 0 is {state}" in error["message"]
+    assert [each["state"] for each in list_replicas(two)] == [state, "running"]
+    assert httpx.post(f"{two.url}{PATH}/0/drain").status_code == 200  # it serves nobody as it is
+    assert httpx.post(f"{two.url}{PATH}/0/return").status_code == 200
+
+
+def test_a_slow_or_an_idle_replica_may_be_left(two: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ReplicaSet._state
+    for state in ("slow", "idle"):
+        monkeypatch.setattr(ReplicaSet, "_state", lambda self, i, is_so, state=state: state if i == 0 else own(self, i, is_so))
+        assert httpx.post(f"{two.url}{PATH}/1/drain").status_code == 200
+        assert httpx.post(f"{two.url}{PATH}/1/return").status_code == 200
+
+
 def test_one_engine_is_one_replica(client: httpx.Client) -> None:
     (only,) = client.get(PATH).json()["data"]
     assert (only["replica"], only["role"], only["state"]) == (0, "mixed", "running")

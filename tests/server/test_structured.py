@@ -216,10 +216,10 @@ def test_what_cannot_be_followed_is_a_400_that_names_the_field(client, route, fi
 
 
 def test_a_hostile_form_holds_nobody_up(client):
-    """Its request may fail, and others are answered."""
+    """Its request may fail, by its own fault, and others are answered."""
     hostile = {"type": "string", "pattern": "^((((a{1,100}){1,100}){1,100}){1,100}){1,100}$"}
     reply = client.post(CHAT, json=ASK | {"response_format": json_schema(hostile)})
-    assert reply.status_code in (200, 503)
+    assert reply.status_code in (200, 400), reply.text
     assert ask(client, guided_choice=["fine"]) == ["fine"]
 
 

@@ -17,7 +17,8 @@ from cloister.types.request import FinishReason, SamplingParams, SequenceOutput,
 def check_end(output: SequenceOutput) -> None:
     """Raises the CloisterError of a sequence that ended without an answer; the message says why."""
     if output.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
-        kind = InvalidRequestError if output.finish_reason is FinishReason.REJECTED else EngineError
+        is_invalid = output.finish_reason in (FinishReason.REJECTED, FinishReason.UNSUPPORTED)
+        kind = InvalidRequestError if is_invalid else EngineError
         raise kind(output.error or f"the request ended early: {output.finish_reason}")
 
 

@@ -28,6 +28,7 @@ from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import (
+    NOT_WELL,
     LengthErrors,
     ReplicaSnapshot,
     ReplicaState,
@@ -636,6 +637,20 @@ class ReplicaSet(RequestClient):
                 break
             await asyncio.sleep(DRAIN_EVERY_S)
         return self._replicas[index].num_requests
+
+    def check_drain(self, index: int) -> None:
+        """As `RequestClient.check_drain`. A replica that is not well may go."""
+        self._check_index(index)
+        states = [snapshot.state for snapshot in self.snapshots()]
+        others = {i: state for i, state in enumerate(states) if i != index}
+        is_last = len(self._draining | {index}) == len(self._replicas)  # `drain_replica` says so
+        if not is_last and states[index] not in NOT_WELL and NOT_WELL.issuperset(others.values()):
+            listed = ", ".join(f"replica {i} is {state}" for i, state in others.items())
+            raise InvalidRequestError(
+                f"replica {index} is the last one that is well, so it cannot be drained: {listed}; return a drained one, or "
+                "wait until another one is running (`cloister cluster status` shows it)",
+                param="replica",
+            )
 
     def return_replica(self, index: int) -> None:
         self._check_index(index)

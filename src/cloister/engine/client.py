@@ -240,6 +240,10 @@ class RequestClient(ABC):
         """
         raise InvalidRequestError(ONE_ENGINE, param="replica")
 
+    def check_drain(self, index: int) -> None:
+        """Raises InvalidRequestError if an operator may not drain a replica: no other one would be well."""
+        raise InvalidRequestError(ONE_ENGINE, param="replica")
+
     def return_replica(self, index: int) -> None:
         """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
         raise InvalidRequestError(ONE_ENGINE, param="replica")

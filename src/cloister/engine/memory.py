@@ -204,22 +204,43 @@ def _default_blocks(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_
 
 
 def _check_fits(sizes: _GroupSizes, num_blocks: int, left: int, blocks_per_seq: int, block_size: int, *, given: bool) -> None:
+    """Raises MemoryBudgetError, with settings that do, if a cache is too small for one sequence or does not fit."""
+    size_bytes, least_bytes = sizes.num_bytes(num_blocks), sizes.num_bytes(blocks_per_seq)
+    if num_blocks >= blocks_per_seq and size_bytes <= left:
+        return
+    fits = sizes.count_blocks(left)
+    figure = _find_figure(sizes, left, blocks_per_seq, is_more=num_blocks < blocks_per_seq) if given else None
+    remedies = [] if figure is None else [f"set --kv-memory-mb {figure}"]
+    if 0 < num_blocks < blocks_per_seq and size_bytes <= left:
+        remedies.append(f"set --max-model-len {num_blocks * block_size} or less")
+    if figure is None and 0 < fits < blocks_per_seq:
+        remedies.append(f"{'leave --kv-memory-mb out and ' if given else ''}set --max-model-len {fits * block_size} or less")
+    room = f"the {_mib(left)} that weights, activations and overhead leave"
     if num_blocks < blocks_per_seq:
-        shorter = f", or --max-model-len {num_blocks * block_size} or less" if num_blocks else ""
-        raise MemoryBudgetError(
-            f"a KV cache of {_mib(sizes.num_bytes(num_blocks))} does not hold one sequence of full length; "
-            f"set --kv-memory-mb {_mib_figure(sizes.num_bytes(blocks_per_seq))} or more{shorter}",
-            param="kv_memory_mb",
-        )
-    if sizes.num_bytes(num_blocks) > left:
-        fits = sizes.count_blocks(left)
-        can_keep_length = given and fits >= blocks_per_seq
-        remedy = f"--kv-memory-mb {sizes.num_bytes(fits) // MIB}" if can_keep_length else f"--max-model-len {fits * block_size}"
-        raise MemoryBudgetError(
-            f"a KV cache of {_mib(sizes.num_bytes(num_blocks))} does not fit into the {left // MIB} MiB that weights, "
-            f"activations and overhead leave; set {remedy} or less",
-            param="kv_memory_mb" if can_keep_length else "max_model_len",
-        )
+        problem = f"hold one sequence of full length, which takes {_mib(least_bytes)}"
+        problem += "" if figure is not None else f", more than {room}"
+    else:
+        problem = f"fit into {room}"
+    raise MemoryBudgetError(
+        f"a KV cache of {_mib(size_bytes)} does not {problem}; "
+        f"{', or '.join(remedies) or 'choose a smaller model, or give it more memory'}",
+        param="kv_memory_mb" if figure is not None else "max_model_len",
+    )
+
+
+def _find_figure(sizes: _GroupSizes, left: int, blocks_per_seq: int, *, is_more: bool) -> str | None:
+    """Returns MiB that hold one sequence of full length and fit, as round as they may be; None if there are none.
+
+    Args:
+        is_more: the least of them, else the most.
+    """
+    size_mib = (sizes.num_bytes(blocks_per_seq) if is_more else sizes.num_bytes(sizes.count_blocks(left))) / MIB
+    for digits in (0, 1, 2, 3):
+        rounded = (math.ceil if is_more else math.floor)(size_mib * 10**digits) / 10**digits
+        num_blocks = sizes.count_blocks(int(rounded * MIB))
+        if num_blocks >= blocks_per_seq and sizes.num_bytes(num_blocks) <= left:
+            return f"{rounded:.{digits}f} or {'more' if is_more else 'less'}"
+    return None
 
 
 def _say(what: str, size_bytes: int) -> str:
@@ -227,8 +248,5 @@ def _say(what: str, size_bytes: int) -> str:
 
 
 def _mib(size_bytes: int) -> str:
-    return f"{_mib_figure(size_bytes)} MiB"
-
-
-def _mib_figure(size_bytes: int) -> int:
-    return math.ceil(size_bytes / MIB)
+    size_mib = size_bytes / MIB
+    return f"{math.ceil(size_mib)} MiB" if size_mib >= 10 else f"{math.ceil(size_mib * 100) / 100:g} MiB"

@@ -17,6 +17,8 @@ ReplicaState = Literal["lost", "starting", "draining", "drained", "stalled", "su
 - suspicious: it computed other tokens than two others (`cluster.replay`); slow: as `cluster.health` finds;
 - idle: no engine runs, and a request starts one; running: all is well.
 """
+NOT_WELL: Final[frozenset[ReplicaState]] = frozenset({"lost", "starting", "draining", "drained", "stalled", "suspicious"})
+"""States in which a replica does not serve requests as it should."""
 StepCoefficients = tuple[float, float, float, float]
 """Seconds (per step, per token, per key attended, per key read) of `scheduler.StepCost`; all zero while unknown."""
 

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cloister.types.errors import CloisterError
+from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, SamplingParams
 
 MaskArray = npt.NDArray[np.uint32]
@@ -26,9 +26,13 @@ MASK_TIMEOUT_S: Final = 5.0
 """Timeout for one sequence's mask. The library's own limits stop after about 20 ms."""
 MAX_LEFT: Final = 2
 """Maximum number of abandoned compiling threads."""
-TOO_SLOW: Final = "the grammar takes too long to compile; make it simpler"
+_SIMPLER: Final = (
+    "make the schema, expression or grammar of the answer simpler: fewer alternatives and optional properties, no large bounds"
+    " (`maxLength`, `maxItems`, `{1,500}`) inside one another"
+)
+TOO_SLOW: Final = f"the grammar takes too long to compile; {_SIMPLER}"
 TOO_BUSY: Final = "grammars that take too long are still being compiled; try again in a minute"
-_TOO_COMPLEX: Final = "the grammar takes too much work at this place of the answer, or no token can follow; make it simpler"
+_TOO_COMPLEX: Final = f"the grammar takes too much work at this place of the answer, or no token can follow; {_SIMPLER}"
 
 
 class Matcher(Protocol):
@@ -251,11 +255,12 @@ class Grammars:
         found = self._find(grammar)
         try:
             if found.job is None or found.objection is not None:
-                raise CloisterError(found.objection or TOO_BUSY)
+                kind = InvalidRequestError if found.objection == TOO_SLOW else CloisterError
+                raise kind(found.objection or TOO_BUSY)
             matcher, mask = found.job.result(COMPILE_TIMEOUT_S)
         except FutureTimeoutError:
             self.give_up(grammar)
-            raise CloisterError(TOO_SLOW) from None
+            raise InvalidRequestError(TOO_SLOW) from None
         state = GrammarState(matcher.copy(), mask.copy(), self._eos, sampling, token_ids)
         if token_ids or sampling.ignore_eos or sampling.min_tokens:
             self.look_ahead([state])
@@ -286,9 +291,9 @@ class Grammars:
         except CloisterError:
             raise
         except Exception as error:  # its text may contain user content
-            raise CloisterError(f"the grammar cannot be compiled ({type(error).__name__}); make it simpler") from None
+            raise InvalidRequestError(f"the grammar cannot be compiled ({type(error).__name__}); {_SIMPLER}") from None
         if not is_filled:
-            raise CloisterError(_TOO_COMPLEX)
+            raise InvalidRequestError(_TOO_COMPLEX)
         return matcher, mask
 
     def _forget(self, key: int, owner: weakref.ref[Grammar]) -> None:

@@ -181,6 +181,8 @@ class ModelRunner:
         if self._batch.num_guided:
             self._follow_grammars([state for state in touched if state.grammar is not None], result)
         result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
+        if result.failures:
+            result.unsupported = {state.seq_id for state in touched if state.seq_id in result.failures and state.is_unsupported}
         if self._drafts:
             result.draft_s = self._drafting.take_times()
         result.elapsed_s = self._clock.now() - started_s

@@ -18,7 +18,7 @@ from cloister.executor.links import SequenceLinks
 from cloister.executor.logits_processors import LogitBias, Penalties, TokenCounts
 from cloister.executor.pooling import Pool
 from cloister.types.documents import Documents
-from cloister.types.errors import CloisterError, EngineError
+from cloister.types.errors import CloisterError, EngineError, InvalidRequestError
 from cloister.types.request import SamplingParams
 from cloister.types.step import NewSequence
 
@@ -41,6 +41,7 @@ class SequenceState:
         adapter: slot of its adapter; -1 is none.
         stops: tokens that end it.
         failure: why it cannot continue, as a message for the client; set once, after which the sequence computes nothing.
+        is_refused: its grammar was refused when it was opened.
         images: images of its prompt; None once all their positions are computed.
         grids: what its tokens turn by, where that is not their position; None where it is.
         documents: parts of its prompt that are encoded separately.
@@ -64,6 +65,7 @@ class SequenceState:
     pool: Pool | None = None
     stops: frozenset[int] = frozenset()
     failure: str | None = None
+    is_refused: bool = False
     adapter: int = -1
     num_groups: int = 1
     images: SequenceImages | None = None
@@ -99,6 +101,11 @@ class SequenceState:
         if self.grammar is not None and self.grammar.must_end:
             return None
         return self.stop_mask if self.num_output_tokens < self.sampling.min_tokens else None
+
+    @property
+    def is_unsupported(self) -> bool:
+        """Whether it cannot continue because of its grammar."""
+        return self.is_refused or (self.grammar is not None and self.grammar.failure is not None)
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token."""
@@ -335,7 +342,7 @@ class BatchState:
         try:
             state.grammar = self._grammars.open(grammar, state.sampling, state.tokens[state.num_prompt_tokens :].tolist())
         except CloisterError as error:
-            state.failure = error.message
+            state.failure, state.is_refused = error.message, isinstance(error, InvalidRequestError)
 
     def _stop_mask(self, new: NewSequence) -> LogitBias | None:
         ids = sorted({token for token in new.stop_token_ids if 0 <= token < self._vocab_size})

@@ -423,7 +423,8 @@ class Scheduler:
         if self._prefilled:
             self._hand_over(now)
         for seq_id, message in result.failures.items():
-            self._fail_sequence(seq_id, message, now)
+            reason = FinishReason.UNSUPPORTED if seq_id in result.unsupported else FinishReason.ERROR
+            self._fail_sequence(seq_id, reason, message, now)
         if step.loads:
             self.kv_loads.commit(step, now)
         for sequence, _, _ in step.parts:
@@ -443,7 +444,7 @@ class Scheduler:
     def note_encoded(self, image: EncodedImage, now: float) -> None:
         """Notes that an image is encoded, so that plans may reach it; or ends its request if that failed."""
         if image.error:
-            self._fail_sequence(image.seq_id, image.error, now)
+            self._fail_sequence(image.seq_id, FinishReason.ERROR, image.error, now)
         else:
             self._encodings.note(image.seq_id, image.offset)
 
@@ -847,7 +848,7 @@ class Scheduler:
             self._requests.end_request(sequence.request_state, FinishReason.STOP if is_whole else FinishReason.LENGTH, now)
         self._requests.release_blocks(sequence)
 
-    def _fail_sequence(self, seq_id: int, message: str, now: float) -> None:
+    def _fail_sequence(self, seq_id: int, reason: FinishReason, message: str, now: float) -> None:
         sequence = self._requests.sequences.get(seq_id)
         if sequence is not None and sequence.status is not Status.ENDED:
-            self._requests.end_request(sequence.request_state, FinishReason.ERROR, now, error=message)
+            self._requests.end_request(sequence.request_state, reason, now, error=message)

@@ -1,6 +1,7 @@
 """The ASGI application: the routes, wrapped in the middleware that every request passes.
 
-From outermost to innermost: failures (and counting), CORS, Host check, authentication, limits, body, disconnect, routes.
+From outermost to innermost: lingering, failures (and counting), CORS, Host check, authentication, limits, body,
+disconnect, routes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyMiddleware, Dis
 from cloister.server.middleware.cors import CorsMiddleware, parse_origins
 from cloister.server.middleware.failures import ErrorFormMiddleware, ErrorMiddleware, V1PrefixMiddleware
 from cloister.server.middleware.key_limits import KeyLimitMiddleware
+from cloister.server.middleware.lingering import LingeringMiddleware
 from cloister.server.oidc import TokenVerifier
 from cloister.server.ollama.writing import error_object as ollama_error
 from cloister.server.operations import BODY_PATHS, FORM_PATHS
@@ -227,7 +229,8 @@ def surround(
     if origins:
         app = CorsMiddleware(app, origins)
     app = ErrorMiddleware(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
-    return V1PrefixMiddleware(ErrorFormMiddleware(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error}))
+    app = ErrorFormMiddleware(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error})
+    return V1PrefixMiddleware(LingeringMiddleware(app))
 
 
 def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:

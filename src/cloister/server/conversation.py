@@ -120,6 +120,7 @@ def _json_rule(answer: Grammar) -> str:
 
 def _checked(tool: Tool, param: str) -> Tool:
     """Returns a tool whose parameters a grammar can enforce."""
+    grammars.check_schema_size(tool.parameters, param)
     schema = grammars.check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(tool.parameters)), param)
     return replace(tool, parameters=json.loads(schema.source))
 

@@ -43,6 +43,8 @@ def text_list(field: str) -> Callable[[object], list[Text]]:
     """
 
     def check(value: object) -> list[Text]:
+        if isinstance(value, list) and len(value) > MAX_INPUTS and type(value[0]) is not int:  # before each is looked at
+            raise invalid(f"`{field}` may be a list of at most {MAX_INPUTS} texts; send several requests.", field)
         if isinstance(value, str) or _is_token_list(value):
             value = [value]
         if not isinstance(value, list) or not _are_texts(value):
@@ -50,8 +52,6 @@ def text_list(field: str) -> Callable[[object], list[Text]]:
                 f"`{field}` must be a string, a list of strings, token ids, or a list of lists of token ids, and not empty.",
                 field,
             )
-        if len(value) > MAX_INPUTS:
-            raise invalid(f"`{field}` may be a list of at most {MAX_INPUTS} texts; send several requests.", field)
         return value
 
     return check
@@ -178,6 +178,8 @@ def _tokenize(reader: PromptReader, text: Text, field: str) -> list[int]:
     """Returns the tokens of a text, including those that the tokenizer adds."""
     if isinstance(text, str):
         check_fits(reader, reader.tokenizer.least_tokens(text), field, counts="at least ")
+    else:
+        check_fits(reader, len(text), field)
     token_ids = reader.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else text
     if not all(0 <= token_id < reader.vocab_size for token_id in token_ids):
         raise invalid(f"`{field}` has a token id that is not in [0, {reader.vocab_size}).", field, "token_id_out_of_range")

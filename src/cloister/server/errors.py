@@ -70,6 +70,7 @@ class OverloadedError(CloisterError):
     status = 503
 
 
+UNSUPPORTED: Final = "unsupported_grammar"
 TOO_LATE: Final = "The answer was not complete in time; ask for fewer tokens or try again."
 INTERNAL: Final = CloisterError("The server made a mistake; it was logged without your data. Please try again.")
 
@@ -110,6 +111,8 @@ def failure_of(output: SequenceOutput) -> CloisterError | None:
             return None
         case FinishReason.REJECTED:
             return ContextLengthError(output.error or "The request cannot run on this server; make it shorter.")
+        case FinishReason.UNSUPPORTED:
+            return InvalidRequestError(output.error or "The grammar cannot be followed; make it simpler.", code=UNSUPPORTED)
         case FinishReason.TIMEOUT:
             return DeadlineError(output.error or TOO_LATE)
         case FinishReason.ABORT:

@@ -15,11 +15,13 @@ from cloister.server.errors import invalid
 from cloister.server.jobs import GenerationJob, read_timings
 from cloister.server.parse import Refused, check_fields, parse_body
 from cloister.server.prompts import PromptReader, renamed, require_infill
-from cloister.server.sampling import check_text
+from cloister.server.sampling import check_num_tokens, check_text
 from cloister.server.schemas import (
     INT32,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_MESSAGES,
+    MAX_STOP_TOKENS,
     MAX_TOOLS,
     ChatBody,
     CompletionBody,
@@ -134,7 +136,7 @@ class _Sampling(Strict):
     dry_base: float | None = None
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Annotated[list[str], Field(max_length=MAX_STOP_TOKENS)] | None = None
 
 
 class LlamaCompletionBody(_Sampling):
@@ -202,6 +204,7 @@ def read_completion(reader: PromptReader, raw: bytes, admission: Admission) -> L
     body = parse_body(raw, LlamaCompletionBody, REFUSED)
     if isinstance(body.prompt, str):
         return _ask(reader, body, body.prompt, [], body.prompt, admission)
+    check_num_tokens(len(body.prompt), reader.model, "prompt", "entries for ")
     token_ids: list[int] = []
     for item in body.prompt:
         if isinstance(item, str):
@@ -270,6 +273,8 @@ def _biases(given: object) -> dict[str, float] | None:
     """Returns biases of either form: an object, or a list of [token id, bias]; false is a bias that forbids the token."""
     if given in (None, [], {}):
         return None
+    if isinstance(given, dict | list) and len(given) > MAX_LOGIT_BIAS:
+        raise invalid(f"`logit_bias` must be at most {MAX_LOGIT_BIAS} entries long.", "logit_bias", "invalid_value")
     pairs = list(given.items()) if isinstance(given, dict) else given
     if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
         raise invalid("`logit_bias` must be a list of [token id, bias], or an object of them.", "logit_bias", "invalid_type")

@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, get_args
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
@@ -172,11 +174,18 @@ def _is_one_of(value: object, harmless: tuple[object, ...]) -> bool:
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_MISTAKES: Final = 1000
+MAX_NAMES: Final = 100_000
+"""Names in all objects of a body together. A conversation of as many messages as are taken has 82,000 with its tool calls."""
+MAX_CONTAINERS: Final = 100_000
+"""Lists and objects in a body."""
+MAX_VALUES: Final = 2**20
+"""Entries of all lists and objects of a body: token ids of the longest context windows."""
 MAX_EXACT: Final = 2**53
 """Up to it every integer is exactly representable as a float."""
 UNKNOWN: Final = "extra_forbidden"
 NEAR: Final = 0.7
 """Minimum similarity of a suggested name; 1 is equal."""
+_TOO_MANY: Final = "The body has too many mistakes to name one; check it against the documentation."
 _INDEX: Final = re.compile(r"\[\d+\]")
 _TAGS: Final = frozenset({"text", "image_url", "thinking"})
 """Types of entries that are names of fields too."""
@@ -208,6 +217,8 @@ _BOUNDS: Final[Mapping[str, str]] = {
     "union_tag_invalid": "of a `type` among {expected_tags}",
     "union_tag_not_found": "an object with a `type`",
 }
+_WHOLE: Final = frozenset({"int_type", "int_from_float"})
+"""Errors that an integral float in place of a whole number may be the reason of."""
 _KINDS: Final = frozenset({"union_tag_invalid", "literal_error"})
 """Errors about a `type` that the API may define but this server does not support, such as an image."""
 
@@ -235,13 +246,14 @@ def check_fields(body: Mapping[str, Any], kind: type[Body]) -> Body:
     Raises:
         InvalidRequestError: they are not a valid object.
     """
-    try:
-        return _read(body, kind)
-    except InvalidRequestError:
+    read = _read(body, kind)
+    if isinstance(read, _Refusal) and read.may_be_float:
         whole = with_whole_numbers(body)
-        if whole is body:
-            raise
-        return _read(whole, kind)
+        if whole is not body:
+            read = _read(whole, kind)
+    if isinstance(read, _Refusal):
+        raise read.error
+    return read
 
 
 def with_whole_numbers(value: Any) -> Any:
@@ -257,23 +269,41 @@ def with_whole_numbers(value: Any) -> Any:
     return value
 
 
-def _read(body: Mapping[str, Any], kind: type[Body]) -> Body:
-    problems = []
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why a body is no valid object.
+
+    Attributes:
+        may_be_float: it may be valid with whole numbers in place of integral floats.
+    """
+
+    error: InvalidRequestError
+    may_be_float: bool = False
+
+
+def _read(body: Mapping[str, Any], kind: type[Body]) -> Body | _Refusal:
+    """Returns an object, or why it is none.
+
+    It raises nothing: an exception that follows another one holds it, and pydantic's holds an entry for every mistake.
+    """
+    problems: list[ErrorDetails] = []
     for extra in (None, "ignore"):
         try:
             read = kind.model_validate(body, extra=extra)
         except ValidationError as error:
             if error.error_count() > MAX_MISTAKES:  # computes all errors to get the first
-                raise invalid("The body has too many mistakes to name one; check it against the documentation.") from None
+                return _Refusal(invalid(_TOO_MANY))
             problems = error.errors(include_url=False, include_input=False)
+        except InvalidRequestError as error:  # of a validator of ours
+            return _Refusal(error.with_traceback(None), may_be_float=True)
         except UnicodeError:
-            raise invalid("The body must be Unicode text without lone surrogates.", code="invalid_json") from None
+            return _Refusal(invalid("The body must be Unicode text without lone surrogates.", code="invalid_json"))
         else:
             _note(problems, kind)
             return read
         if ignored_fields().is_strict or not any(problem["type"] == UNKNOWN for problem in problems):
             break
-    raise _explain(problems[0], kind) from None
+    return _Refusal(_explain(problems[0], kind), may_be_float=any(problem["type"] in _WHOLE for problem in problems))
 
 
 def _note(problems: Iterable[ErrorDetails], kind: type[BaseModel]) -> None:
@@ -289,15 +319,51 @@ def parse_json(raw: bytes) -> object:
     """Reads JSON (RFC 8259): UTF-8, no NaN, no lone surrogates, at most 200 levels deep.
 
     Raises:
-        InvalidRequestError: it is invalid; the message says where.
+        InvalidRequestError: it is invalid, and the message says where; or it has more parts than are taken.
     """
     if not raw.strip():
         raise invalid("The body is empty; send a JSON object.", code="invalid_json")
+    check_num_parts(raw)
     try:
         # The library would cache short strings for the next body: nothing of a request may outlive it.
         return from_json(raw, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+
+
+def check_num_parts(raw: bytes) -> None:
+    """Refuses JSON of very many parts before an object is made of any.
+
+    An object takes up to a hundred times the memory of its text, a mistake in it more. Here one byte of the text takes one
+    or two nanoseconds, mostly outside of the interpreter lock, and five bytes of memory.
+
+    Args:
+        raw: it need not be valid.
+
+    Raises:
+        InvalidRequestError: it has more than `MAX_NAMES`, `MAX_CONTAINERS` or `MAX_VALUES`.
+    """
+    if len(raw) <= min(MAX_NAMES, MAX_CONTAINERS, MAX_VALUES):
+        return
+    if not _too_many_parts(np.frombuffer(raw, np.uint8)):  # counts those inside of strings as well
+        return
+    # Without escapes every quotation mark begins or ends a string. A backslash escapes the byte behind it, from the left.
+    text = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    is_outside = (np.add.accumulate(text == ord('"'), dtype=np.uint8) & 1) == 0
+    if found := _too_many_parts(text[is_outside]):
+        raise invalid(f"The body has {found}; send several requests.", code="too_many_parts")
+
+
+def _too_many_parts(text: npt.NDArray[np.uint8]) -> str:
+    """Returns which parts a text without strings has too many of; empty if none."""
+    num_containers = sum(np.count_nonzero(text == ord(sign)) for sign in "[{")
+    if num_containers > MAX_CONTAINERS:
+        return f"more than {MAX_CONTAINERS:,} lists and objects"
+    if np.count_nonzero(text == ord(":")) > MAX_NAMES:
+        return f"more than {MAX_NAMES:,} names of fields"
+    if np.count_nonzero(text == ord(",")) + num_containers > MAX_VALUES:
+        return f"lists and objects of more than {MAX_VALUES:,} entries together"
+    return ""
 
 
 def _explain(details: ErrorDetails, kind: type[BaseModel]) -> InvalidRequestError:

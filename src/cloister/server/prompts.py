@@ -27,7 +27,14 @@ from cloister.server.prompt_schemas import find_schema, read_schema_prompt
 from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.responses.schemas import to_chat as response_to_chat
-from cloister.server.sampling import check_length, check_number_of_sequences, check_text, fit_length, sampling_params
+from cloister.server.sampling import (
+    check_length,
+    check_num_tokens,
+    check_number_of_sequences,
+    check_text,
+    fit_length,
+    sampling_params,
+)
 from cloister.server.schemas import ChatBody, CompletionBody, GenerationBody
 from cloister.text import Tokenizer
 from cloister.text.infill import Infill
@@ -336,6 +343,7 @@ class PromptReader:
         if isinstance(prompt, str):
             check_text(prompt, self.tokenizer, self.model, "prompt")
             return self.tokenizer.encode(prompt, add_special_tokens=True)
+        check_num_tokens(len(prompt), self.model, "prompt")
         if not all(0 <= token_id < self.vocab_size for token_id in prompt):
             size = self.vocab_size
             raise invalid(f"`prompt` has a token id that is not in [0, {size}).", "prompt", "token_id_out_of_range")

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from cloister.server.load_shedding import BODY_CEILING_BYTES
 from cloister.types.errors import QueueFullError
@@ -221,7 +221,14 @@ class ReadingThreads:
         Raises:
             QueueFullError: too much of this tenant waits already.
         """
-        turn, loop = await self._queue.enter(tenant, num_bytes), asyncio.get_running_loop()
+        future = self._start(await self._queue.enter(tenant, num_bytes), work)
+        try:
+            return await future
+        finally:
+            del future  # its error holds this frame: only the garbage collector would free both, and the body
+
+    def _start(self, turn: ReadingTurn, work: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         read = partial(_read, contextvars.copy_context(), work, loop, future, turn)
         try:
@@ -229,7 +236,7 @@ class ReadingThreads:
         except BaseException:
             turn.end()
             raise
-        return await future
+        return future
 
 
 def _read(
@@ -241,14 +248,22 @@ def _read(
 ) -> None:
     """Reads, in a thread of its own; the result, or the error, arrives on the event loop."""
     try:
-        tell = partial(future.set_result, context.run(work))
+        finish = partial(_finish, turn, future, context.run(work), None)
     except BaseException as error:
-        tell = partial(future.set_exception, error)
+        finish = partial(_finish, turn, future, None, error)
+    try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(finish)
+    finally:
+        del finish, future  # as in `run`
 
-    def finish() -> None:
-        turn.end()
-        if not future.done():  # else its caller has left
-            tell()
 
-    with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-        loop.call_soon_threadsafe(finish)
+def _finish(turn: ReadingTurn, future: asyncio.Future[Any], read: object, error: BaseException | None) -> None:
+    """Ends a turn, on the event loop; its caller gets what was read, or the error, unless it has left."""
+    turn.end()
+    if future.done():
+        return
+    if error is None:
+        future.set_result(read)
+    else:
+        future.set_exception(error)

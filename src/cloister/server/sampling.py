@@ -59,14 +59,15 @@ def _response_format(body: GenerationBody) -> Iterator[tuple[str, Grammar]]:
     if form.type == "json_object" or (form.json_schema is not None and form.json_schema.schema_ is None):
         yield "response_format", Grammar(GrammarKind.JSON_OBJECT)
     elif form.json_schema is not None:
-        yield "response_format.json_schema.schema", _of_schema(form.json_schema.schema_)
+        param = "response_format.json_schema.schema"
+        yield param, _of_schema(form.json_schema.schema_, param)
 
 
 def _extras(
     prefix: str, schema: Any, is_object: bool | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[tuple[str, Grammar]]:
     if schema is not None:
-        yield f"{prefix}json", _of_schema(schema)
+        yield f"{prefix}json", _of_schema(schema, f"{prefix}json")
     if is_object:
         yield f"{prefix}json_object", Grammar(GrammarKind.JSON_OBJECT)
     if regex is not None:
@@ -77,8 +78,11 @@ def _extras(
         yield f"{prefix}grammar", Grammar(GrammarKind.LARK, grammar)
 
 
-def _of_schema(schema: Any) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema))
+def _of_schema(schema: Any, param: str) -> Grammar:
+    if isinstance(schema, str):
+        return Grammar(GrammarKind.JSON_SCHEMA, schema)
+    grammars.check_schema_size(schema, param)  # the interpreter lock is held while it is written
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 T = TypeVar("T")
@@ -190,9 +194,20 @@ def check_text(text: str, tokenizer: Tokenizer, model: ModelInfo, param: str) ->
     Raises:
         ContextLengthError: it is too long; the message has the figures.
     """
-    least = tokenizer.least_tokens(text)
-    if least > model.longest_prompt:
-        window = _describe_window(f"at least {least} tokens", model)
+    check_num_tokens(tokenizer.least_tokens(text), model, param, "at least ")
+
+
+def check_num_tokens(num_tokens: int, model: ModelInfo, param: str, counts: str = "") -> None:
+    """Refuses a prompt by its length alone, before its tokens are looked at.
+
+    Args:
+        counts: stands before the number in the message, where it is not exact.
+
+    Raises:
+        ContextLengthError: no prompt of the model has a place for it; the message has the figures.
+    """
+    if num_tokens > model.longest_prompt:
+        window = _describe_window(f"{counts}{num_tokens} tokens", model)
         raise ContextLengthError(f"{window}. Shorten it to at most {model.max_model_len - 1}.", param=param)
 
 

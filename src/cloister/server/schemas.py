@@ -95,7 +95,7 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = Field(None, json_schema_extra=CHOICES)
+    choice: list[str] | None = Field(None, max_length=MAX_CHOICES, json_schema_extra=CHOICES)
     grammar: str | None = None
 
 
@@ -134,7 +134,7 @@ class GenerationBody(Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, json_schema_extra=CHOICES)
+    guided_choice: list[str] | None = Field(None, max_length=MAX_CHOICES, json_schema_extra=CHOICES)
     guided_grammar: str | None = None
     grammar: str | None = None
 
@@ -348,10 +348,10 @@ def check_prompt(value: object) -> list[str] | list[list[int]]:
         raise invalid("`prompt` must be a string, a list of strings, token ids, or a list of lists of token ids.", "prompt")
     if not value:
         raise invalid("`prompt` is empty; send at least one token.", "prompt", "empty_prompt")
+    if len(value) > MAX_PROMPTS and type(value[0]) is not int:  # before each is looked at
+        raise invalid(f"`prompt` may be a list of at most {MAX_PROMPTS} prompts; send several requests.", "prompt")
     if _is_token_list(value):
         return [value]
-    if len(value) > MAX_PROMPTS:
-        raise invalid(f"`prompt` may be a list of at most {MAX_PROMPTS} prompts; send several requests.", "prompt")
     if all(isinstance(item, str) for item in value) or all(_is_token_list(item) for item in value):
         return value
     raise invalid("`prompt` must be a list of strings, of token ids (whole numbers), or of lists of token ids.", "prompt")

@@ -69,6 +69,10 @@ class ServerState:
             return self.engine.generate(request)
         return self.calls.generate(self.engine, self.call, request)
 
+    async def answer_off_the_loop(self, work: Callable[..., Any], *args: Any) -> Response:
+        """Returns a struct as the body of a reply; makes and writes it in a thread, as `off_the_loop` does."""
+        return await self.off_the_loop(lambda: json_response(work(*args)))
+
     def follow(self, job: GenerationJob) -> GenerationJob:
         """Returns a job of the current call, whose replies say which weights compute it."""
         return job if self.call is None else replace(job, engine_stats=self.call.engine_stats)

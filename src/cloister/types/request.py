@@ -193,13 +193,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. STOP and LENGTH are normal ends, the others are errors with a reply."""
+    """Why a sequence ended. STOP and LENGTH are normal ends, the others are errors with a reply.
+
+    REJECTED: the request does not fit this engine. UNSUPPORTED: its grammar cannot be followed, or takes too much work.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     TIMEOUT = "timeout"
     REJECTED = "rejected"
+    UNSUPPORTED = "unsupported"
     ERROR = "error"
 
 

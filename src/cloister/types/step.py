@@ -163,6 +163,7 @@ class StepResult(msgspec.Struct, kw_only=True):
             are still prompt, in order.
         embeddings: seq_id -> vector of a pooled prompt that is complete.
         failures: seq_id -> message for the client; such a sequence has no sample.
+        unsupported: those of `failures` that are the request's fault: its grammar cannot be followed.
         complete: sequences whose grammar is complete after their sample.
         elapsed_s: duration of the step, for the budget and metrics.
         draft_s: drafter -> its share of that time.
@@ -173,6 +174,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     embeddings: dict[int, Embedding] = {}
     failures: dict[int, str] = {}
+    unsupported: set[int] = set()
     complete: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import msgspec
 import ray
+from ray._private import services
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -112,7 +113,7 @@ class Driver:
         Raises:
             EngineError: it cannot.
         """
-        settings = self._settings
+        settings, head = self._settings, None
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             if settings.address is None:
@@ -127,12 +128,13 @@ class Driver:
                     **quiet,
                 )
             else:
-                if ":" in settings.address:  # asks who it is; `ray.init` tries a wrong token for half a minute
-                    _raylet.GcsClient(address=settings.address)
+                # asks the head who it is, wherever `auto` says that it is: `ray.init` tries a wrong token for half a minute
+                if (head := services.canonicalize_bootstrap_address(settings.address)) is not None:
+                    _raylet.GcsClient(address=head)
                 ray.init(settings.address, **quiet)
         except AuthenticationError:
             raise EngineError(
-                f"the Ray cluster at {settings.address} refuses the token of this process, or that it has none; set "
+                f"the Ray cluster at {head or settings.address} refuses the token of this process, or that it has none; set "
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as they are in the cluster"
             ) from None
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:

@@ -29,7 +29,8 @@ class _GoneError(Exception):
 
 
 class BodyMiddleware:
-    """Passes requests with complete bodies to routes. A refused body is not read further: the ASGI server discards it.
+    """Passes requests with complete bodies to routes. A refused body is not read further: the ASGI server discards it, or
+    `LingeringMiddleware` where the connection is closed.
 
     Args:
         limit_bytes: maximum body size.

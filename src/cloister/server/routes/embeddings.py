@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -11,9 +12,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.server.embeddings import EmbeddingUsage, read_embeddings, run_pooled, usage_of, vector_of, write_embeddings
+from cloister.server.embeddings import (
+    EmbeddingJob,
+    EmbeddingUsage,
+    read_embeddings,
+    run_pooled,
+    usage_of,
+    vector_of,
+    write_embeddings,
+)
 from cloister.server.scoring import rank_documents, read_classify, read_rerank, read_score, score_pairs, write_classes
-from cloister.server.state import admission_of, json_response, state_of
+from cloister.server.state import admission_of, state_of
+from cloister.types.request import Embedding
 
 router = APIRouter()
 
@@ -53,7 +63,7 @@ async def create_score(request: Request) -> Response:
     state = state_of(request)
     asked = await state.off_the_loop(read_score, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
-    return json_response(await state.off_the_loop(score_pairs, asked, embeddings))
+    return await state.answer_off_the_loop(score_pairs, asked, embeddings)
 
 
 @router.post("/v1/rerank")
@@ -64,7 +74,7 @@ async def create_ranking(request: Request) -> Response:
     state = state_of(request)
     asked = await state.off_the_loop(read_rerank, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
-    return json_response(await state.off_the_loop(rank_documents, asked, embeddings))
+    return await state.answer_off_the_loop(rank_documents, asked, embeddings)
 
 
 @router.post("/v1/classify")  # the one that can be asked sealed
@@ -74,7 +84,7 @@ async def create_classification(request: Request) -> Response:
     state = state_of(request)
     asked = await state.off_the_loop(read_classify, state.reader, await request.body(), admission_of(request))
     scores = await run_pooled(state.generate, asked.job)
-    return json_response(await state.off_the_loop(write_classes, asked, scores))
+    return await state.answer_off_the_loop(write_classes, asked, scores)
 
 
 @router.post("/pooling")
@@ -83,6 +93,9 @@ async def create_pooled(request: Request) -> Response:
     state = state_of(request)
     asked = await state.off_the_loop(read_embeddings, state.reader, await request.body(), admission_of(request))
     embeddings = await run_pooled(state.generate, asked.job)
+    return await state.answer_off_the_loop(_write_pooled, asked, embeddings)
+
+
+def _write_pooled(asked: EmbeddingJob, embeddings: Sequence[Embedding]) -> PooledList:
     items = [PooledItem(i, vector_of(embedding).tolist()) for i, embedding in enumerate(embeddings)]
-    reply = PooledList(f"pool-{secrets.token_hex(12)}", int(time.time()), asked.job.model_name, items, usage_of(asked.job))
-    return json_response(reply)
+    return PooledList(f"pool-{secrets.token_hex(12)}", int(time.time()), asked.job.model_name, items, usage_of(asked.job))

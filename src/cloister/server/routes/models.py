@@ -78,7 +78,7 @@ async def load_adapter(request: Request) -> Response:
     """Loads an adapter from a directory of this machine; it is then listed as a model."""
     state = state_of(request)
     adapters = _check_operator(request, state)
-    body = parse_body(await request.body(), LoadBody)
+    body = await state.off_the_loop(parse_body, await request.body(), LoadBody)
     if body.lora_name in (state.reader.model_name, *state.reader.other_names):
         raise invalid("`lora_name` is a name of the model itself; choose another one.", "lora_name")
     return json_response(adapter_model(state, await adapters.load(body.lora_name, body.lora_path)))
@@ -89,7 +89,7 @@ async def unload_adapter(request: Request) -> Response:
     """Unloads an adapter when the requests that use it have ended."""
     state = state_of(request)
     adapters = _check_operator(request, state)
-    body = parse_body(await request.body(), UnloadBody)
+    body = await state.off_the_loop(parse_body, await request.body(), UnloadBody)
     await adapters.unload(body.lora_name)
     return json_response(Unloaded(body.lora_name))
 

@@ -162,7 +162,7 @@ async def running(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Describes one model."""
     state = state_of(request)
-    body = parse_body(await request.body(), OllamaShowBody, NO_FIELDS)
+    body = await state.off_the_loop(parse_body, await request.body(), OllamaShowBody, NO_FIELDS)
     return json_response(show_model(state, find_name(state.reader, body.model or body.name)))
 
 
@@ -170,7 +170,7 @@ async def show(request: Request) -> Response:
 async def pull(request: Request) -> Response:
     """Checks that a model is available. A missing one is never fetched: clients cannot start downloads."""
     state = state_of(request)
-    body = parse_body(await request.body(), OllamaPullBody, NO_FIELDS)
+    body = await state.off_the_loop(parse_body, await request.body(), OllamaPullBody, NO_FIELDS)
     try:
         find_name(state.reader, body.model or body.name)
     except NotFoundError:

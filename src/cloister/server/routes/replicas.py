@@ -149,8 +149,9 @@ def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
 
 @router.post("/v1/replicas/{index:int}/drain")
 async def drain(request: Request, index: int) -> Response:
-    """Moves the requests of a replica to others while they run, and gives it no new ones."""
+    """Moves the requests of a replica to others while they run, and gives it no new ones; not of the last one that is well."""
     state = _check_command(request)
+    state.engine.check_drain(index)
     return json_response(DrainedReplica(index, await state.engine.drain_replica(index)))
 
 
@@ -176,7 +177,7 @@ async def update_weights(request: Request) -> Response:
     """Begins to replace the engines of all replicas by engines of other weights, while their requests go on."""
     state = _check_operator(request)
     state.reader.gate.policy.check({"rolling-update": Use(True, "a request")})
-    body = parse_body(await request.body(), UpdateBody)
+    body = await state.off_the_loop(parse_body, await request.body(), UpdateBody)
     await state.off_the_loop(check_weights, state.reader, body.model)
     state.engine.update_replicas(body.model)
     return json_response(_report_update(state.engine.update_progress))

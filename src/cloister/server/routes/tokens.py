@@ -25,6 +25,10 @@ def _having(name: str, kind: str, *absent: str) -> JsonValue:
 _LLAMACPP: Final = ("add_special", "parse_special", "with_pieces")
 
 
+MAX_SHOWN: Final = 2**17
+"""Tokens whose texts one reply shows; each takes up to 300 bytes until it is sent."""
+
+
 class TokenizeBody(Strict):
     """Body of /tokenize: a text or the messages of a chat, as vLLM names them, or a text as llama.cpp does (`content`).
 
@@ -103,6 +107,13 @@ def tokenize(reader: PromptReader, raw: bytes) -> Tokenized:
     reader.find_adapter(body.model)
     text, special = _text_of(reader, body)
     tokens = reader.tokenizer.encode(text, add_special_tokens=special, parse_special=body.parse_special is not False)
+    if len(tokens) > MAX_SHOWN and (body.with_pieces or body.return_token_strs):
+        param = "with_pieces" if body.with_pieces else "return_token_strs"
+        raise invalid(
+            f"`{param}` shows at most {MAX_SHOWN} tokens, and the text has {len(tokens)}; leave it out, or send parts of it.",
+            param,
+            "invalid_value",
+        )
     names = [_name(reader, token) for token in tokens] if body.return_token_strs else None
     shown = [_piece(reader, token) if body.with_pieces else token for token in tokens]
     return Tokenized(len(tokens), reader.model.max_model_len, shown, names)
@@ -173,14 +184,14 @@ router = APIRouter()
 async def create_tokens(request: Request) -> Response:
     """Returns the tokens of a text or a chat, as in the model's input."""
     state = state_of(request)
-    return json_response(await state.off_the_loop(tokenize, state.reader, await request.body()))
+    return await state.answer_off_the_loop(tokenize, state.reader, await request.body())
 
 
 @router.post("/detokenize")
 async def create_text(request: Request) -> Response:
     """Returns the text of tokens."""
     state = state_of(request)
-    return json_response(await state.off_the_loop(detokenize, state.reader, await request.body()))
+    return await state.answer_off_the_loop(detokenize, state.reader, await request.body())
 
 
 @router.get("/tokenizer_info")

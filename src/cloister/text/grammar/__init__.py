@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cloister.text.grammar.checking import check_grammar
     from cloister.text.grammar.compiler import GrammarCompiler
-    from cloister.text.grammar.schema import check_schema
+    from cloister.text.grammar.schema import check_schema, check_schema_size
 
-__all__ = ["GrammarCompiler", "check_grammar", "check_schema"]
+__all__ = ["GrammarCompiler", "check_grammar", "check_schema", "check_schema_size"]
 
-_MODULES = {"GrammarCompiler": "compiler", "check_grammar": "checking", "check_schema": "schema"}
+_MODULES = {
+    "GrammarCompiler": "compiler",
+    "check_grammar": "checking",
+    "check_schema": "schema",
+    "check_schema_size": "schema",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -12,12 +12,12 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic_core import from_json
 
 from cloister.text.grammar.compiler import LIMITS, write_source
-from cloister.text.grammar.schema import check_schema
+from cloister.text.grammar.schema import MAX_CHARS, TOO_LONG, check_schema
 from cloister.types.errors import InvalidRequestError
 from cloister.types.request import Grammar, GrammarKind
 
 MAX_SOURCE_CHARS: Final = {
-    GrammarKind.JSON_SCHEMA: 65_536,
+    GrammarKind.JSON_SCHEMA: MAX_CHARS,
     GrammarKind.JSON_OBJECT: 0,
     GrammarKind.REGEX: 8_192,
     GrammarKind.CHOICE: 65_536,
@@ -63,7 +63,8 @@ def check_grammar(grammar: Grammar, param: str) -> Grammar:
         InvalidRequestError: it cannot be followed; the message names `param` and what to do, and repeats nothing of it.
     """
     if len(grammar.source) > MAX_SOURCE_CHARS[grammar.kind]:
-        raise _error(param, f"is too large; it may have {MAX_SOURCE_CHARS[grammar.kind]} characters")
+        is_schema = grammar.kind is GrammarKind.JSON_SCHEMA
+        raise _error(param, TOO_LONG if is_schema else f"is too large; it may have {MAX_SOURCE_CHARS[grammar.kind]} characters")
     checked = Grammar(grammar.kind, _CHECKS[grammar.kind](grammar.source, param))
     try:
         source = write_source(checked)

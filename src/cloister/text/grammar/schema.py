@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -103,6 +103,8 @@ def _names(value: Any) -> set[str]:
 
 _VALUES: Final = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 """Keywords whose numbers must be met exactly."""
+MAX_CHARS: Final = 65_536
+"""Of a schema written as JSON."""
 MAX_DEPTH: Final = 32
 """Schemas inside one another."""
 MAX_SCHEMAS: Final = 4000
@@ -110,6 +112,10 @@ MAX_PROPERTIES: Final = 1000
 """Of all objects together: what compiling takes grows with their square."""
 MAX_VALUES: Final = 5000
 """Of all enumerations together."""
+TOO_LONG: Final = (
+    f"is too large: a schema may have {MAX_CHARS} characters of JSON and {MAX_PROPERTIES} properties; "
+    "leave out what is not needed, such as descriptions"
+)
 MAX_PATTERN_CHARS: Final = 4_096
 MAX_MULTIPLE: Final = 20_000
 """Product of all multipleOf: a number that is to be a multiple of both 997 and 991 takes 988,027 states."""
@@ -156,6 +162,29 @@ def check_schema(schema: object, param: str) -> Any:
         InvalidRequestError: it has a keyword that is not enforced here, is no schema, or is too large; says which and where.
     """
     return _Walk(schema, param).check(schema, "", 0)
+
+
+def check_schema_size(schema: object, param: str) -> None:
+    """Refuses a schema that is longer than `MAX_CHARS` before it is written as JSON. Stops where that is certain.
+
+    Raises:
+        InvalidRequestError: it is too long; the message has the limits.
+    """
+    num_chars, values = 0, [schema]
+    while values:
+        match values.pop():
+            case dict() as entries:
+                num_chars += sum(len(name) + 4 for name in islice(entries, MAX_CHARS))
+                values += islice(entries.values(), MAX_CHARS)
+            case list() as entries:
+                num_chars += len(entries)
+                values += islice(entries, MAX_CHARS)
+            case str() as text:
+                num_chars += len(text) + 2
+            case _:
+                num_chars += 1
+        if num_chars > MAX_CHARS:
+            raise InvalidRequestError(f"`{param}` {TOO_LONG}.", param=param, code="unsupported_schema")
 
 
 class _Walk:
