@@ -109,6 +109,12 @@ def leave_out_busy(replicas: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]
     return [replica for replica in replicas if replica.num_requests / replica.capacity <= most]
 
 
+def draw_by_capacity(replicas: Sequence[ReplicaSnapshot], draw: random.Random) -> ReplicaSnapshot:
+    """Draws one replica; the probability of each is its share of the capacity."""
+    [chosen] = draw.choices(replicas, [replica.capacity for replica in replicas])
+    return chosen
+
+
 def draw_least(
     replicas: Sequence[ReplicaSnapshot], key: Callable[[ReplicaSnapshot], tuple[float, ...]], draw: random.Random
 ) -> ReplicaSnapshot:
