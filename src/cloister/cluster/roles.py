@@ -18,7 +18,7 @@ from cloister.types.threat import Requirement, ThreatProfile
 
 DISAGGREGATION_THREAT: Final = ThreatProfile(
     row="disaggregated prefill/decode",
-    threats=frozenset({Requirement.NON_TARGETABLE}),
+    threats=frozenset(),
     residue="KV in flight",
     where=("network",),
     attack="tap",

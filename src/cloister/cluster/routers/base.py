@@ -22,7 +22,10 @@ ROUTER_THREAT = ThreatProfile(
     residue="cache map",
     where=("router",),
     attack="content-specific routing",
-    mitigations=("router sees only blinded lease ids, chooses by capacity; affinity denied by default",),
+    mitigations=(
+        "prompts are remembered by prefix keys only, which are seeded by the scope",
+        "strict profiles: only the one that draws by capacity",
+    ),
 )
 
 
