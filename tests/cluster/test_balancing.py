@@ -16,9 +16,9 @@ import pytest
 from cloister.cluster import replica_set
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.migration import LoadBalancer
-from cloister.cluster.replica_set import ClusterConfig
+from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import KVSwitch
@@ -26,7 +26,9 @@ from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.types.request import Request, SamplingParams, SequenceOutput
 
-SHAPE = EngineShape(num_blocks=72, block_size=32, max_model_len=2048, max_batched_tokens=2048, step_s=0.02, token_s=0.0)
+SHAPE = EngineShape(
+    num_blocks=72, max_waiting=200, block_size=32, max_model_len=2048, max_batched_tokens=2048, step_s=0.02, token_s=0.0
+)
 LATER_S = 1.0
 
 
@@ -52,18 +54,24 @@ class Seen:
         self.times_s.append(clock())
 
 
-async def serve(sent: Sequence[Sent], rebalance: bool) -> tuple[list[Seen], Mapping[str, int]]:
-    """Has two replicas answer requests; returns what clients saw, and what the front did."""
-    loop, draw = asyncio.get_running_loop(), random.Random(0)
+def make_replicas(num: int, router: str, config: ClusterConfig, draw: random.Random) -> ReplicaSet:
+    """Returns a front of virtual engines, which has not been started."""
+    loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualEventLoop)
     network = VirtualNetwork(draw, 0.0002)
     switch, tokenizer, clock = KVSwitch(network, draw), fuzz._tokenizer(), loop.clock
 
-    def start(index: int) -> object:
+    def start(index: int) -> VirtualEngine:
         return make_engine(SHAPE, tokenizer, clock)
 
-    hosts = [Host(i, partial(start, i), network, draw, start_s=0.5, times=LinkTimes(), switch=switch) for i in range(2)]
-    front = make_front(hosts, SHAPE, "round_robin", ClusterConfig(rebalance=rebalance), draw=draw, clock=clock).replicas
+    hosts = [Host(i, partial(start, i), network, draw, start_s=0.5, times=LinkTimes(), switch=switch) for i in range(num)]
+    return make_front(hosts, SHAPE, router, config, draw=draw, clock=clock).replicas
+
+
+async def serve(sent: Sequence[Sent], rebalance: bool) -> tuple[list[Seen], Mapping[str, int]]:
+    """Has two replicas answer requests; returns what clients saw, and what the front did."""
+    loop = asyncio.get_running_loop()
+    front = make_replicas(2, "round_robin", ClusterConfig(rebalance=rebalance), random.Random(0))
     await front.start()
     began_s = loop.time()
     seen = [Seen() for _ in sent]
@@ -113,3 +121,31 @@ def test_urgent_requests_keep_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> N
     assert longest_wait_s(before[4]) > 0.5
     assert longest_wait_s(after[4]) < 2 * SHAPE.step_s
     assert [seen.token_ids for seen in after] == [seen.token_ids for seen in before]
+
+
+async def drain(num_requests: int) -> tuple[list[int], Mapping[str, int]]:
+    """Drains the first of three replicas; returns where its requests went, and what the front did."""
+    front = make_replicas(3, "capacity_random", ClusterConfig(), random.Random(2))
+    await front.start()
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    requests = [Request(request_id=f"r{i}", token_ids=[i, i + 1], sampling=sampling) for i in range(num_requests)]
+    tasks = [asyncio.create_task(front.follow(request, lambda output: None)) for request in requests]
+    await asyncio.sleep(0.5)
+    before = {name for name, index in front._places.items() if index == 0}
+    await front.drain_replica(0)
+    targets = [index for name, index in front._places.items() if name in before]
+    counts = Counter(front.action_counts())
+    await asyncio.gather(*tasks)
+    await front.drain(0.0)
+    return targets, counts
+
+
+def test_where_only_a_draw_is_allowed_a_drained_replica_gives_its_requests_away_by_capacity() -> None:
+    targets, counts = run_virtually(drain(150))
+    assert len(targets) > 30
+    shares = Counter(targets)
+    assert set(shares) == {1, 2}
+    assert min(shares.values()) > len(targets) / 4
+    assert abs(shares[1] - shares[2]) > 1, "in turns, or by load, there would be as many for each"
+    assert counts["drain"] == 1
+    assert sum(counts.values()) == 1
